@@ -21,6 +21,11 @@ def refuse_shares(model: Architecture, configuration: Configuration, software: S
     """Raise ValueError for shared sequences or experts that megatron.core refuses or the planner does not model."""
     _refuse_context(model, configuration, software)
     _refuse_experts(model, configuration, software)
+    if configuration.is_hosted and software.training_state(configuration).muon is not None:
+        raise ValueError(
+            f"{configuration.schedule} with Muon is not modelled, since nothing says how fast a host orthogonalises; "
+            "choose another schedule"
+        )
 
 
 def _refuse_context(model: Architecture, configuration: Configuration, software: Software) -> None:

@@ -84,17 +84,21 @@ def host_parts(
     boundary: float,
     state: TrainingState,
     parameters: Sequence[int],
+    matrices: int,
     rank_of_stage: Sequence[int],
     hosting: Hosting,
 ) -> HostParts:
-    """Bytes of host memory of a rank. `parameters`: the number of each stage of the rank."""
+    """Bytes of host memory of a rank.
+
+    `parameters`: the number of each stage of the rank. `matrices`: how many of them belong to matrices of layers.
+    """
     num_parameters = sum(parameters)
     leaving = _leaving(stages_of(rank_of_stage, rank), len(rank_of_stage) - 1, max(rank_of_stage) + 1)
     stashed = len(leaving) * hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0
     return HostParts(
         weights=state.weights(num_parameters, num_versions=1),
         gradients=state.gradients(num_parameters, num_buffers=1),
-        optimizer=state.optimizer(num_parameters, num_versions=1, stepped=max(parameters)),
+        optimizer=state.optimizer(num_parameters, num_versions=1, matrices=matrices, stepped=max(parameters)),
         stash=stashed,
     )
 

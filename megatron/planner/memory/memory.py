@@ -233,19 +233,23 @@ def estimate_memory(
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
         step = state.copies_in_step(count, num_versions=versions, experts=experts)
+        own_matrices = sum(matrices[stage] for stage in trained)
+        iterating = state.muon.bytes_of_step(shape, setting.tensor, setting.expert_degrees) if state.muon else 0.0
         parts = MemoryParts(
             weights=state.weights(count, num_versions=versions, predicts=predicts)
             + frozen * state.weight_bytes
             + versions * sum(fp8_copies[stage] for stage in stages),
             gradients=state.gradients(count, num_buffers=demand.gradient_buffers[rank] + demand.held_gradients[rank])
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
-            optimizer=state.optimizer(count, num_versions=versions, experts=experts) - step,
+            optimizer=state.optimizer(count, num_versions=versions, matrices=own_matrices, experts=experts)
+            - step
+            + (iterating if versions > 1 else 0.0),
             activations=whole,
             deferred=between,
             workspace=max(copies, in_a_forward, *recomputed),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
             communicators=communicators[rank],
-            step=step,
+            step=step + (iterating if versions == 1 else 0.0),
         )
         host = None
         if hosting:
@@ -262,7 +266,7 @@ def estimate_memory(
                     parts.workspace, state.gradients(embedding, num_buffers=_num_tied(shape, stages, layers))
                 ),
             )
-            host = host_parts(rank, boundary, state, own, demand.rank_of_stage, hosting)
+            host = host_parts(rank, boundary, state, own, own_matrices, demand.rank_of_stage, hosting)
         result.append(
             RankMemory(
                 rank=rank,

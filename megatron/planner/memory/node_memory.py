@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron.pipeline.placement.mapping import NAMED, Degrees, standard
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import GIB, RankMemory
-from megatron.planner.memory.parameters import TrainingState, layer_parameters, stage_parameters
+from megatron.planner.memory.parameters import TrainingState, layer_parameters, matrix_parameters, stage_parameters
 
 _MOST_LAYERS = 1 << 30
 
@@ -154,6 +154,7 @@ def host_bytes_of(
         largest = layer_parameters(shape, tensor) + (sum(ends) if layers_of_rank == 1 else max(ends, default=0))
         leaving = max(0, layers_of_rank - 1 - (rank == 0))
         held = state.weights(own, num_versions=1) + state.gradients(own, num_buffers=1)
-        kept = held + state.optimizer(own, num_versions=1, stepped=largest)
+        matrices = matrix_parameters(shape, tensor, layers_of_rank)
+        kept = held + state.optimizer(own, num_versions=1, matrices=matrices, stepped=largest)
         total += crew.stores * kept + crew.gpus * leaving * stash_of_layer
     return total

@@ -14,7 +14,7 @@ is whole on each rank. Tests compare the counts with the modules of megatron.cor
     masters        4 for 16-bit weights; with the distributed optimizer 4 also for FP32 weights of several versions
     FP32 copies    4 if gradients are kept in 16 bits: the optimizer steps with FP32 copies, which megatron.core makes
                    in the step and frees after it. A host that steps stage by stage holds copies of the largest stage
-    moments        4 each: Adam 2, SGD with momentum 1
+    moments        4 each: Adam 2, SGD with momentum 1, Muon 1 of a matrix and 2 of the rest
 
 The distributed optimizer (ZeRO-1) divides the last three parts by the number of replicas; for experts, by the number of
 ranks with the same experts.
@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.planner.memory.architecture import Architecture, ExpertDegrees
+from megatron.planner.memory.muon import MuonSetting
 
 FP8_COPY_BYTES = 2
 """Bytes of the FP8 copies of an element: one byte in the matrix and one in its transpose; Hopper's products need
@@ -168,6 +169,7 @@ class TrainingState:
     Attributes:
         weight_bytes, gradient_bytes: bytes of an element of a weight, and of a gradient.
         num_moments: Adam 2, SGD with momentum 1, else 0.
+        muon: how matrices are orthogonalised, of which there is one moment; None: the optimizer is not Muon.
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
         data: number of ranks with the same parameters, context parallel ranks included.
         expert_data: number of ranks with the same experts.
@@ -185,6 +187,7 @@ class TrainingState:
     expert_data: int = 1
     fp8_weights: bool = False
     sums_beside_gradients: bool = False
+    muon: MuonSetting | None = None
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """Bytes of all weight versions. `predicts`: the versions are predictions, beside the true weights."""
@@ -206,11 +209,18 @@ class TrainingState:
         return float(num_parameters * kept * num_buffers)
 
     def optimizer(
-        self, num_parameters: int, *, num_versions: int, stepped: int | None = None, experts: int = 0
+        self,
+        num_parameters: int,
+        *,
+        num_versions: int,
+        matrices: int = 0,
+        stepped: int | None = None,
+        experts: int = 0,
     ) -> float:
         """Bytes of masters, FP32 copies of gradients, and moments on one rank.
 
         Args:
+            matrices: number of the parameters that belong to matrices of layers.
             stepped: number of parameters that step at once; None: all.
             experts: number of the parameters that belong to experts; 0 if `stepped` is given.
         """
@@ -218,6 +228,8 @@ class TrainingState:
         copied = num_parameters if stepped is None else stepped
         part = self._part(num_parameters, experts)
         kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) * part
+        if self.muon is not None:
+            kept -= _FP32 * matrices * (self.num_moments - 1) * part
         return kept + self._gradient_copies(copied, part)
 
     def copies_in_step(self, num_parameters: int, *, num_versions: int, experts: int = 0) -> float:

@@ -280,10 +280,14 @@ class FirstPrinciples:
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
         matrices = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
+        orthogonal = self._orthogonalizations(configuration, layers, links)
         for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
             # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
-            # where they are predicted, only the masters.
-            step.append(own * (6 * 4 + 2 * state.gradient_bytes + written) / self._rates.memory)
+            # where they are predicted, only the masters. Muon has one moment of a matrix.
+            moved = own * (6 * 4 + 2 * state.gradient_bytes + written)
+            if state.muon is not None:
+                moved -= 2 * 4 * matrices[stage]
+            step.append(moved / self._rates.memory + orthogonal[stage])
             # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
             # or in PREDICT where there is one.
             gathers = state.distributed_optimizer and not configuration.predicts
@@ -323,13 +327,32 @@ class FirstPrinciples:
         one_pass = 3 * 4 + state.gradient_bytes + state.weight_bytes
         moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
         norm = state.gradient_bytes if configuration.provisional == "stage" else 0
-        for own, count, once in self._counts(configuration, layers, links):
+        orthogonal = self._orthogonalizations(configuration, layers, links)
+        for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
             read = own if configuration.provisional_reduce else count
-            predict.append((own * moved + read * norm) / self._rates.memory)
+            predict.append((own * moved + read * norm) / self._rates.memory + orthogonal[stage])
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
             hold.append(2 * count * state.gradient_bytes / self._rates.memory)
         return predict, hold
+
+    def _orthogonalizations(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
+        """By stage: seconds in which Muon orthogonalises the matrices of a step, and tensor ranks gather them."""
+        muon = self.software.training_state(configuration).muon
+        if muon is None:
+            return [0.0] * len(layers)
+        seconds = []
+        for has_experts in (False, True) if self.model.experts else (False,):
+            work = muon.layer(self.model, configuration.tensor, configuration.expert_degrees, experts=has_experts)
+            sent = work.gathered * (1 - 1 / configuration.tensor)
+            seconds.append(
+                self._rates.products(work.operations, work.calls, muon.element_bytes)
+                + sent / self._rates.of_link(links.tensor, links, within=self.constants.tensor_efficiency)
+            )
+        with_experts = self.model.layers_with_experts(layers)
+        return [
+            (count - some) * seconds[0] + some * seconds[-1] for count, some in zip(layers, with_experts, strict=True)
+        ]
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
         """The costs of copies and updates of stages whose weights live on the host.

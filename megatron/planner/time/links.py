@@ -270,7 +270,12 @@ class Rates:
         )
 
     def _products(self, operations: float, calls: float) -> float:
-        return operations / self._product + calls * self.constants.product_overhead
+        return self.products(operations, calls, self.software.element_bytes)
+
+    def products(self, operations: float, calls: float, element_bytes: int) -> float:
+        """Seconds of so many operations in products of matrices, with elements of `element_bytes`."""
+        rate = self.device.product_rate(element_bytes) * self.constants.product_efficiency
+        return operations / rate + calls * self.constants.product_overhead
 
     def _grouped(self, work: Work) -> float:
         """Seconds of the experts' products: with few tokens a product takes as long as reading its matrix."""

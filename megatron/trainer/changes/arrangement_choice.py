@@ -27,7 +27,12 @@ from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import RankMemory, estimate_memory
-from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
+from megatron.planner.memory.parameters import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    matrix_parameters,
+)
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.freezing import of_interval
 from megatron.trainer.arguments.rules.programs import num_samples
@@ -324,7 +329,8 @@ class ArrangementChoice:
             kept = frozen * layer + (embedding if rank == 0 and shape.num_frozen else 0)
             saved = activations.saved(max(0, trained), is_first=False, is_last=last == num_layers) * held_at_once[rank]
             held = state.weights(own, num_versions=delay) + state.gradients(own, num_buffers=delay)
-            held += state.optimizer(own, num_versions=delay) + kept * state.weight_bytes
+            matrices = matrix_parameters(model, tensor, max(0, trained))
+            held += state.optimizer(own, num_versions=delay, matrices=matrices) + kept * state.weight_bytes
             return held + saved <= self._limit()
 
         return cut_that_fits(work, size, fits) or cut_exactly(work, size)

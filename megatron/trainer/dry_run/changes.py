@@ -18,7 +18,12 @@ from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.schedules import PRESETS
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.job.estimate import judge_fullest, waiting_gib
-from megatron.planner.memory.parameters import embedding_parameters, head_parameters, layer_parameters
+from megatron.planner.memory.parameters import (
+    embedding_parameters,
+    head_parameters,
+    layer_parameters,
+    matrix_parameters,
+)
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.freezing import make_rule
 from megatron.trainer.arguments.rules.programs import data_paths
@@ -207,9 +212,10 @@ def _bytes_of_others(args: TrainConfig, before: range, after: range) -> float:
 
     new = [each for each in after if each not in before]
     trained = count(new, frozen=False)
-    sharded = count(after, frozen=False) if state.distributed_optimizer else trained
+    stepped = after if state.distributed_optimizer else new
+    matrices = matrix_parameters(model, tensor, sum(each >= num_frozen for each in stepped))
     return (
         state.weights(trained, num_versions=versions)
-        + state.optimizer(sharded, num_versions=versions)
+        + state.optimizer(count(stepped, frozen=False), num_versions=versions, matrices=matrices)
         + state.weight_bytes * count(new, frozen=True)
     )

@@ -24,6 +24,7 @@ from megatron.planner import (
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
 from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.hosted import Hosting
+from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
@@ -232,6 +233,16 @@ def training_state(args: TrainConfig) -> TrainingState:
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=args.data_parallel_size,
+        muon=_muon(args) if args.optimizer == "muon" else None,
+    )
+
+
+def _muon(args: TrainConfig) -> MuonSetting:
+    return MuonSetting(
+        num_steps=args.muon_num_ns_steps,
+        splits_qkv=args.muon_split_qkv,
+        gathers=args.muon_tp_mode == "duplicated",
+        element_bytes=_HALF if args.muon_fp32_matmul_prec == "medium" else _FP32,
     )
 
 

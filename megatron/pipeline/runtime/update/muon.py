@@ -134,7 +134,7 @@ class Orthogonalization:
 
 
 def newton_schulz(matrix: Tensor, coefficients: Iterable[tuple[float, float, float]]) -> Tensor:
-    """The matrix with singular values near 1, in its dtype. The iteration works on the smaller of the two dimensions."""
+    """The matrix with its singular values replaced by values near 1, in its dtype. Products are of the smaller size."""
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
@@ -151,7 +151,7 @@ class Muon(torch.optim.AdamW):
 
     Args:
         params: as of any torch optimizer; matrices have two dimensions.
-        lr, betas, eps, weight_decay: AdamW's; learning rate and weight decay are Muon's, too. Groups may have their own.
+        lr, betas, eps, weight_decay: as of AdamW; Muon reads learning rate and weight decay, too.
         momentum, nesterov: Muon's; of a group where the group says them.
         orthogonalization: how matrices are orthogonalised.
     """

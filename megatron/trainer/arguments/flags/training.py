@@ -136,8 +136,8 @@ class Regularization:
     )
     muon_tp_mode: str = option(
         "blockwise",
-        "Where tensor ranks share a matrix: blockwise: each orthogonalises its part by itself, so the result depends on "
-        "the number of ranks. duplicated: each gathers the matrix and orthogonalises it.",
+        "Where tensor ranks share a matrix. blockwise: each orthogonalises its part by itself, so the result depends "
+        "on their number. duplicated: each gathers the matrix and orthogonalises it.",
         choices=("blockwise", "duplicated", "distributed"),
     )
     muon_scalar_lr: float = option(

@@ -1,0 +1,91 @@
+"""What Muon needs: the matrices of a layer, the operations of their iterations, and the bytes of a step.
+
+Muon keeps one moment of a matrix, where Adam keeps two. A step takes for each matrix of r x c elements, r <= c,
+`num_steps` iterations of three products: r r c, r r r and r r c multiplications and as many additions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.planner.memory.architecture import Architecture, ExpertDegrees
+
+_PRODUCTS = 3  # of an iteration
+_KEPT = 6
+"""Copies of a matrix that a step holds at most: the cast, the normalised matrix and its successor, and three products
+of r x r elements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSetting:
+    """How a run orthogonalises.
+
+    Attributes:
+        num_steps: number of iterations.
+        splits_qkv: queries, keys and values are matrices of their own.
+        gathers: tensor ranks gather the matrices that they share; else each orthogonalises its part.
+        element_bytes: of an element in the iteration, 2 or 4.
+    """
+
+    num_steps: int = 5
+    splits_qkv: bool = True
+    gathers: bool = False
+    element_bytes: int = 2
+
+    def layer(self, shape: Architecture, tensor: int, degrees: ExpertDegrees | None, *, experts: bool) -> "MuonWork":
+        """The work of one layer on one of `tensor` ranks; `experts`: the layer has experts."""
+        work = MuonWork()
+        for rows, columns in self._matrices(shape, 1 if self.gathers else tensor, degrees, experts=experts):
+            small, large = sorted((rows, columns))
+            work = MuonWork(
+                operations=work.operations + self.num_steps * (4 * small**2 * large + 2 * small**3),
+                calls=work.calls + _PRODUCTS * self.num_steps,
+                gathered=work.gathered + (rows * columns * self.element_bytes if self.gathers else 0),
+                largest=max(work.largest, rows * columns),
+            )
+        return work
+
+    def _matrices(
+        self, shape: Architecture, tensor: int, degrees: ExpertDegrees | None, *, experts: bool
+    ) -> Iterator[tuple[int, int]]:
+        """Rows and columns of each matrix that an iteration works on."""
+        h = shape.hidden_size
+        widths = [shape.query_width, shape.key_width, shape.key_width]
+        for width in widths if self.splits_qkv else [sum(widths)]:
+            yield width // tensor, h
+        yield h, shape.query_width // tensor
+        if not experts:
+            yield from self._mlp(shape, shape.ffn_hidden_size, tensor)
+            return
+        own = degrees or ExpertDegrees(tensor=tensor)
+        if shape.experts.shared_ffn_hidden_size:
+            yield from self._mlp(shape, shape.experts.shared_ffn_hidden_size, tensor)
+        for _ in range(shape.experts.count // own.parallel):
+            yield from self._mlp(shape, shape.experts.ffn_hidden_size, own.tensor)
+
+    @staticmethod
+    def _mlp(shape: Architecture, width: int, tensor: int) -> Iterator[tuple[int, int]]:
+        yield width * (2 if shape.gated else 1) // tensor, shape.hidden_size
+        yield shape.hidden_size, width // tensor
+
+    def bytes_of_step(self, shape: Architecture, tensor: int, degrees: ExpertDegrees | None = None) -> float:
+        """The most bytes that a step holds beside parameters, gradients and moments."""
+        kinds = {False, shape.experts is not None}
+        largest = max(self.layer(shape, tensor, degrees, experts=each).largest for each in kinds)
+        return float(largest * (_KEPT * self.element_bytes + 4))  # 4: the mean of Nesterov, in FP32
+
+
+@dataclass(frozen=True)
+class MuonWork:
+    """The work of a step on the matrices of one layer.
+
+    Attributes:
+        operations: floating-point operations of products.
+        calls: number of products.
+        gathered: bytes of the whole matrices that tensor ranks gather.
+        largest: elements of the largest matrix.
+    """
+
+    operations: float = 0.0
+    calls: int = 0
+    gathered: float = 0.0
+    largest: int = 0
