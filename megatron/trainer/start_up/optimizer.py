@@ -12,8 +12,8 @@ For a tensor x with gradient g, at step t, as Adam:
 and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) Where
 a norm is 0, as of a bias that begins there, the ratio counts as 1.
 
-Muon steps the matrices of the model, but for embeddings and the output layer, and AdamW the rest
-(`megatron.pipeline.runtime.update.muon`). The groups say which parameters are whose.
+Muon steps the matrices of the layers, and AdamW the rest (`megatron.pipeline.runtime.update.muon`). The groups say
+which parameters are whose.
 
 torch's optimizers step parameters one by one, an operation after another (`loop`), or each in one pass of a compiled
 kernel (`fused`): on a CPU several times faster; the last bits may differ. The kernel is in the optimizer's groups,
@@ -97,8 +97,8 @@ class Lamb(torch.optim.Optimizer):
 
 
 def layout_of(parameter: Tensor, name: str) -> str | None:
-    """How tensor ranks share a matrix that Muon steps; None: AdamW steps the parameter."""
-    if parameter.dim() != 2 or getattr(parameter, "is_embedding_or_output_parameter", False) or "embedding" in name:
+    """How tensor ranks share a matrix of a layer, which Muon steps; None: AdamW steps the parameter."""
+    if parameter.dim() != 2 or ".layers." not in f".{name}":
         return None
     if name.endswith("linear_qkv.weight"):
         return QKV

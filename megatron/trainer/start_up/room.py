@@ -24,7 +24,7 @@ from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.planner import GIB, Activations
 from megatron.planner.memory.hosted import Hosting, host_parts
-from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.memory.parameters import matrix_parameters, stage_parameters
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.ownership import OwnerMark
@@ -64,12 +64,14 @@ def require_room(args: TrainConfig, layers: Sequence[int]) -> None:
 
 def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Need:
     shape, rank = from_flags.architecture(args), parallel_state.get_pipeline_model_parallel_rank()
-    parameters = stage_parameters(shape, args.tensor_model_parallel_size, layers)
+    tensor, own = args.tensor_model_parallel_size, args.schedule.stages_of(rank)
+    parameters = stage_parameters(shape, tensor, layers)
     parts = host_parts(
         rank,
         Activations(shape, from_flags.activation_setting(args)).boundary,
         from_flags.training_state(args),
-        [parameters[stage] for stage in args.schedule.stages_of(rank)],
+        [parameters[stage] for stage in own],
+        matrix_parameters(shape, tensor, sum(layers[stage] for stage in own)),
         args.schedule.rank_of_stage,
         hosting,
     )

@@ -90,7 +90,7 @@ class Regularization:
     optimizer: str = option(
         "adam",
         "Optimizer. lamb: LAMB with --adam-beta1, --adam-beta2 and --adam-eps, without tensor parallelism. muon: Muon "
-        "for matrices, but for embeddings and the output layer, and AdamW for the rest (docs/muon.md).",
+        "for the matrices of layers, AdamW for the rest (docs/muon.md).",
         choices=("adam", "sgd", "lamb", "muon"),
     )
     optimizer_kernel: str = option(

@@ -1,0 +1,58 @@
+"""Which parameters Muon steps: those of docs/muon.md's table, in a GPT, a BERT and a classifier of images."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS
+from tests import workers
+from tests.trainer.run.run_case import BASE, data_flags, training_program
+from tests.trainer.run.test_bert import BASE as BERT
+from tests.trainer.run.test_bert import data_flags as bert_data
+
+PAGE = Path(__file__).parents[3] / "docs" / "muon.md"
+SHARES = {QKV: "share rows", ROWS: "share rows", COLUMNS: "share columns"}
+
+
+def layouts(program: str, flags: str) -> dict:
+    """Name of a parameter, without the number of its layer -> (layout, the optimizer's option)."""
+    from megatron.core.utils import unwrap_model
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.run.pretraining import assemble, complete
+    from megatron.trainer.start_up import initialize
+    from megatron.trainer.start_up.optimizer import layout_of
+
+    defaults, trained = training_program(program)
+    args, _ = complete(parse_args(flags.split(), defaults=defaults))
+    run = assemble(initialize.set_up(args), trained)
+    (core,) = run.optimizer.chained_optimizers
+    said = {parameter: group["muon"] for group in core.optimizer.param_groups for parameter in group["params"]}
+    (chunk,) = run.chunks
+    return {
+        re.sub(r"layers\.\d+", "layers", name): (layout_of(parameter, name), said[parameter])
+        for name, parameter in unwrap_model(chunk).named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "program, flags",
+    [
+        ("pretrain_gpt", f"{BASE} {data_flags()} --swiglu --qk-layernorm --untie-embeddings-and-output-weights"),
+        ("pretrain_bert", f"{BERT} {bert_data()}"),
+    ],
+)
+def test_parameters_are_whose_the_page_says(program, flags):
+    """Each parameter is in a row of the table, and the groups of the optimizer agree with it."""
+    rows = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if re.match(r"\| `[\w.]+\.weight`", line)]
+    table = {re.findall(r"`([\w.]+)`", names)[0]: (whose, ranks) for names, whose, ranks in rows}
+    (found,) = workers.run(1, f"{__name__}:layouts", program=program, flags=f"{flags} --optimizer muon")
+    for name, (layout, option) in found.items():
+        assert layout == option
+        own = [row for key, row in table.items() if key in name]
+        if own:
+            ((whose, ranks),) = own
+            assert "Muon" in whose and ranks.strip() == SHARES[layout], name
+        else:
+            assert layout is None, name
+    assert sum(layout is not None for layout, _ in found.values()) == 4
