@@ -1,6 +1,6 @@
 """Pipeline programs: built, proved, simulated and drawn without torch; `runtime` executes them.
 
-`Pipeline` trains any ``nn.Module`` so. It needs torch, and is imported when it is first asked for.
+`Pipeline` trains any ``nn.Module`` with such a program. `Pipeline` needs torch, so it is imported on first use.
 """
 
 import importlib

@@ -1,17 +1,20 @@
-"""Which communicators a rank of a pipeline has, and how many blocks of a GPU's threads each may use.
+"""The communicators of a pipeline rank, and how many blocks of GPU threads each may use.
 
-Problem: the runtime has a communicator for each directed edge of the pipeline, for the pair's moves and for each group
-of the reduction chain, so that nothing queues behind what it does not depend on. Over NCCL each takes multiprocessors
-from the computations beside it, and buffers on the device, both in proportion to its cooperative thread arrays (CTAs).
+Problem: the runtime has a communicator for each directed edge of the pipeline, for the moves between the ranks of a
+pair, and for each group of the reduction chain. So no transfer queues behind a transfer that it does not depend on.
+But an NCCL communicator takes multiprocessors from concurrent computations, and holds buffers on the device. Both grow
+in proportion to the number of its cooperative thread arrays (CTAs).
 
-Solution: one table bounds them by use (NCCL's `max_ctas`). The runtime makes communicators by it, and the planner
-counts what they hold. A rank in the middle of a pipeline with replicas has, for example,
+Solution: one table bounds the CTAs of each use (NCCL's `max_ctas`). The runtime makes its communicators with these
+bounds, and the planner counts the bytes of their buffers. For example, a rank in the middle of a pipeline with replicas
+has
 
     link    F 0-1, B 1-0, F 1-2, B 2-1
     move    pair 1-2
     chain   data, world
 
-and, where weights come from the host in shares, `fetch` with the replicas on its node.
+If the replicas on a node share the copies of weights from the host, each rank also has a `fetch` communicator with
+them.
 """
 
 from collections.abc import Sequence
@@ -21,13 +24,19 @@ from itertools import pairwise
 from megatron.pipeline.program.move_order import Pairs
 
 COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8, "fetch": 8}
-"""use -> CTAs at most. A link carries one activation at a time; a move many times that; a chain the gradients, a fetch
-the weights of a stage."""
+"""Use -> largest number of CTAs. A link carries one activation at a time, and a move carries many times as many bytes.
+A chain carries the gradients of a stage, and a fetch carries its weights."""
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """One communicator of a rank. `use`: of `COMMUNICATOR_CTAS`. `name`: as above. `num_ranks`: its members."""
+    """One communicator of a rank.
+
+    Attributes:
+        use: a key of `COMMUNICATOR_CTAS`.
+        name: the edge, the pair or the group, written as in the module docstring.
+        num_ranks: the number of members.
+    """
 
     use: str
     name: str
@@ -39,12 +48,16 @@ class Communicator:
 
     @property
     def num_peers(self) -> int:
-        """Members with which this one exchanges data: the neighbours in a ring."""
+        """The number of members that a rank exchanges data with: its neighbours in a ring."""
         return min(self.num_ranks - 1, 2)
 
 
 def links_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communicator, ...]:
-    """One for each edge from or to a stage of another rank, and direction: activations (F) and gradients (B)."""
+    """Return the links of a rank in a chain of stages.
+
+    Each edge between a stage of the rank and a stage of another rank has two links: F for activations and B for
+    gradients.
+    """
     links = []
     for stage, ends in enumerate(pairwise(rank_of_stage)):
         if rank in ends and ends[0] != ends[1]:
@@ -54,7 +67,7 @@ def links_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communicator
 
 
 def move_link_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[Communicator, ...]:
-    """The pair's, where activations move; none for a rank that is its own pair."""
+    """Return the communicator of the rank's pair; nothing if the rank is its own pair."""
     partner = Pairs(tuple(rank_of_stage)).of_rank(rank)
     first, last = sorted((rank, partner))
     return () if first == last else (Communicator("move", f"pair {first}-{last}", 2),)
@@ -70,12 +83,12 @@ def chain_of_rank(
     sums_over_tensor: bool,
     ends: tuple[int, int] | None = None,
 ) -> tuple[Communicator, ...]:
-    """The groups of the reduction chain that rank `rank` of a pipeline communicates in.
+    """Return the communicators of the reduction chain that have more than one member, for pipeline rank `rank`.
 
     Args:
-        tensor, pipeline, data: degrees; the world has as many ranks as their product.
-        tied_embeddings: the ranks in `ends` add up the gradient of one embedding.
-        sums_over_tensor: tensor ranks add up gradients of parameters that each has seen in part (sequence parallelism).
+        tensor, pipeline, data: parallel degrees; the world has as many ranks as their product.
+        tied_embeddings: the ranks in `ends` add up their gradients of one embedding.
+        sums_over_tensor: tensor ranks add up the gradients of parameters that each applies to a part of the sequence.
         ends: the ranks of the first and the last stage; None: the first and the last rank.
     """
     sharing = {0, pipeline - 1} if ends is None else set(ends)

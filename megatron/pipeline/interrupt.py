@@ -1,11 +1,11 @@
-"""Ctrl-C ends a program at once, with one line and status 130; also while it imports, which takes torch seconds.
+"""Ctrl-C ends a program at once, with one line and status 130, even while the program imports torch.
 
-Problem: Python raises KeyboardInterrupt wherever the program is. In an import that becomes a traceback of many screens,
-or an error of the library that was interrupted, or nothing at all.
+Problem: Python raises KeyboardInterrupt at whatever line the program has reached. During an import the result is a
+traceback of many screens, an error of the interrupted library, or nothing at all. Importing torch takes seconds.
 
-Solution: the first that a program imports is this file, which needs nothing else. A program that has something to undo
-handles the signal by itself meanwhile (`unwinding` in commands/common/command_line.py). A launcher, such as torchrun,
-gets the signal too, and prints what it likes.
+Solution: a program imports this file first, and this file imports only the standard library. A program that has changes
+to undo replaces the handler for that time (`unwinding` in commands/common/command_line.py). A launcher such as torchrun
+gets the signal, too, and prints its own message.
 """
 
 import os
@@ -16,11 +16,17 @@ from contextlib import suppress
 
 STATUS = 128 + signal.SIGINT
 before_exit: list[Callable[[], None]] = []
-"""Called when Ctrl-C ends the process; they must not wait."""
+"""Functions that are called when Ctrl-C ends the process; they must not block."""
 
 
 def end_at_interrupt(*, says: str = "ended by SIGINT") -> None:
-    """From now on SIGINT ends this process, and each that it forks. Only rank 0 of a job prints the line."""
+    """Make SIGINT end this process and the processes that it forks from now on.
+
+    A handler that is already installed stays, and an ignored SIGINT stays ignored. Forked processes end silently.
+
+    Args:
+        says: the line for stderr; only rank 0 of a job prints it.
+    """
     process = os.getpid()
 
     def end(number: int, frame: object) -> None:
@@ -32,5 +38,5 @@ def end_at_interrupt(*, says: str = "ended by SIGINT") -> None:
                 os.write(2, f"{says}\n".encode())
         os._exit(STATUS)
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs of a shell ignore SIGINT
         signal.signal(signal.SIGINT, end)

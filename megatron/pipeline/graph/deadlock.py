@@ -1,11 +1,13 @@
-"""Who waits for whom, in words, when an execution is stuck.
+"""The explanation of a deadlock in words: who waits for whom.
 
-A rank that cannot go on waits for another rank's row (a tensor that it has not sent, the other end of a move) or for
-its own chain of reductions; a chain waits for a member of its running reduction, either for that member's row, where
-the reduction is still to be posted, or for that member's chain, where it stands behind another one. What a lane to or
-from the host waits for stands before it in the same row, so it waits for the chain in the end. From any of these the
-next one follows; the walk ends where it meets itself, in a circle, or at a rank that has nothing left to do before its
-border.
+A stuck rank waits for the row of another rank (for a tensor that is not yet sent, or for the other end of a move) or
+for its own chain of reductions. A chain waits for a member of its first reduction. It waits for the member's row if
+that row has yet to post the reduction, and for the member's chain if the reduction stands there behind another
+reduction. Everything that a host lane waits for stands earlier in the same row, so a stuck lane waits for the chain in
+the end.
+
+The explanation walks from each waiting row or chain to what it waits for. The walk ends at a place that it has visited
+before, which closes a circle, or at a rank that has reached its border.
 """
 
 from dataclasses import replace
@@ -14,12 +16,15 @@ from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, Reductio
 from megatron.pipeline.graph.row_graph import Channel, RowExecution
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 
-_Node = int | ReductionQueue  # what waits: the row of a rank, or reductions
-_MAKERS = {word.makes: kind for kind, word in reversed(WORDS.items()) if word.makes}  # the first of each tensor
+_Node = int | ReductionQueue  # what waits: the row of a rank, or a queue of reductions
+_MAKERS = {word.makes: kind for kind, word in reversed(WORDS.items()) if word.makes}  # tensor -> first kind making it
 
 
 def explain_deadlock(execution: RowExecution) -> tuple[int, int, str]:
-    """A rank that is stuck, its position, and the circle of ranks, or the rank at whose end the waiting stops."""
+    """Return a stuck rank, its position in its row, and the explanation.
+
+    The explanation names the members of the circle. Without a circle, or with no rank in it, the whole path is named.
+    """
     node: _Node | None = next(rank for rank, (_, wait) in enumerate(execution.waits) if wait is not None)
     path: list[_Node] = []
     sentences: dict[_Node, str] = {}
@@ -34,7 +39,7 @@ def explain_deadlock(execution: RowExecution) -> tuple[int, int, str]:
 
 
 def _row_waits_for(execution: RowExecution, rank: int) -> tuple[str, _Node | None]:
-    """A sentence that says what a row waits for, and the node that has to bring it (None: nobody will)."""
+    """Return a sentence about what a row waits for, and the node that has to act next (None: the row is done)."""
     position, wait = execution.waits[rank]
     if wait is None:
         return f"rank {rank} has executed all that stands before the border", None
@@ -55,7 +60,7 @@ def _row_waits_for(execution: RowExecution, rank: int) -> tuple[str, _Node | Non
 
 
 def _send_waits_for(execution: RowExecution, channel: Channel, here: str) -> str:
-    """The receive without which a forward-only stage would have too much unread."""
+    """Name the receive that has to be posted before a forward-only stage may send another tensor."""
     kind, graph = RECEIVE_OF[channel.tensor], execution.executed.graph
     receives = [
         each.microbatch
@@ -68,7 +73,7 @@ def _send_waits_for(execution: RowExecution, channel: Channel, here: str) -> str
 
 
 def _word(execution: RowExecution, channel: Channel, kind: Kind, microbatch: int) -> str:
-    """The text of a word at one end of a channel, for a microbatch counted from the program's first."""
+    """Return the text of a word at one end of a channel; `microbatch` is counted from the program's first."""
     at_maker = kind is not RECEIVE_OF[channel.tensor]
     stage, peer = (channel.maker, channel.taker) if at_maker else (channel.taker, channel.maker)
     word = Instruction(kind, stage, execution.executed.first_microbatch + microbatch)
@@ -89,7 +94,7 @@ def _queue_waits_for(execution: RowExecution, queue: ReductionQueue) -> tuple[st
 
 
 def _members(execution: RowExecution, queue: ReductionQueue, running: tuple[Kind, int | None]) -> list[int]:
-    """The ranks that take part in a reduction of a queue."""
+    """Return the ranks that take part in the reduction `running` of a queue."""
     if running[0] not in SHARED_REDUCTIONS:
         return [queue.rank]
     rows = enumerate(execution.executed.rows)

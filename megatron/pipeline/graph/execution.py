@@ -1,4 +1,4 @@
-"""One execution of rows, without times: in which order they can be carried out, and who waits for whom."""
+"""One execution of rows without times, which finds an order of execution and who waits for whom."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from megatron.pipeline.program.instruction import OWN_MOVES, SHARED_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.program.move_order import Pairs
 
-START = 0  # the node before all others, at time 0
+START = 0  # the node that all others stand behind, at time 0
 
 Take = tuple[Kind, tuple[int, ...]]
-"""What a node takes: the time of a kind at these stages, the sum, or of a reduction that ranks share the longest."""
+"""The time of a node, as a kind and its stages: the sum of the kind's times at these stages. For a reduction that ranks
+share, the longest of these times."""
 
 
 MOVES, LANES, REDUCTIONS = "moves", "lanes", "reductions"
-"""What a rank waits for, where it is no tensor."""
+"""What a rank waits for, unless it waits for a tensor."""
 
 
 class SimulationError(ValueError):
@@ -27,9 +28,9 @@ class MoveQueue:
     """The moves of a rank, in order.
 
     Attributes:
-        requested: of each, the node behind which the rank requested it, its position in the row, and the move.
-        nodes: of those that are complete.
-        num_awaited: how many have to be complete before the rank goes on; 0: it does not wait.
+        requested: for each move, the rank's last node before the request, the position in the row, and the move.
+        nodes: the nodes of the completed moves.
+        num_awaited: the number of moves that have to be complete before the rank goes on; 0: the rank does not wait.
     """
 
     __slots__ = ("nodes", "num_awaited", "requested")
@@ -44,9 +45,10 @@ class ReductionQueue:
     """Reductions that a rank runs one after another.
 
     Attributes:
-        posted: of those that are not complete, the node behind which they are posted, their position, the reduction.
-        joined: whether the first of them has joined its collective.
-        last: the node of the one before.
+        posted: for each incomplete reduction, the rank's last node before it, the position in the row, and the
+            reduction.
+        joined: whether the rank has joined the first of these.
+        last: the node of the last completed reduction.
     """
 
     __slots__ = ("joined", "last", "posted", "rank")
@@ -59,32 +61,41 @@ class ReductionQueue:
 
 
 class Execution(ABC):
-    """One execution of the rows of all ranks, each until it waits for a node that is not known yet.
+    """One execution of the rows of all ranks. Each rank runs until it waits for a node that does not exist yet.
 
-    A subclass goes through the rows (`_run`) and keeps the nodes (`_add`). Moves and reductions are the same for all.
+    A subclass goes through the rows (`_run`) and keeps the nodes (`_add`). This class carries out moves and reductions.
 
-    A rank carries out its moves one after another (see `program.move_order`), and a move is complete when both ranks of
-    the pair have come to it. It carries out its reductions one after another, too, in the order of its row; one starts
-    when all its members have reached it (norm: every rank; embeddings: the ranks that post it; gradients: replicas run
-    the same program, so none is waited for). A reduction that stands after the STEP of its version serves the report
-    alone. It has a queue beside the chain: in the same one, the gradients of the next microbatch would stand behind it
-    until the first stage has ended the microbatch before.
+    A rank carries out its moves one after another (see `program.move_order`). A move is complete when both ranks of the
+    pair have reached it. A rank carries out its reductions one after another, too, in the order of its row. A reduction
+    starts when all of its members have reached it. The members of a norm reduction are all ranks, and those of an
+    embedding reduction are the ranks that post it. A gradient reduction waits for no other rank, because the replicas
+    run the same program.
+
+    A reduction that stands after the STEP of its version serves only the report. Such a reduction has a queue of its
+    own, beside the chain. In the chain it would hold up the gradients of the next microbatch until the first stage has
+    finished the microbatch before.
 
     Attributes:
-        waits: of each rank, its position, and what it waits for there; None: it has come to its border.
-        chains, reports: the reductions of each rank, and those that serve the report.
+        waits: for each rank, its position and what it waits for there; None: it has reached its border.
+        chains, reports: for each rank, the queue of reductions before their STEP, and the queue of those after it.
     """
 
     def __init__(self, num_ranks: int, pairs: Pairs, updates: Iterable[Instruction]) -> None:
-        """`updates`: the instructions of all rows that update, at least those that reduce over several ranks."""
+        """Set up an execution.
+
+        Args:
+            num_ranks: the number of rows.
+            pairs: the ranks between which activations move.
+            updates: at least the reductions of all rows whose members are several ranks; others are ignored.
+        """
         ranks = range(num_ranks)
         self.pairs, self.takes = pairs, {}
         self.moves = [MoveQueue() for _ in ranks]
-        self._partners: dict[int, tuple[int, int]] = {}  # of a stage, the rank of its pair stage, and that stage
+        self._partners: dict[int, tuple[int, int]] = {}  # stage -> rank of its pair stage, pair stage
         self.chains = [ReductionQueue(rank) for rank in ranks]
         self.reports = [ReductionQueue(rank) for rank in ranks]
-        self.pending: list[dict[int | None, int]] = [defaultdict(int) for _ in ranks]  # version -> reductions to come
-        self.reduced: list[dict[int | None, list[int]]] = [{} for _ in ranks]  # version -> those that are
+        self.pending: list[dict[int | None, int]] = [defaultdict(int) for _ in ranks]  # version -> number incomplete
+        self.reduced: list[dict[int | None, list[int]]] = [{} for _ in ranks]  # version -> nodes of completed ones
         self.stepped: list[set[int | None]] = [set() for _ in ranks]
         self.awaits_reductions = [False] * num_ranks
         self._running: dict[tuple[Kind, int | None], list[ReductionQueue]] = {}
@@ -98,9 +109,9 @@ class Execution(ABC):
         self._runs = [self._run(rank) for rank in ranks]
 
     def reach(self, ends: Sequence[int]) -> list[int]:
-        """Execute each row up to `ends[rank]`, or as far as it comes where all others stop at theirs.
+        """Execute each row up to `ends[rank]`, or as far as it can go while the other rows stop at their own ends.
 
-        Returns how far each came. That is the same in whichever order ranks go on, so it is as far as they can.
+        Returns the position that each rank has reached. The positions do not depend on the order in which ranks go on.
         """
         self.ends[:] = ends
         runnable, waits, runs = self.runnable, self.waits, self._runs
@@ -111,39 +122,43 @@ class Execution(ABC):
         return [position for position, _ in waits]
 
     def close(self) -> None:
-        """Forget how to go on, so that nothing keeps the execution but those who hold it."""
+        """Drop the suspended runs of the rows, which refer back to this execution. `reach` cannot be called again."""
         self._runs.clear()
 
     # --- the form
 
     @abstractmethod
     def _run(self, rank: int) -> Iterator[tuple[int, object]]:
-        """Go through a row. Yields a position, and what the rank waits for there, or None at the rank's border."""
+        """Go through a row; yield a position and what the rank waits for there, None at the rank's border."""
 
     @abstractmethod
     def _add(self, before: int, take: int, others: tuple[int, ...]) -> int:
-        """A node behind these; returns its number."""
+        """Add a node that waits for `before` and `others`, and return its number."""
 
     @abstractmethod
     def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
-        """A move or a reduction of a rank is this node."""
+        """Record the node of a move or a reduction of a rank."""
 
     def _stages_of(self, reduction: Instruction) -> tuple[int, ...]:
-        """The stages of whose times a reduction of one rank takes."""
+        """Return the stages whose times a reduction of a single rank takes."""
         return (reduction.stage,)
 
     def _awaited_words(self, rank: int, position: int) -> tuple[int, ...]:
-        """The words of lanes that a reduction waits for."""
+        """Return the nodes of the host words that a reduction waits for."""
         return ()
 
     def _take(self, kind: Kind, stages: tuple[int, ...]) -> int:
-        """The number of what a node takes."""
+        """Return the number of a `Take`; a new one gets the next number."""
         return self.takes.setdefault((kind, stages), len(self.takes))
 
     # --- moves
 
     def _request(self, rank: int, position: int, move: Instruction, now: int) -> None:
-        """Request a move, and carry it out if both ends have requested it; who waits for it can go on."""
+        """Request a move. If both ends have requested it, carry it out and wake the ranks that wait for it.
+
+        Raises:
+            SimulationError: the stage has no pair on another rank, or the next moves of the two ranks do not match.
+        """
         if move.stage not in self._partners:
             if refusal := self.pairs.refusal(move.stage):
                 raise self.error(rank, position, move, refusal)
@@ -175,13 +190,13 @@ class Execution(ABC):
     # --- reductions
 
     def _post(self, rank: int, position: int, reduction: Instruction, now: int) -> None:
-        """Post a reduction, and run what can run; who waits for it can go on."""
+        """Post a reduction, run all reductions that can run now, and wake the ranks that wait for them."""
         version = reduction.version
         queue = (self.reports if version in self.stepped[rank] else self.chains)[rank]
         self.pending[rank][version] += 1
         queue.posted.append((now, position, reduction))
         agenda = [queue]
-        while agenda:  # what one completes lets the next of all its members join theirs
+        while agenda:  # a completed reduction lets each of its members join its next one
             queue = agenda.pop()
             if not queue.posted or queue.joined:
                 continue

@@ -1,4 +1,4 @@
-"""The full graph: every word of a program's rows, transfers and words to and from the host included."""
+"""The full graph, with a node for every word of a program's rows, including transfers and host words."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megatron.pipeline.program.lane_order import awaited_in_lanes
 from megatron.pipeline.program.move_order import Pairs, awaited_moves
 
 NOBODY = -1
-NOTHING = 0  # the first of what nodes take
+NOTHING = 0  # the number of the first `Take`, which takes no time
 
 _COMPUTE, _SEND, _RECEIVE, _UPDATE, _MOVE, _REDUCE, _CARRY = range(7)
 
 
 def _action(kind: Kind) -> int:
-    """What a rank does when it comes to the word."""
+    """Return the action of a rank that comes to the word."""
     word = kind.row
     if word.lane is Lane.COMPUTE:
         return _COMPUTE if word.subject is Subject.MICROBATCH else _UPDATE
@@ -44,7 +44,7 @@ ACTIONS = {kind: _action(kind) for kind in Kind}
 
 
 class Executed(Protocol):
-    """What has rows: a program, or a timeline of one."""
+    """Anything with rows: a program, or the timeline of a program."""
 
     rows: Sequence[Sequence[Instruction]]
     rank_of_stage: Sequence[int]
@@ -55,21 +55,24 @@ class Executed(Protocol):
 
 
 class Channel:
-    """One directed edge for one kind of traffic: pairs the k-th send with the k-th receive.
+    """One direction of an edge, for one kind of tensor. A channel pairs the k-th send with the k-th receive.
 
     Attributes:
-        number: among the channels.
-        tensor, edge, maker, taker: what it carries over the edge of that number, and its stages.
-        sender, receiver: their ranks.
-        nodes: by microbatch, counted from the program's first, the node at whose end its tensor is there; `START`: that
-            is not known yet.
-        sends, receives: what waits for its other end: the node behind which it is posted, its position, its microbatch.
-        most_unread: a further send waits until all but so many of those before it have their receives posted; None: no
-            send waits.
-        num_sent, received: where there is such a bound, how many sends are posted, and behind which nodes receives are.
+        number: index among the channels.
+        tensor: the kind of tensor that the channel carries.
+        edge: index of the edge.
+        maker, taker: the stages that send and receive the tensor.
+        sender, receiver: the ranks of these stages.
+        nodes: for each microbatch, counted from the program's first, the node at whose end the tensor has arrived;
+            `START`: not known yet.
+        sends, receives: posted ends whose other end is not yet posted; for each, the rank's last node before it, its
+            position and its microbatch.
+        most_unread: the largest number of sends whose receives are not yet posted; further sends wait. None: no bound.
+        num_sent, received: with such a bound, the number of posted sends, and for each posted receive the receiving
+            rank's last node before it.
         awaited: the microbatch that the receiving rank waits for, or `NOBODY`.
         sender_waits: whether the sending rank waits for a receive.
-        is_posted: whether its transfers are words of the rows; otherwise they happen by themselves.
+        is_posted: whether the rows contain the transfers as words; otherwise each tensor is sent as soon as it is made.
     """
 
     __slots__ = (
@@ -92,21 +95,21 @@ class Channel:
 
     @property
     def crosses(self) -> bool:
-        """Whether it lies between two ranks."""
+        """Whether the channel connects two different ranks."""
         return self.sender != self.receiver
 
 
 _Posted = tuple[Channel, deque, deque, list[int]]
-"""Where an instruction posts a transfer: its channel, what waits at its end and at the other one, and the nodes of the
-rank there."""
+"""Where an instruction posts a transfer: the channel, the ends that wait on this side, the ends that wait on the other
+side, and the `node_of` of the other rank."""
 
 
 class _LaneQueue:
     """A lane of a rank between device and host.
 
     Attributes:
-        posted: of what it has not carried out, the node behind which it is posted, and its position.
-        last: the node of what it has carried out last.
+        posted: for each word that is not yet carried out, the rank's last node before it, and its position.
+        last: the node of the word that was carried out last.
     """
 
     __slots__ = ("last", "posted")
@@ -120,16 +123,18 @@ class _LaneQueue:
 class Graph:
     """The full graph of rows.
 
-    Node n waits for `befores[n]` and `sources[n]`, both smaller numbers. It takes what `takes_of[n]` says: from 0 on an
-    index of `takes`, and ~c for a transfer over channel c, which waits for the one before it there, too.
+    Node n waits for the nodes `befores[n]` and `sources[n]`, which both have smaller numbers. `takes_of[n]` says how
+    long node n takes. A value of 0 or more is an index of `takes`. The value ~c is a transfer over channel c, which
+    also waits for the transfer before it on that channel.
 
     Attributes:
-        takes: what nodes take; the first one is nothing. Of a SEND that holds its rank the channel is named.
-        node_of: by rank and position, the node of what stands there.
-        last: of each rank, the last node of the rank itself.
-        holds: the nodes of SENDs that hold their rank, with their microbatch, counted from the program's first.
-        channels: by number.
-        moves: of each rank.
+        takes: the times that nodes take; the first one is no time. The entry of a SEND that holds its rank has the
+            number of the channel in the place of the stage.
+        node_of: for each rank and position, the node of the instruction there.
+        last: for each rank, the last node of its row itself, not of its lanes.
+        holds: node of a SEND that holds its rank -> microbatch, counted from the program's first.
+        channels: all channels, by number.
+        moves: for each rank, its moves.
     """
 
     befores: list[int]
@@ -144,12 +149,15 @@ class Graph:
 
 
 class RowExecution(Execution):
-    """The execution that finds the full graph. Attributes as of `Graph`; in `node_of`, `START` is not complete yet."""
+    """The execution that finds the full graph.
+
+    The attributes are those of `Graph`. In `node_of`, `START` means that the instruction is not complete yet.
+    """
 
     def __init__(
         self, executed: Executed, *, overlap: bool = True, moves: Sequence[dict[int, int]] | None = None
     ) -> None:
-        """`overlap`, `moves`: as for `graph_of`."""
+        """Set up the execution; the arguments are those of `graph_of`."""
         rows = executed.rows
         self.executed, self.overlap, self.lengths = executed, overlap, list(map(len, rows))
         super().__init__(len(rows), executed.pairs, (each for row in rows for each in row if each.microbatch is None))
@@ -167,9 +175,12 @@ class RowExecution(Execution):
         self._meanings: dict[Kind, tuple[int, list]] = {}
 
     def _set_up_channels(self) -> None:
-        """`_needed`: for each tensor and stage, the channels that bring it. `_posted`: for each kind of transfer and
-        stage, where it is posted, by the peer that the instruction names. `_delivered`: for each tensor and stage, the
-        channels that take it without being told: within a rank, and in a program without transfers.
+        """Make the channels and the tables that find them.
+
+        `_needed`: tensor, stage -> the channels that bring the tensor to the stage.
+        `_posted`: kind of transfer, stage, peer that the instruction names -> where the transfer is posted.
+        `_delivered`: tensor, stage -> the channels that carry the tensor without a word in the rows. These are the
+        channels within a rank, and all channels of a program without transfers.
         """
         executed, kinds = self.executed, SENDS | RECEIVES
         num_stages, graph = len(executed.rank_of_stage), executed.graph
@@ -188,7 +199,7 @@ class RowExecution(Execution):
                 self._needed[tensor][taker] += (channel,)
                 channel.is_posted = transfers and channel.crosses
                 if channel.is_posted:
-                    if not edge.gradient:  # which alone may come from a forward-only stage
+                    if not edge.gradient:  # only such an edge may come from a forward-only stage
                         channel.most_unread = graph.most_unread(maker)
                     at_maker = (channel, channel.sends, channel.receives, self.node_of[channel.receiver])
                     at_taker = (channel, channel.receives, channel.sends, self.node_of[channel.sender])
@@ -197,15 +208,20 @@ class RowExecution(Execution):
                         (RECEIVE_OF[tensor], taker, maker, graph.makers(tensor, taker), at_taker),
                     ):
                         self._posted[kind][stage][peer] = posted
-                        if len(peers) == 1:  # which an instruction need not name
+                        if len(peers) == 1:  # an instruction need not name an only peer
                             self._posted[kind][stage][None] = posted
                 else:
                     self._delivered[tensor][maker] += (channel,)
 
     def _learn(self, rank: int, position: int, instruction: Instruction) -> tuple[int, list]:
-        """What a rank does when it comes to a word for the first time, and of each stage: of a computation what it
-        takes, the channels that bring what it needs and those that take what it makes; of an update what it takes; of a
-        transfer where it is posted, by peer.
+        """Find the action for a kind that is met for the first time, and a list with an entry for each stage.
+
+        The entry of a computation holds the number of its `Take`, the channels that bring its inputs and the channels
+        that deliver its outputs. The entry of an update is the number of its `Take`. The entry of a transfer says where
+        it is posted, by peer. Moves, reductions and host words have an empty list.
+
+        Raises:
+            SimulationError: the kind is unknown.
         """
         kind = instruction.kind
         if kind not in ACTIONS:
@@ -234,7 +250,7 @@ class RowExecution(Execution):
         return len(self.befores) - 1
 
     def _behind(self, node: int, *others: int) -> int:
-        """A node at whose end all of these have ended."""
+        """Return a node at whose end all of these nodes have ended."""
         return self._add(node, NOTHING, others) if others else node
 
     def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:
@@ -248,7 +264,7 @@ class RowExecution(Execution):
 
     def _run(self, rank: int) -> Iterator[tuple[int, object]]:
         row, node_of, meanings, runnable = self.executed.rows[rank], self.node_of[rank], self._meanings, self.runnable
-        held: set[int] = set()  # positions that wait for moves or words of lanes
+        held: set[int] = set()  # positions that wait for moves or host words
         first, limit, holds = self.executed.first_microbatch, sum(self.executed.batches), not self.overlap
         takes_of, moves = self.takes_of, self._moves_known
         add_before, add_source, add_take = self.befores.append, self.sources.append, takes_of.append
@@ -364,13 +380,13 @@ class RowExecution(Execution):
                 yield border, None
 
     def _hold(self, now: int, channel: Channel, microbatch: int) -> int:
-        """A SEND that holds its rank."""
+        """Add and return the node of a SEND that holds its rank."""
         node = self._add(now, self._take(SEND_OF[channel.tensor], (channel.number,)))
         self.holds[node] = microbatch
         return node
 
     def _hold_up(self, rank: int, position: int) -> str | None:
-        """Whether a computation has to wait for moves, or for words of lanes: for which, if so."""
+        """Return `MOVES` or `LANES` if a computation has to wait for moves or host words; None if it need not wait."""
         needed, queue = self._moves_awaited[rank].get(position, 0), self.moves[rank]
         if len(queue.nodes) < needed:
             queue.num_awaited = needed
@@ -381,27 +397,27 @@ class RowExecution(Execution):
         return None
 
     def _held_by(self, rank: int, position: int) -> list[int]:
-        """The moves and words that a computation has waited for."""
+        """Return the nodes of the moves and host words that a computation has waited for."""
         needed = self._moves_awaited[rank].get(position, 0)
         return self.moves[rank].nodes[needed - 1 : needed] * bool(needed) + self._words(rank, position)
 
     # --- lanes to and from the host
 
     def _words(self, rank: int, position: int) -> list[int]:
-        """The nodes of what a word waits for in its rank's lanes; `START`: that is not complete."""
+        """Return the nodes of the words that the word at `position` waits for; `START` for an incomplete word."""
         awaited, node_of = self._words_awaited[rank], self.node_of[rank]
         return [node_of[each] for each in awaited.get(position, ())] if awaited else []
 
     def _carry(self, rank: int, position: int, instruction: Instruction, now: int) -> None:
-        """Post a word to its lane, and carry out what can be."""
+        """Post a host word to its lane, and carry out all words of the rank's lanes that are ready."""
         lane = self._lanes[rank].setdefault(instruction.kind.row.lane, _LaneQueue())
         lane.posted.append((now, position))
         self._advance(rank)
 
     def _advance(self, rank: int) -> None:
-        """Carry out what the lanes of a rank can; the rank can go on if it waits for any of it."""
+        """Carry out all words of a rank's lanes that are ready, and wake the rank if it waits for its lanes."""
         row, moved = self.executed.rows[rank], True
-        while moved:  # what one lane carries out another one may wait for
+        while moved:  # another lane may wait for a word that was just carried out
             moved = False
             for lane in self._lanes[rank].values():
                 while lane.posted:
@@ -418,13 +434,17 @@ class RowExecution(Execution):
                 self.runnable.append(rank)
 
     def under_way(self, rank: int) -> list[int]:
-        """The positions of what a rank's lanes to and from the host have posted and not completed."""
+        """Return the positions of the host words of a rank that are posted and not complete, ascending."""
         return sorted(position for lane in self._lanes[rank].values() for _, position in lane.posted)
 
     # --- the end
 
     def graph(self) -> Graph | None:
-        """The whole graph; None: the rows cannot be executed to their end, or something lacks its other members."""
+        """Execute the rows and return the whole graph.
+
+        Returns None if the rows cannot be executed to their end, or if a transfer, a move or a reduction still waits
+        for another member there.
+        """
         if self.reach(self.lengths) != self.lengths:
             return None
         self.close()
@@ -445,7 +465,7 @@ _kept: list[tuple[ref, bool, Graph]] = []
 
 
 def forget_graph() -> None:
-    """Free the graph that `graph_of` keeps, where a program lives on and is simulated no more."""
+    """Free the graph that `graph_of` keeps, for a program that lives on but is not simulated again."""
     _kept.clear()
 
 
@@ -456,13 +476,19 @@ def graph_of(
     overlap: bool = True,
     moves: Sequence[dict[int, int]] | None = None,
 ) -> Graph:
-    """The full graph of a program or a timeline. That of the last one is kept, so whoever proves and simulates a
-    program executes it once.
+    """Return the full graph of a program or a timeline.
+
+    The graph of the last program is kept, so a program that is first proved and then simulated is executed once.
 
     Args:
-        refusal: the error for an execution that comes to no end, or leaves something without its other members.
-        overlap: transfers run beside computations; otherwise a SEND holds its rank as long as its channel.
-        moves: `awaited_moves` of each row, where they are known.
+        refusal: makes the error to raise if the rows cannot be executed to their end, or if a transfer, a move or a
+            reduction still waits for another member there.
+        overlap: transfers run beside computations; otherwise a SEND occupies its rank for as long as its channel.
+        moves: the `awaited_moves` of each row, if they are known already.
+
+    Raises:
+        Exception: the error that `refusal` makes.
+        SimulationError: an instruction that no execution can carry out, such as a transfer over no edge.
     """
     for its, its_overlap, graph in _kept:
         if its() is executed and its_overlap == overlap:
