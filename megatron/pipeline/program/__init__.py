@@ -1,1 +1,1 @@
-"""A program: its words, its rows, its text, and the rules of what they mean. Without torch."""
+"""Pipeline programs: their words, rows and text form, and the rules that all consumers share. Without torch."""

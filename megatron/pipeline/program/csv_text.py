@@ -1,16 +1,18 @@
-"""Programs as text: comma-separated instructions, one line for each rank.
+"""The text form of programs: comma-separated instructions, one line for each rank.
 
     # weights: 2bw
     # batches: 4 4 4
     0F0@0,0SEND_F0,0F1@0,0SEND_F1,...
     1RECV_F0,1RECV_F1,1F0@0,1SEND_F0,...
 
-The lines of instructions are a superset of torch.distributed.pipelining's CSV form, which has no header: its files load
-unchanged. Blank cells, its bubbles, are dropped, and so is its REDUCE_GRAD, which has no version: it says where a
-stage's gradients are complete, and that is known. What a program is beyond its rows stands in leading lines
-`# key: value`. Where one is missing it follows from the rows, or the caller gives it. Some say nothing of the program
-itself but of the run that it is meant for (`read_notes`). Other lines with a leading # are comments. Reading is strict:
-whatever is not understood is an error that names the row and the column.
+The lines of instructions are a superset of the CSV form of torch.distributed.pipelining, which has no header. So the
+compute-only files of torch load unchanged. Their blank cells, which are bubbles, are dropped. So is their REDUCE_GRAD,
+which has no version: it marks the end of a stage's backwards, and the backwards themselves show where they end.
+
+The facts about a program that its rows do not contain stand in leading lines `# key: value`. If a fact is not stated,
+the caller gives it, or it is derived from the rows. Some keys describe not the program but the run that it is meant for
+(`read_notes`). All other lines with a leading # are comments. Reading is strict: any text that is not understood is an
+error that names the row and the column.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, WeightPol
 
 _FACT = re.compile(r"#\s*([a-z_]+)\s*:(.*)")
 
-# Torch's own words that have no counterpart here, with what they mean.
+# Torch's words without a counterpart here -> their meaning, and the remedy.
 _TORCH_ONLY = {
     "OVERLAP_F_B": "overlaps a forward with a backward; write the two as cells of their own",
     "UNSHARD": "gathers FSDP's parameters; load the compute-only file",
@@ -96,11 +98,11 @@ _READ: dict[str, Callable[[str], Any]] = {
     "forward_only": _flag,
 }
 
-# What is said of the run: how the rows go on, and the degrees of the job.
+# The keys that describe the run: how the rows repeat, and the parallel degrees of the job.
 _NOTES: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "tensor": _count, "data": _count}
 
 
-# Written where there are any.
+# The keys that are written only if their value is not empty.
 _OF_FEW = ("edges", "not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
@@ -116,24 +118,25 @@ def _write_value(value: Any) -> str:
 
 
 def to_csv(extent: Extent, rows: Rows) -> str:
-    """The text from which `Program.from_csv` reads the program of these rows."""
+    """Write a program as the text that `Program.from_csv` reads."""
     names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name)]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
 
 def to_torch_csv(extent: Extent, rows: Rows, *, communication: bool = False) -> str:
-    """The text that torch.distributed.pipelining reads, in its format `compute_only`, or `compute_comms`.
+    """Write a program as text for torch.distributed.pipelining, in its format `compute_only` or `compute_comms`.
 
-    What torch has no word for is left out: weight versions, recompute, the updates but for REDUCE_GRAD. So torch takes
-    a program of several batches for one batch of all their microbatches. They are numbered from 0.
+    The text leaves out everything that torch has no word for: weight versions, recomputes, moves, words of lanes to and
+    from the host, and all updates except REDUCE_GRAD. So torch reads a program of several batches as one batch of all
+    their microbatches. The text numbers microbatches from 0.
 
     Args:
         extent, rows: the program to write.
-        communication: write transfers and REDUCE_GRAD, too. Torch places its own where they are missing.
+        communication: write transfers and REDUCE_GRAD, too (`compute_comms`). Torch adds its own if they are missing.
 
     Raises:
-        ValueError: transfers of a program whose stages are no chain.
+        ValueError: transfers are requested, and the stages of the program are no chain.
     """
     if communication and not extent.graph.is_chain:
         raise ValueError(
@@ -152,16 +155,20 @@ def to_torch_csv(extent: Extent, rows: Rows, *, communication: bool = False) -> 
 
 
 def read_csv(text: str, **given: Any) -> dict[str, Any]:
-    """The fields of the `Program` that a text holds.
+    """Return the fields of the `Program` in a text.
+
+    A fact that neither `text` nor `given` states is derived from the rows. All microbatches form one batch, with the
+    number 0, which starts at the lowest microbatch. Each stage is on the rank in whose row it stands. A flag is set if
+    the rows contain its instructions. The weights are `flush`, provided that no instruction names a version.
 
     Args:
-        text: our form, or torch's compute-only one.
-        given: fields of `Program`, for what the text does not say; None counts as not given. Where both are silent: one
-            batch of all microbatches, from batch 0 and the lowest microbatch on; each stage on the rank in whose row it
-            stands; the flags by the instructions that there are; weights `flush`, if no instruction names a version.
+        text: our form, or torch's compute-only form.
+        given: fields of `Program` for facts that the text does not state; None counts as not given.
 
     Raises:
-        ValueError: what is wrong, with row and column; a fact that is missing, unknown or contradicted.
+        ValueError: a cell is not understood (the error names row and column), or a fact is missing, unknown or
+            contradicted.
+        TypeError: `given` has a name that is no fact.
     """
     read, lines = _read_facts(text)
     stated = {name: value for name, value in read.items() if name not in _NOTES}
@@ -179,25 +186,28 @@ def read_csv(text: str, **given: Any) -> dict[str, Any]:
 
 
 def read_notes(text: str) -> dict[str, int]:
-    """What a text says of the run that its program is meant for, by name, as far as it does.
+    """Return the notes of a text on the run that its program is meant for; a note that the text lacks is left out.
 
-    fill: batches before the rows repeat themselves. period: batches after which they do. tensor, data: tensor and data
-    parallel degree of the job.
+    `fill` is the number of batches before the rows start to repeat, and `period` the number of batches in a repetition.
+    `tensor` and `data` are the tensor and data parallel degrees of the job.
 
     Raises:
-        ValueError: a leading line that is not understood.
+        ValueError: a leading line is not understood.
     """
     return {name: value for name, value in _read_facts(text)[0].items() if name in _NOTES}
 
 
 def names_stated(text: str) -> frozenset[str]:
-    """The facts of a program that a text states, rather than leaving them to its rows. Raises ValueError as
-    `read_notes`."""
+    """Return the names of the facts that a text states itself, without those that its rows imply.
+
+    Raises:
+        ValueError: as for `read_notes`.
+    """
     return frozenset(_read_facts(text)[0]) - _NOTES.keys()
 
 
 def _read_facts(text: str) -> tuple[dict[str, Any], list[tuple[int, str]]]:
-    """The facts of the leading lines, and the lines of instructions with their numbers from 1."""
+    """Return the facts and notes of the leading lines, and the other lines with their line numbers, from 1."""
     facts: dict[str, Any] = {}
     lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1)]
     while lines and not lines[-1][1]:
@@ -227,7 +237,7 @@ def _read_row(rank: int, number: int, line: str) -> Iterator[Instruction]:
         cells = next(csv.reader([line], strict=True), [])
     except csv.Error as error:
         raise ValueError(f"{where}: {error}") from error
-    reduced: dict[int, int] = {}  # stages whose gradients torch says are complete: in which column
+    reduced: dict[int, int] = {}  # stage with a REDUCE_GRAD of torch -> its column
     for column, cell in enumerate(cells, start=1):
         if not cell.strip():
             continue
@@ -245,7 +255,11 @@ def _read_row(rank: int, number: int, line: str) -> Iterator[Instruction]:
 
 
 def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
-    """What the rows say about the facts that nobody states."""
+    """Derive the facts of a program from its rows. The caller prefers the `stated` facts to these.
+
+    Raises:
+        ValueError: the weight policy has to be stated, no instruction has a microbatch, or stages and ranks do not fit.
+    """
     kinds = {instruction.kind for row in rows for instruction in row}
     if "weights" not in stated and any(instruction.version is not None for row in rows for instruction in row):
         raise ValueError(
@@ -276,7 +290,11 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derive_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
-    """Each stage lives on the rank in whose row it stands."""
+    """Return `rank_of_stage`: each stage lives on the rank in whose row it stands.
+
+    Raises:
+        ValueError: a stage stands in two rows or in none.
+    """
     ranks: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for column, instruction in enumerate(row, start=1):
@@ -295,7 +313,13 @@ def _derive_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
 
 
 def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
-    """Facts that contradict the number of rows; that the rows do what the facts say is the checker's to prove."""
+    """Require that the facts fit the numbers of rows and instructions, and normalize `edges`.
+
+    The checker proves the rest, that the instructions do what the facts say.
+
+    Raises:
+        ValueError: a fact contradicts the rows, or the edges make no pipeline.
+    """
     if set(facts["rank_of_stage"]) != set(range(len(rows))):
         named = _write_value(facts["rank_of_stage"])
         raise ValueError(

@@ -1,15 +1,16 @@
-"""Which stage hands tensors to which: the edges of a pipeline, a chain unless a program says otherwise.
+"""The edges of a pipeline: which stage hands tensors to which. They form a chain unless a program says otherwise.
 
     chain    0>1 1>2 2>3          each stage hands its output to the next one
-    graph    0>1 0>3 1>2 2>3      stage 0 hands something to stage 3, too, past the others (FTPipe, section 4)
+    graph    0>1 0>3 1>2 2>3      stage 0 also hands tensors directly to stage 3 (FTPipe, section 4)
 
-Activations go from an edge's source to its target, and gradients back; an edge of ids or masks alone (`0>3:F`), or from
-a frozen stage, has no gradients. A stage that hands on tensors and gets no gradient for any is forward-only: frozen.
-Nothing that comes back holds it up, so it may have a few tensors unread and no more: see `most_unread`. Stages are
-numbered such that edges ascend, so there is no circle. All of the tensors that one stage hands to another are one edge.
+Activations go from the source of an edge to its target, and gradients go back. An edge that carries only ids or masks
+(`0>3:F`) has no gradients, and neither has an edge from a frozen stage. A stage is forward-only (frozen) if it hands on
+tensors and gets a gradient for none of them. No returning gradient slows such a stage down, so the number of tensors
+that it may have sent and unread is bounded (`StageGraph.most_unread`). Stages are numbered such that edges ascend, so
+edges form no circle. All tensors that one stage hands to another stage belong to one edge.
 
-`stages_of` and `stages_by_rank` read off `rank_of_stage` which stages live on a rank. They look through it once for all
-ranks, since a look for each rank would grow with the square of their number.
+`stages_of` and `stages_by_rank` find the stages of each rank. They read `rank_of_stage` once for all ranks, because
+reading it for each rank would take time that grows with the square of the number of ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from megatron.pipeline.program.instruction import Instruction, Tensor
 
 
 def stages_of(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The stages that live on a rank, ascending; none where there is no such rank."""
+    """Return the stages that live on a rank, ascending; an empty tuple if there is no such rank."""
     return _by_rank(tuple(rank_of_stage)).get(rank, ())
 
 
 def stages_by_rank(rank_of_stage: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Those of each rank, from 0 to the last."""
+    """Return the stages of each rank, from rank 0 to the last one."""
     found = _by_rank(tuple(rank_of_stage))
     return tuple(found.get(rank, ()) for rank in range(max(found) + 1))
 
@@ -46,7 +47,7 @@ _TEXT = re.compile(r"(0|[1-9][0-9]*)>(0|[1-9][0-9]*)(:F)?")
 
 @dataclass(frozen=True, order=True, slots=True)
 class Edge:
-    """From stage `source` to stage `target`. `gradient`: whether anything comes back."""
+    """An edge from stage `source` to stage `target`. `gradient`: whether gradients come back over it."""
 
     source: int
     target: int
@@ -57,7 +58,7 @@ class Edge:
 
     @staticmethod
     def parse(text: str) -> Edge:
-        """Read what `str` writes. Raises ValueError for any other text."""
+        """Read the text that `str` writes. Raises ValueError for any other text."""
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not an edge; the form is SOURCE>TARGET, such as 0>3, or 0>3:F")
@@ -66,11 +67,11 @@ class Edge:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The stages of a pipeline and their edges, ascending.
+    """The stages of a pipeline and their edges, in ascending order.
 
     Raises:
-        ValueError: what makes no pipeline: an edge that does not ascend or ends nowhere, two between the same stages, a
-            stage that waits for the gradients of a forward-only one.
+        ValueError: an edge does not ascend or leads to no stage, two edges join the same stages, or a stage expects a
+            gradient from a forward-only stage.
     """
 
     num_stages: int
@@ -78,7 +79,7 @@ class StageGraph:
 
     @staticmethod
     def of(num_stages: int, edges: Sequence[Edge] = ()) -> StageGraph:
-        """The graph of these edges; without any, the chain."""
+        """Return the graph of these edges; without edges, the chain."""
         return _graph(num_stages, tuple(edges))
 
     def __post_init__(self) -> None:
@@ -98,35 +99,35 @@ class StageGraph:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each stage hands its output to the next one and nothing else is handed on."""
+        """Whether the only edges are from each stage to the next one, with gradients."""
         return self == _graph(self.num_stages, ())
 
     @cached_property
     def num_frozen(self) -> int:
-        """Stages in front that are forward-only."""
+        """The number of forward-only stages before the first other stage."""
         return next(stage for stage in range(self.num_stages) if not self.is_forward_only(stage))
 
     def is_forward_only(self, stage: int) -> bool:
-        """Whether a stage hands on tensors and gets no gradient for any."""
+        """Whether a stage hands on tensors and gets a gradient for none of them."""
         return bool(self._out[stage]) and not any(edge.gradient for edge in self._out[stage])
 
     def takers(self, tensor: Tensor, stage: int) -> tuple[int, ...]:
-        """The stages to which `stage` hands the activations, or the gradients, that it makes; ascending."""
+        """Return the stages that get activations, or gradients, from `stage`, ascending."""
         return self._takers[tensor][stage]
 
     def makers(self, tensor: Tensor, stage: int) -> tuple[int, ...]:
-        """The stages from which `stage` gets the activations, or the gradients, that it needs; ascending."""
+        """Return the stages that give activations, or gradients, to `stage`, ascending."""
         return self._makers[tensor][stage]
 
     def edge_between(self, one: int, other: int) -> int:
-        """The number of the edge between two stages, whichever comes first in the pipeline."""
+        """Return the index of the edge between two stages, which may be given in either order."""
         return self._number[(one, other) if one < other else (other, one)]
 
     def peer_of(self, instruction: Instruction) -> int:
-        """The stage at the other end of a SEND or a RECV.
+        """Return the stage at the other end of a SEND or a RECV.
 
         Raises:
-            ValueError: there is none, or there are several and the instruction does not say which.
+            ValueError: no edge fits the instruction, or several edges fit and the instruction names no peer.
         """
         word = instruction.kind.row
         sends = word.sends is not None
@@ -143,20 +144,24 @@ class StageGraph:
         raise ValueError(f"{instruction}: its peer is stage {known}, not {instruction.peer}")
 
     def named_peer(self, instruction: Instruction, peer: int) -> int | None:
-        """What the text of a SEND or a RECV says of its peer: nothing where there is one alone."""
+        """Return the peer that a SEND or a RECV has to name: None if only one peer is possible, otherwise `peer`."""
         word = instruction.kind.row
         tensor = word.sends or word.receives
         peers = self.takers if word.sends is not None else self.makers
         return peer if len(peers(tensor, instruction.stage)) > 1 else None
 
     def depth(self, stage: int) -> int:
-        """Edges on the longest way from a stage to the end (FTPipe, section 4.2): forwards that it is ahead."""
+        """Return the number of edges on the longest path from a stage to the end (FTPipe, section 4.2).
+
+        Under 1F1B the stage is as many forwards ahead of its backwards.
+        """
         return self._depths[stage]
 
     def most_unread(self, stage: int) -> int | None:
-        """The most tensors that a forward-only stage may have sent over an edge before their receive is posted: p-s+1.
+        """Return how many tensors a forward-only stage may have sent over an edge without a posted receive.
 
-        A further SEND waits. None: backwards bound what a stage is ahead.
+        The bound is depth + 2, which is p-s+1 at stage s of a chain of p stages. A further SEND waits. None for any
+        other stage: its backwards bound how far it is ahead.
         """
         return self.depth(stage) + 2 if self.is_forward_only(stage) else None
 

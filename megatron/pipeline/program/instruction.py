@@ -1,12 +1,13 @@
-"""The words of a pipeline program, and one instruction made of them.
+"""The words of a pipeline program, and the instructions that are made of them.
 
-A schedule is data only if its smallest part can be written down, read back and compared. An instruction is a frozen
-value: what to do (`Kind`), on which global stage, and where they apply the microbatch, the weight version and the peer.
-Its text form (`2F5@1`, `2F5@1+2`, `2F5@1~3`, `2SEND_F5`, `2STEP@4`) is a superset of torch.distributed.pipelining's.
-Reading it is strict.
+A schedule is data only if its smallest part can be written down, read back and compared. So an instruction is a frozen
+value. It holds the action (`Kind`), the global stage, and, if they apply, the microbatch, the weight version and the
+peer. Its text form (`2F5@1`, `2F5@1+2`, `2F5@1~3`, `2SEND_F5`, `2STEP@4`) is a superset of the text form of
+torch.distributed.pipelining. Reading is strict: any text that is not understood is an error.
 
-What a word means is said once, in `WORDS`. Passes, checker, simulator, planner, drawing and executor ask that table and
-keep none of their own, so a new word is a row there, its proof in the checker, and a method of the executor.
+The table `WORDS` is the only place that defines the meaning of a word. Passes, checker, simulator, planner, drawing and
+executor read this table and have no table of their own. So a new word takes a row in `WORDS`, a proof in the checker,
+and a method of the executor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import cached_property, lru_cache, partial
 
 
 class Kind(str, Enum):
-    """What an instruction does; the value is its word in the text form."""
+    """The action of an instruction; the value is its word in the text form."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of input and weights
@@ -30,30 +31,30 @@ class Kind(str, Enum):
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"  # post the transfer of a gradient to the stage that made the activation
     RECV_B = "RECV_B"
-    EVICT = "EVICT"  # move the saved activations of a microbatch to the pair stage, and back
+    EVICT = "EVICT"  # EVICT and ACCEPT move a microbatch's saved activations to the pair stage; RETURN and LOAD, back
     ACCEPT = "ACCEPT"
     RETURN = "RETURN"
     LOAD = "LOAD"
-    OFFLOAD = "OFFLOAD"  # where inputs are stashed on the host: copy the input of a microbatch there, and back
-    RELOAD = "RELOAD"
-    REDUCE_GRAD = "REDUCE_GRAD"  # the chain that leads to a version
+    OFFLOAD = "OFFLOAD"  # with inputs stashed on the host: copy the input of a microbatch to the host
+    RELOAD = "RELOAD"  # copy that input back to the device
+    REDUCE_GRAD = "REDUCE_GRAD"  # the next three make the chain that leads to a version
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
-    STEP = "STEP"  # waits for the chain, then makes the version
-    HOLD = "HOLD"  # keep the gradients as they are here, for the prediction that leads to a version
-    REDUCE_PARTIAL = "REDUCE_PARTIAL"  # what is kept, over the replicas
-    REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"
-    PREDICT = "PREDICT"  # takes the step to a version provisionally, from a part of its gradients
-    FETCH = "FETCH"  # where weights live on the host: copy a version of a stage to the device
-    FREE = "FREE"  # what is computed before it was the last use of that copy
+    STEP = "STEP"  # wait for the chain, then make the version
+    HOLD = "HOLD"  # copy the gradients accumulated so far, for the prediction of a version
+    REDUCE_PARTIAL = "REDUCE_PARTIAL"  # reduce that copy over the replicas
+    REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"  # reduce the tied embeddings' gradients for a prediction
+    PREDICT = "PREDICT"  # take the step to a version provisionally, from a part of its gradients
+    FETCH = "FETCH"  # with weights on the host: copy a version of a stage to the device
+    FREE = "FREE"  # release that copy after the computations that stand before this word
     STORE_GRAD = "STORE_GRAD"  # copy the gradients that lead to a version of a stage to the host
     UPDATE = "UPDATE"  # the host's optimizer makes a version of a stage
 
-    __hash__ = str.__hash__  # that of enums is written in Python, and programs ask for it millions of times
+    __hash__ = str.__hash__  # Enum's own hash is written in Python, and a program asks for hashes millions of times
 
     @cached_property
     def row(self) -> Word:
-        """What the word means."""
+        """The row of the word in `WORDS`."""
         return WORDS[self]
 
     @property
@@ -62,14 +63,14 @@ class Kind(str, Enum):
 
 
 class Subject(Enum):
-    """What an instruction is about."""
+    """The subject of an instruction: a microbatch or a weight version."""
 
     MICROBATCH = "microbatch"
-    UPDATE = "update"  # of the weights: a version
+    UPDATE = "update"  # concerns a version of the weights
 
 
 class Lane(Enum):
-    """Where an instruction takes its time. Outside of `COMPUTE` it is only posted, and its lane carries it out."""
+    """The queue that carries out an instruction. A rank only posts the instructions of all lanes but `COMPUTE`."""
 
     COMPUTE = "compute"
     TRANSFERS = "transfers"
@@ -81,24 +82,24 @@ class Lane(Enum):
 
 
 class Tensor(Enum):
-    """What travels between stages that have an edge (see `edges`)."""
+    """A kind of tensor that travels over the edges between stages (see `edges`)."""
 
-    __hash__ = object.__hash__  # as of `Kind`
+    __hash__ = object.__hash__  # for speed, as in `Kind`
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
 
 
 class Members(Enum):
-    """Whose part of a reduction a rank waits for."""
+    """The ranks that take part in a reduction."""
 
-    REPLICAS = "replicas"  # of its stages, which run the same program
+    REPLICAS = "replicas"  # the replicas of a rank, which run the same program
     ENDS = "ends"  # the ranks of the first and the last stage
-    ALL = "all"
+    ALL = "all"  # all ranks
 
 
 class Proof(Enum):
-    """What `check` proves of an instruction, in the order in which it numbers words."""
+    """The group of proofs in `check` that a word belongs to. `check` numbers the words in this order."""
 
     COMPUTATION = "computation"
     TRANSFER = "transfer"
@@ -114,27 +115,28 @@ class Word:
     """A row of `WORDS`.
 
     Attributes:
-        name: what a legend calls it.
-        proof: what is proved of it; None: nothing, so the checker refuses it.
-        handler: the method that executes it, an attribute of the executor.
-        cost: the name of its seconds in `simulate.costs.Costs`; none: it takes no time.
-        colour, sign: its family of colours in drawings (`draw.colours`), and what stands before its number there; `#`:
-            a mark at its end. An update without a sign is a bar as wide as its time.
+        name: the name in legends.
+        proof: the group of its proofs; None: there is no proof, so the checker refuses the word.
+        handler: the method that executes the word, as an attribute of the executor.
+        cost: the attribute of `simulate.costs.Costs` with its seconds; empty: it takes no time.
+        colour: its family of colours in drawings (`draw.colours`).
+        sign: the text before its number in drawings; `#`: a mark at its end. An update without a sign is drawn as a
+            bar as wide as its time.
         lane, subject: see the classes.
-        needs, makes: what a computation takes from the stages before or behind it, and what it has for them.
-        uses_saved: it reads the saved activations of its microbatch, which so have to be at the stage.
-        adds_gradients: it adds its microbatch to the gradients of the weights, and ends the backward with that.
-        saved: what it does to the number of microbatches that the stage saves: +1 from its start on, -1 at its end.
-        keeps: of which gradients it keeps a copy for a prediction: `gradients` or `tied_gradients`, as
-            `simulate.memory_curve.MemorySizes` names their bytes.
-        is_prediction: it makes a prediction, and drops the kept copies at its end.
-        deferred: what it does, at its end, to the number of microbatches between the halves of a split backward.
-        of_pair: of a move, that what is saved belongs to the pair stage.
-        sends, receives: what a transfer takes to, or from, another stage.
-        other_end: of a transfer or a move, the word at the other stage.
-        members: of a reduction.
-        awaits: the words for which it waits: of its stage, and of its version or its microbatch, as far as they stand
-            before it in its row. Besides, every lane carries out its words in the order of the row.
+        needs, makes: the kind of tensor that a computation takes from other stages, and the kind that it hands on.
+        uses_saved: it reads the saved activations of its microbatch, so these have to be at the stage.
+        adds_gradients: it adds the gradients of its microbatch to those of the weights, and so ends the backward.
+        saved: the change in the number of microbatches that the stage saves; +1 counts from its start, -1 from its end.
+        keeps: the gradients that it copies for a prediction, `gradients` or `tied_gradients`; these are the attributes
+            of `simulate.memory_curve.MemorySizes` with their bytes.
+        is_prediction: it makes a prediction, and frees the copied gradients at its end.
+        deferred: the change, at its end, in the number of microbatches between the halves of a split backward.
+        of_pair: the activations that a move carries belong to the pair stage.
+        sends, receives: the kind of tensor that a transfer sends, or receives.
+        other_end: the word at the other end of a transfer or a move.
+        members: the ranks that take part in a reduction.
+        awaits: the words that it waits for. It waits for those of the same stage, with the same version or microbatch,
+            that stand before it in its row. In addition, every lane carries out its words in the order of the row.
     """
 
     name: str
@@ -162,7 +164,7 @@ class Word:
 
     @property
     def leaves(self) -> bool:
-        """Whether activations leave their stage with this move, seen from either end: EVICT and ACCEPT."""
+        """Whether a move takes activations away from their own stage: EVICT and ACCEPT, the two ends of an eviction."""
         return (self.saved < 0) != self.of_pair
 
 
@@ -272,35 +274,35 @@ WORDS: dict[Kind, Word] = {
 
 
 def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
-    """The kinds of whose rows this holds."""
+    """Return the kinds whose row in `WORDS` satisfies `holds`."""
     return frozenset(kind for kind, word in WORDS.items() if holds(word))
 
 
-BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # what keeps a rank from computing anything else
+BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # a rank carries out one of these at a time
 UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
 COMPUTATIONS = BUSY - UPDATES
-AWAITS_REDUCTIONS = BUSY & UPDATES  # of its version, as far as they stand before it
+AWAITS_REDUCTIONS = BUSY & UPDATES  # each waits for the reductions of its version that stand before it
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
-OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # of the evictor
+OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # the evictor's ends of moves
 EVICTIONS = kinds(lambda word: word.lane is Lane.MOVES and word.saved < 0 and not word.of_pair)
 LOADS = OWN_MOVES - EVICTIONS
 SENDS = kinds(lambda word: word.sends)
 RECEIVES = kinds(lambda word: word.receives)
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
-HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # of one stage each
-STASH_WORDS = HOST_WORDS - UPDATES  # of one microbatch, too
+HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # each concerns one stage
+STASH_WORDS = HOST_WORDS - UPDATES  # each concerns one microbatch at one stage
 OFFLOADS = STASH_WORDS & kinds(lambda word: word.saved < 0)
 RELOADS = STASH_WORDS & kinds(lambda word: word.saved > 0)
-RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # their version is read, not made
+RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # these read their version and do not make it
 TRANSFERS = MOVES | SENDS | RECEIVES | STASH_WORDS
 AWAITED = frozenset(kind for word in WORDS.values() for kind in word.awaits)
-SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # stages wait for each other there
+SHARED_REDUCTIONS = kinds(lambda word: word.members in (Members.ENDS, Members.ALL))  # ranks wait for each other there
 EVALUATES = RESIDENCY_WORDS | kinds(lambda word: _F in (word.makes, word.sends, word.receives))
 USES_SAVED = kinds(lambda word: word.uses_saved)
 BEGINS_BACKWARD = kinds(lambda word: word.needs is Tensor.GRADIENT)
 ENDS_BACKWARD = kinds(lambda word: word.adds_gradients)
 BACKWARDS = BEGINS_BACKWARD | ENDS_BACKWARD
-HALVES = kinds(lambda word: word.deferred)  # of a split backward
+HALVES = kinds(lambda word: word.deferred)  # the two halves of a split backward
 
 SEND_OF = {WORDS[kind].sends: kind for kind in SENDS}  # by the tensor that is sent
 RECEIVE_OF = {WORDS[kind].receives: kind for kind in RECEIVES}
@@ -317,16 +319,15 @@ class Instruction:
     """An instruction for one stage.
 
     Attributes:
-        kind: what to do.
-        stage: global (virtual) stage.
-        microbatch: numbered on over the whole run; None for updates.
-        version: the weight version that a computation uses or an update leads to; None for transfers, and where a
-            program says nothing about versions.
-        peer: the other stage of a transfer; None where only one can be meant.
-        horizon: of a forward, how many steps ahead of its version the weights are predicted that it uses.
-        unstepped: of a forward, how many microbatches of the batch `version` have their backward behind them at the
-            stage: the step that their gradients lead to, taken provisionally, makes the weights that it uses. With a
-            horizon 0.
+        kind: the action.
+        stage: the global (virtual) stage.
+        microbatch: its number, counted over the whole run; None for updates.
+        version: the weight version that a computation uses or that an update concerns; None for transfers, and in a
+            program that names no versions.
+        peer: the stage at the other end of a transfer; None if only one stage is possible.
+        horizon: for a forward at predicted weights, the number of steps from `version` to the prediction; else 0.
+        unstepped: for a forward at provisionally stepped weights, the number of microbatches of batch `version` whose
+            gradients make the provisional step: those whose backward is done at the stage. Otherwise 0.
     """
 
     kind: Kind
@@ -339,7 +340,7 @@ class Instruction:
 
     @property
     def ahead(self) -> str:
-        """How its weights are ahead of its version, as in the text: +2, ~3, or nothing."""
+        """The suffix for weights ahead of `version` in the text form: `+2`, `~3`, or empty."""
         return (f"+{self.horizon}" if self.horizon else "") + (f"~{self.unstepped}" if self.unstepped else "")
 
     def __str__(self) -> str:
@@ -349,7 +350,7 @@ class Instruction:
         return f"{self.stage}{self.kind.value}{microbatch}{version}{self.ahead}{peer}"
 
     def shifted(self, *, microbatches: int, versions: int) -> Instruction:
-        """The same instruction, later in the run."""
+        """Return the same instruction at a later place in the run."""
         return Instruction(
             self.kind,
             self.stage,
@@ -363,11 +364,11 @@ class Instruction:
     @staticmethod
     @lru_cache(maxsize=65536)
     def parse(text: str) -> Instruction:
-        """Read the text form; the whole text must be one instruction.
+        """Read an instruction from its text form.
 
         Raises:
-            ValueError: an unknown word, characters left over, a microbatch, version or what is ahead of it missing or
-                out of place.
+            ValueError: the text is not one instruction with a known word, or the microbatch or version that the word
+                needs is missing, or a part stands there that the word does not take.
         """
         match = _TEXT.fullmatch(text)
         if match is None:
@@ -405,6 +406,6 @@ class Instruction:
 
 
 Row = tuple[Instruction, ...]
-"""What one rank does, in order."""
+"""The instructions of one rank, in order."""
 Rows = tuple[Row, ...]
-"""One for each rank of a pipeline."""
+"""One row for each rank of a pipeline."""

@@ -1,10 +1,11 @@
-"""A pipeline program: what every rank does, over one or more batches.
+"""A pipeline program: the instructions of every rank, for one or more batches.
 
-Rows hold one rank's instructions in order, without bubbles: time is the simulator's and the runtime's business.
+A row holds the instructions of one rank in order, without bubbles. Only the simulator and the runtime deal with time.
 
-A `PeriodicProgram` is a run of any number of equal batches in the space of a few. Once a pipeline that never drains has
-filled, it does the same for every batch, with later microbatches and versions. So a long run is its fill, one period
-repeated, and its drain; what is proved of these three holds for every number of batches.
+A `PeriodicProgram` describes a run of any number of equal batches by the rows of a few. Once a pipeline that never
+drains has filled, it repeats the same instructions for every batch, with later microbatches and versions. So a long run
+consists of its fill, of one period that repeats, and of its drain. A proof about these three parts holds for every
+number of batches.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ __all__ = ["Program", "Row", "Rows", "shifted_row"]
 
 @dataclass(frozen=True)
 class Program(Extent):
-    """An extent with the instructions of each pipeline rank in `rows`."""
+    """An extent, with the instructions of each pipeline rank in `rows`."""
 
     rows: Rows = field(kw_only=True)
 
     @classmethod
     def of(cls, extent: Extent, rows: Rows) -> Program:
-        """The program that has these rows."""
+        """Make the program of an extent and rows."""
         return cls(rows=rows, **{each.name: getattr(extent, each.name) for each in fields(Extent)})
 
     @property
@@ -40,12 +41,12 @@ class Program(Extent):
 
     @property
     def num_evictions(self) -> tuple[int, ...]:
-        """For each stage, how many microbatches move to the pair stage and back. All 0: nothing to balance."""
+        """For each stage, the number of microbatches that move to the pair stage and back."""
         return self._count(EVICTIONS)
 
     @property
     def num_offloads(self) -> tuple[int, ...]:
-        """For each stage, how many microbatches leave their input to the host."""
+        """For each stage, the number of microbatches whose input waits on the host."""
         return self._count(OFFLOADS)
 
     def _count(self, kinds: frozenset[Kind]) -> tuple[int, ...]:
@@ -58,31 +59,31 @@ class Program(Extent):
 
     @property
     def interleaves_batches(self) -> bool:
-        """Whether some rank has a backward of a batch, or a half of one, after one of a later batch."""
+        """Whether some row has a backward, or a half of a backward, after a backward of a later batch."""
         return any(map(self.interleaves_batches_in, self.rows))
 
     def with_rows(self, rows: Rows) -> Program:
-        """The same program with other rows."""
+        """Return the same program with other rows."""
         return replace(self, rows=rows)
 
     # --- text
 
     def to_csv(self) -> str:
-        """The text form: `# key: value` lines, then a line of comma-separated instructions for each rank."""
+        """Write the text form: `# key: value` lines, then a line of comma-separated instructions for each rank."""
         return csv_text.to_csv(self, self.rows)
 
     def to_torch_csv(self, *, communication: bool = False) -> str:
-        """The text that torch.distributed.pipelining reads (see `megatron.pipeline.program.csv_text`)."""
+        """Write the text form of torch.distributed.pipelining (see `csv_text.to_torch_csv`)."""
         return csv_text.to_torch_csv(self, self.rows, communication=communication)
 
     @classmethod
     def from_csv(cls, csv: str, **given: object) -> Program:
-        """Read the text form, or a compute-only CSV file of torch's (see `csv_text.read_csv`)."""
+        """Read the text form, or a compute-only CSV file of torch (see `csv_text.read_csv`)."""
         return cls(**csv_text.read_csv(csv, **given))
 
 
 def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int) -> Row:
-    """The same row, later in the run."""
+    """Return the same row at a later place in the run."""
     if not (microbatches or versions):
         return tuple(row)
     return tuple(instruction.shifted(microbatches=microbatches, versions=versions) for instruction in row)
@@ -90,15 +91,15 @@ def shifted_row(row: Iterable[Instruction], *, microbatches: int, versions: int)
 
 @dataclass(frozen=True)
 class PeriodicProgram:
-    """Rows of a fill, of one period and of a drain.
+    """The rows of a fill, of one period and of a drain.
 
     Attributes:
-        extent: what the fill and the drain span together.
-        fill: from the drained start on.
-        period: the batch after the fill, or a few.
-        drain: what comes after the fill where no period does.
-        num_microbatches: of each batch.
-        num_batches: of a period.
+        extent: the extent of a program of the fill and the drain alone.
+        fill: the rows from the drained start on.
+        period: the rows of the next `num_batches` batches.
+        drain: the rows that end a run directly after the fill.
+        num_microbatches: the number of microbatches of each batch.
+        num_batches: the number of batches in a period.
     """
 
     extent: Extent
@@ -109,10 +110,10 @@ class PeriodicProgram:
     num_batches: int = 1
 
     def unroll(self, num_periods: int) -> Program:
-        """The program of the fill, `num_periods` periods and the drain.
+        """Return the program of the fill, `num_periods` periods and the drain.
 
         Raises:
-            ValueError: a negative number.
+            ValueError: `num_periods` is negative.
         """
         if num_periods < 0:
             raise ValueError(f"a program cannot have {num_periods} periods; give 0 and more")
