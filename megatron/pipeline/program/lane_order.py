@@ -1,45 +1,46 @@
-"""Weights that live in the host's memory: the rules, for all that execute programs.
+"""The rules for weights that live in host memory; everything that executes programs follows them.
 
-L2L (Pudipeddi et al., 2020, section 2.1) holds the weights of few layers on the device and all on the host, which
-also has the optimizer. Here a stage is what is fetched, and four words say so:
+L2L (Pudipeddi et al., 2020, section 2.1) keeps the weights of all layers on the host, with the optimizer, and the
+weights of a few layers on the device. Here whole stages are fetched, by these words:
 
     2FETCH@1        copy version 1 of stage 2 to the device                       lane: host to device
-    2FREE@1         what is computed before it was the last use of that copy      lane: host to device
+    2FREE@1         release that copy after the computations before this word     lane: host to device
     2STORE_GRAD@2   copy the gradients that lead to version 2 to the host         lane: device to host
-    2UPDATE@2       the host's optimizer makes version 2 from them                lane: host optimizer
+    2UPDATE@2       make version 2 from them with the optimizer of the host       lane: host optimizer
 
     2OFFLOAD5       copy the input of microbatch 5 to the host, and free it       lane: device to host
-    2RELOAD5        copy it back, before its recompute                            lane: host to device
+    2RELOAD5        copy the input back before its recompute                      lane: host to device
 
-They only *post*. Each rank has one lane of each kind, and a lane carries out its words one after another in the order
-of the row, each when the row has come to it and what it waits for is complete. FREE takes no time there: it is complete
-when the computations before it are, and what stands behind it in its lane may have the room. So no FETCH takes room
-that a computation still uses, under any timing.
+A rank only *posts* these words. Each rank has one lane of each kind. A lane carries out its words one after another in
+the order of the row. A word starts when the row has come to it and everything that it waits for is complete. FREE takes
+no time: it is complete when the computations before it are, and the words behind it in its lane may use the memory. So
+no FETCH takes memory that a computation still uses, under any timing.
 
-What waits for what, besides, is `Word.awaits`: a FETCH for the UPDATE that makes its version, a STORE_GRAD for the
-reduction of its gradients over the replicas, an UPDATE for the STORE_GRAD of its gradients, and every computation for
-the FETCH of its weights. All this is of one stage and one version, and stands before it in the same row. Likewise
-a RELOAD waits for the OFFLOAD of its microbatch, and its recompute for the RELOAD. Three rules are more:
+`Word.awaits` says which words wait for which others. A FETCH waits for the UPDATE that makes its version, a STORE_GRAD
+for the reduction of its gradients over the replicas, an UPDATE for the STORE_GRAD of its gradients, and a computation
+for the FETCH of its weights. The awaited word has the same stage and version, and stands earlier in the same row. In
+the same way, a RELOAD waits for the OFFLOAD of its microbatch, and a recompute for the RELOAD. There are three more
+rules:
 
-- REDUCE_EMBED adds up the gradients of tied embeddings where they are then, on the host. So it waits for the STORE_GRAD
-  of each end that its rank has, and the UPDATE of an end waits for it.
-- A rank has `GRADIENT_BUFFERS` buffers for gradients. A stage takes one with its first backward of a batch, and its
-  STORE_GRAD gives it back when it is complete. The backward that takes one waits until one is free.
+- REDUCE_EMBED adds up the gradients of tied embeddings on the host. So REDUCE_EMBED waits for the STORE_GRAD of each
+  end of the tied embeddings that its rank has, and the UPDATE of an end waits for REDUCE_EMBED.
+- A rank has `GRADIENT_BUFFERS` buffers for gradients. A stage takes a buffer with its first backward of a batch, and
+  the buffer is free again when the STORE_GRAD of the stage is complete. A backward that takes a buffer waits until one
+  is free.
+- A forward waits for every OFFLOAD that stands before the computation preceding the forward. So an OFFLOAD has the time
+  of one computation, and after that its memory is free, whatever the timing. EVICT has the same rule (`move_order`).
 
-- A forward waits for every OFFLOAD that stands before the last computation before it. An OFFLOAD thus has the time of
-  one computation, and after that its memory is free, whatever the timing (as an EVICT has, see `move_order`).
+EVICT and LOAD are no substitute for OFFLOAD and RELOAD. An EVICT moves everything that a microbatch saves to another
+rank, which has to take part. An OFFLOAD moves only the input of a microbatch, and no other rank takes part. So each
+word has one meaning, and `Residency.stash` determines which of these words a program may have.
 
-OFFLOAD and RELOAD are words of their own. EVICT and LOAD are about all that a microbatch saves, and move it to another
-rank; here it is its input alone, and nobody meets. So no word has two meanings, and the words that a program may have
-follow from `Residency.stash`.
+No word waits for a word behind it in its row. So lanes alone cannot form a circle: every wait within a rank leads to an
+earlier place in the row. A circle has to include another rank. Ranks wait for each other only in their rows, for
+tensors, and in their chains, for reductions over several ranks.
 
-Nothing of this waits for what stands behind it in its row. So by itself no lane can be part of a circle: every wait
-within a rank leads to a place before it in the row. A circle has to leave the rank, and it leaves only where ranks wait
-for each other: in the row, for tensors, and in the chain, for reductions over several ranks.
-
-`places` says where the weights of a rank's stages lie on the device, of which few are there at once. Every stage has a
-fixed place in one memory, such that the K stages that follow one another in the order of the rank lie apart. For K = 2
-the memory is filled from both ends, and is as large as the largest pair of neighbours.
+The device holds the weights of only a few stages at once. `places` says where the weights of each stage lie there.
+Every stage has a fixed place in one memory, such that any K consecutive stages of a rank do not overlap. For K = 2 the
+memory is filled from both ends, and is as large as the largest pair of consecutive stages.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from megatron.pipeline.program.instruction import (
 )
 
 GRADIENT_BUFFERS = 2
-RELOADED_AHEAD = 2  # inputs that are on their way, or there, beside the one in use
+RELOADED_AHEAD = 2  # the number of inputs that are reloaded early, in addition to the input in use
 EAGER, DEFERRED = "eager", "deferred"
 DEVICE, HOST = "device", "host"
 
@@ -71,16 +72,16 @@ class Residency:
     """How a program keeps its weights on the host.
 
     Attributes:
-        stages: the most stages of a rank whose weights are on the device at once: of 2, one is fetched while the other
-            computes.
-        update: when the host updates a stage. `eager`: as soon as it has the gradients (the paper's eager parameter
-            server), so that nothing in the update may depend on other stages. `deferred`: behind the rank's STEP, which
-            knows the global norm and any overflow.
-        stash: where the inputs of stages wait for their recompute. `device`: each stage's batch stays there, so that
-            memory grows with the number of stages. `host`: they leave and come back (section 2.2's stash).
+        stages: the largest number of stages of a rank whose weights are on the device at once. With 2, one stage is
+            fetched while the other computes.
+        update: when the host updates a stage. `eager`: as soon as the host has the gradients (the eager parameter
+            server of the paper), so the update may not depend on other stages. `deferred`: after the STEP of the rank,
+            which knows the global norm and any overflow.
+        stash: where the inputs of stages wait for their recompute. `device`: the inputs stay on the device, so memory
+            grows with the number of stages. `host`: they go to the host and come back (the stash of section 2.2).
 
     Raises:
-        ValueError: fewer stages than 1, or another word.
+        ValueError: `stages` is less than 1, or `update` or `stash` is unknown.
     """
 
     stages: int = 2
@@ -108,7 +109,7 @@ class Residency:
 
     @classmethod
     def parse(cls, text: str) -> Residency:
-        """Read what `str` writes. Raises ValueError for any other text."""
+        """Read the text that `str` writes. Raises ValueError for any other text."""
         match = re.fullmatch(r"([0-9]+) +([a-z]+)(?: +([a-z]+))?", text)
         if match is None:
             raise ValueError(
@@ -119,33 +120,36 @@ class Residency:
 
 
 def most_boundaries(num_microbatches: int) -> int:
-    """The most tensors between stages that a rank with its stash on the host has on the device at once, however many
-    stages it has: the batch that waits between two of them, what is reloaded ahead, and the input in use.
+    """Return the bound on boundaries, the tensors between stages, that a rank has on the device at once.
+
+    The bound holds for a stash on the host and any number of stages. It counts the batch that waits between two stages,
+    the inputs that are reloaded early, and the input in use.
     """
     return num_microbatches + RELOADED_AHEAD + 1
 
 
 class LaneOrder:
-    """What each instruction of a row waits for, besides the words before it in its own lane.
+    """Finds what each instruction of a row waits for, in addition to the words before it in its own lane.
 
-    Instructions are told in the row's order and numbered from 0. What is kept does not grow with their number.
+    Call `awaited` once for each instruction, in the order of the row. The instructions are numbered from 0 in this
+    order. The memory that this object takes does not grow with their number.
 
     Args:
-        num_stages: of the whole pipeline; the first and the last are the ends of tied embeddings.
+        num_stages: the number of stages of the whole pipeline; the first and the last are the ends of tied embeddings.
     """
 
     def __init__(self, num_stages: int) -> None:
         self._ends = (0, num_stages - 1)
         self._num_told = 0
-        self._last: dict[tuple[Kind, int], tuple[int | None, int]] = {}  # word, stage -> version, number
-        self._moved: dict[tuple[Kind, int, int | None], int] = {}  # word of the stash, until it is awaited -> number
-        self._offloaded = self._offloaded_earlier = -1  # the last OFFLOAD; as it was before the last computation
-        self._offload_awaited = -1
-        self._in_use: set[int] = set()  # stages whose gradients are in a buffer, and to be stored
+        self._last: dict[tuple[Kind, int], tuple[int | None, int]] = {}  # kind, stage -> version, number
+        self._moved: dict[tuple[Kind, int, int | None], int] = {}  # stash words not yet awaited -> number
+        self._offloaded = self._offloaded_earlier = -1  # last OFFLOAD; last OFFLOAD before the last computation
+        self._offload_awaited = -1  # the last OFFLOAD that a forward has waited for
+        self._in_use: set[int] = set()  # stages with a gradient buffer and no STORE_GRAD yet
         self._stored: deque[int] = deque(maxlen=GRADIENT_BUFFERS)  # the last STORE_GRADs
 
     def awaited(self, instruction: Instruction) -> tuple[int, ...]:
-        """The numbers of the instructions that have to be complete before this one starts."""
+        """Return the numbers of the instructions that have to be complete before the next instruction starts."""
         kind, stage, version = instruction.kind, instruction.stage, instruction.version
         number = self._num_told
         self._num_told += 1
@@ -167,13 +171,13 @@ class LaneOrder:
         return tuple(needed)
 
     def still_awaited(self) -> frozenset[int]:
-        """The numbers of those told so far that instructions to come may wait for."""
+        """Return the numbers of the instructions so far that later instructions may wait for."""
         last = (number for _, number in self._last.values())
         offloads = (each for each in (self._offloaded, self._offloaded_earlier) if each > self._offload_awaited)
         return frozenset((*last, *self._moved.values(), *self._stored, *offloads))
 
     def _of_stash(self, instruction: Instruction) -> list[int]:
-        """The OFFLOADs and the RELOAD that an instruction waits for."""
+        """Return the OFFLOADs and the RELOAD that an instruction waits for."""
         words = [other for other in instruction.kind.row.awaits if other in STASH_WORDS]
         found = (self._moved.pop((other, instruction.stage, instruction.microbatch), None) for other in words)
         needed = [number for number in found if number is not None]
@@ -185,27 +189,36 @@ class LaneOrder:
         return needed
 
     def _take_buffer(self, stage: int) -> list[int]:
-        """The STORE_GRAD whose end leaves a buffer for a stage's gradients; none where it has one, or one is free."""
+        """Give a stage a gradient buffer, and return the STORE_GRAD that has to be complete before the buffer is free.
+
+        The list is empty if the stage has a buffer already, or if no stage has used the buffer so far.
+        """
         if stage in self._in_use:
             return []
         self._in_use.add(stage)
-        num_under_way = max(0, GRADIENT_BUFFERS - len(self._in_use))  # of the last ones, that need not be complete
+        num_under_way = max(0, GRADIENT_BUFFERS - len(self._in_use))  # the last ones may be incomplete
         return [self._stored[-1 - num_under_way]] if len(self._stored) > num_under_way else []
 
 
 def awaited_in_lanes(row: Iterable[Instruction], rank_of_stage: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each position of a row that waits for others, besides those before it in its lane: their positions."""
+    """Map each position of a row to the positions that it waits for by `LaneOrder`; positions without any are left out.
+
+    The words before a word in its own lane are not listed.
+    """
     order = LaneOrder(len(rank_of_stage))
     awaited = ((position, order.awaited(instruction)) for position, instruction in enumerate(row))
     return {position: needed for position, needed in awaited if needed}
 
 
 def places(sizes: Sequence[int], num_resident: int) -> tuple[list[int], int]:
-    """Where each of a rank's stages begins, and how long the memory is: any `num_resident` that follow one another lie
-    apart.
+    """Place the stages of a rank in one memory such that no `num_resident` consecutive stages overlap.
 
     Args:
-        sizes: of the rank's stages in its order, in any unit, which is that of the answer.
+        sizes: the sizes of the stages in the order of the rank, in any unit.
+        num_resident: the number of consecutive stages that are in the memory at once.
+
+    Returns:
+        The start of each stage and the length of the memory, in the unit of `sizes`.
     """
     if num_resident == 2:
         pairs = [one + other for one, other in pairwise(sizes)]

@@ -1,40 +1,35 @@
-"""Which weights a batch uses, and when new ones are made: one table entry for each policy.
+"""The weight policies: which weights a batch uses, and when new weights are made.
 
-A pipeline that does not drain between batches meets a new batch while the one before it is under way, so somebody has
-to say which weights each of them uses. Batches and versions are numbered over the whole training run; version 0 is the
+A pipeline that does not drain between batches begins a batch while the batch before it is under way. So a policy has to
+say which weights each of them uses. Batches and versions are numbered over the whole training run. Version 0 is the
 initial one, and STEP@v makes version v from the gradients of batch v-1.
 
-    policy   batch j uses                 STEP@v stands before                  live versions    source
-    flush    j; drains after each batch   the first forward of batch v          1                PipeDream-2BW, 3.2
-    2bw      max(j-1, 0)                  the first forward of batch v+1        2                PipeDream-2BW, 3.1
-    delay k  max(j-k, 0)                  the first forward of batch v+k        k+1              flush, 2bw: k = 0, 1
-    stash    the newest at the stage      whatever follows the chain of v       p-s at stage s   PipeDream
-    stale    the newest, each time        whatever follows the chain of v       1                FTPipe, Table 1
-    stale-predicted
-             that, predicted ahead        whatever follows the chain of v       1, and one predicted    FTPipe, 4.2
-    stale-provisional
-             that, stepped ahead          whatever follows the chain of v       1, and one stepped      docs/ftpipe.md
-    2bw-provisional
-             j, predicted                 the first forward of batch v+1        2, and the true  docs/provisional.md
+    policy              batch j uses                STEP@v stands                  live versions    source
+    flush               j; the pipeline drains      before forwards of batch v     1                PipeDream-2BW, 3.2
+    2bw                 max(j-1, 0)                 before forwards of batch v+1   2                PipeDream-2BW, 3.1
+    delay k             max(j-k, 0)                 before forwards of batch v+k   k+1              flush and 2bw: k = 0, 1
+    stash               the newest at its forward   after the chain of v           p-s at stage s   PipeDream
+    stale               the newest at each use      after the chain of v           1                FTPipe, Table 1
+    stale-predicted     as stale, but predicted     after the chain of v           1, 1 predicted   FTPipe, 4.2
+    stale-provisional   as stale, but stepped       after the chain of v           1, 1 stepped     docs/ftpipe.md
+    2bw-provisional     j, predicted                before forwards of batch v+1   2, 1 true        docs/provisional.md
 
-PipeDream's `stash` goes with orders that have p-s microbatches in flight at stage s, as 1F1B has, so that the newest
-version there is always p-s-1 batches old, which is what the checker proves.
+ion of its own batch. Batches
+may have any size, with gradients accumulated over their microbatches.
 
-FTPipe's `stale` keeps one version: a forward uses the newest at its stage, and so do its recompute and its backward,
-when others have been made. A stage of depth k (edges to the end) has its forward of microbatch i behind its backward of
-microbatch i-k-1, and steps behind the last backward of a batch; so counted from the last drain it uses the version of
-the batch that microbatch i-k belongs to, and in the backward that of its own batch. Batches may have any size
-(accumulation). `stale-predicted` is the same, but a forward uses its version predicted as many steps ahead as that of
-its backward is newer: F5@1+2. So many are known before the run (docs/ftpipe.md). Under `stale-provisional` a forward
-uses the step that those microbatches of the batch under way lead to whose backwards are done: F5@1~3. Batches of one
-microbatch leave none, so there it is `stale`.
+`stale-predicted` is like `stale`, but a forward uses a prediction from its version to the version of its backward:
+F5@1+2 predicts two steps. The number of steps is known before the run (docs/ftpipe.md).
 
-The last row steps as 2bw does, so its weights are 2bw's; but batch j is computed at an estimate of version j: PREDICT@j
-takes the step to it before the first forward of batch j, from the gradients of those microbatches of batch j-1 that are
-done. So a version has two values: the predicted one, which computations use, and the true one, which STEP makes.
+`stale-provisional` is like `stale`, but a forward uses a provisional step from its version. The step is made from the
+microbatches of the batch under way whose backwards are done: F5@1~3. A batch of one microbatch leaves no such
+microbatches, so the policy then equals `stale`.
 
-What the planning rooms, the runtime and the checkpoints have to know of a policy follows from its row. To add one,
-enter it into `POLICIES`: `WeightPolicy("3bw", delay=2)` has batch j use max(j-2, 0), with 3 live versions.
+`2bw-provisional` steps as 2bw does, but batch j is computed at an estimate of version j. PREDICT@j makes the estimate
+before the first forward of batch j, from the microbatches of batch j-1 whose backwards are done. So a version has two
+values: the predicted one, which computations use, and the true one, which STEP makes.
+
+The planner, the runtime and the checkpoints derive everything that depends on the policy from its row. To add a policy,
+enter it into `POLICIES`: with `WeightPolicy("3bw", delay=2)`, batch j uses version max(j-2, 0), and 3 versions live.
 """
 
 from __future__ import annotations
@@ -47,30 +42,32 @@ from megatron.pipeline.program.instruction import Kind
 
 
 class Ahead(Enum):
-    """How the weights of a forward are ahead of its version, where that of its backward is newer. The value is what
-    they are called.
+    """How a forward gets weights ahead of its version if its backward uses a newer version.
+
+    The value is the adjective for such weights in messages.
     """
 
-    PREDICTION = "predicted"  # to the version of the backward, by the optimizer's state: F5@1+2
-    PROVISIONAL_STEP = "provisional"  # by the step that gradients lead to which no step has taken: F5@1~3
+    PREDICTION = "predicted"  # predicted from the optimizer's state up to the version of the backward: F5@1+2
+    PROVISIONAL_STEP = "provisional"  # stepped with the gradients that no STEP has applied yet: F5@1~3
 
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """Which weights a batch uses.
+    """A rule for the weights that a batch uses.
 
     Attributes:
-        name: in `POLICIES`, and in a program's text.
-        delay: batch j uses version max(j - delay, 0) at all stages, and the STEP that makes a version waits until the
-            first forward that uses it is next. 0: a batch is through the pipeline before the next one begins. None:
-            each stage uses its newest version, and steps as soon as it can.
-        predicts: batch j uses a prediction of version j instead; with a delay of 1.
-        refreshes: a recompute and a backward use what is the newest then; with a delay of None.
-        ahead: how a forward may be ahead of its version, towards that of its backward, where these refresh, for which a
-            stage has one more set of weights; None: not.
+        name: the key in `POLICIES`, and the name in the text of programs.
+        delay: batch j uses version max(j - delay, 0) at all stages, and the STEP that makes a version stands directly
+            before the first forward that uses the version. 0: a batch leaves the pipeline before the next one begins.
+            None: each stage uses its newest version, and steps as soon as it can.
+        predicts: batch j uses a prediction of version j instead. Needs a delay of 1.
+        refreshes: a recompute and a backward use the version that is newest at that time. Needs a delay of None.
+        ahead: how a forward gets weights ahead of its version, which take one more set of weights at the stage. Needs
+            `refreshes`. None: a forward uses its version as it is.
 
     Raises:
-        ValueError: a delay that is no number of batches, or one that nothing can be predicted over.
+        ValueError: the delay is no number of batches, or does not fit `predicts` or `refreshes`, or `ahead` is set
+            without `refreshes`.
     """
 
     name: str
@@ -106,85 +103,94 @@ class WeightPolicy:
 
     @property
     def drains(self) -> bool:
-        """Whether a batch is through the pipeline before the next one begins."""
+        """Whether a batch leaves the pipeline before the next one begins."""
         return self.delay == 0
 
     @property
     def updates_alone(self) -> bool:
-        """Whether each stage makes versions at its own time, so that nothing may depend on all stages together."""
+        """Whether each stage steps at its own time, so that no update may depend on several stages."""
         return self.delay is None
 
     @property
     def overlaps_updates(self) -> bool:
-        """Whether later batches run, with older versions, while all stages together update."""
+        """Whether an update of all stages runs while later batches compute with older versions."""
         return bool(self.delay)
 
     @property
     def batch_size(self) -> int | None:
-        """The only number of microbatches that a batch may have; None: any."""
+        """The number of microbatches that a batch has to have; None: any number."""
         return 1 if self.delay is None and not self.refreshes else None
 
     def most_together(self, batches: Sequence[int]) -> int:
-        """The most microbatches that can be under way at once in a program of batches of these sizes."""
+        """Return a bound on the microbatches that are under way at once in a program of batches of these sizes."""
         return max(batches) if self.drains else sum(batches)
 
     def full_batches(self, num_microbatches: int, num_batches: int) -> tuple[int, ...]:
-        """The sizes of the batches of a program that holds as much as any: so many, or one where batches drain."""
+        """Return the batch sizes of a program that needs as much memory as any longer one.
+
+        These are `num_batches` batches, or a single batch if the pipeline drains after each.
+        """
         return (num_microbatches,) * (1 if self.drains else num_batches)
 
     @property
     def max_gradient_buffers(self) -> int:
-        """The most batches whose gradients are summed up, reduced or waited for at once.
+        """The largest number of batches whose gradients exist at once.
 
-        While batch j is begun, the oldest that has not been stepped is j - delay. A stage that updates alone steps
-        before its next backward.
+        When batch j begins, the oldest batch without its step is j - delay. A stage that updates alone steps before its
+        next backward.
         """
         return 1 if self.delay is None else self.delay + 1
 
     def max_live_versions(self, stage: int, num_stages: int) -> int:
-        """The most versions that a stage holds at once, with one that is ahead."""
+        """Return the largest number of versions that a stage holds at once, including weights ahead of a version."""
         if self.refreshes:
             return 2 if self.ahead and stage < num_stages - 1 else 1
         return num_stages - stage if self.delay is None else self.delay + 1
 
     @property
     def maker(self) -> Kind:
-        """The word that makes the weights which computations use."""
+        """The kind of instruction that makes the weights for computations."""
         return Kind.PREDICT if self.predicts else Kind.STEP
 
     def version_of(self, batch: int, *, newest: int) -> int:
-        """The version that the forward of `batch` uses at a stage whose newest version is `newest`."""
+        """Return the version that the forward of `batch` uses at a stage whose newest version is `newest`."""
         if self.predicts:
             return batch
         return newest if self.delay is None else max(batch - self.delay, 0)
 
     @property
     def first_settled_batch(self) -> int:
-        """From this batch of a run on, the versions of all batches lie equally far behind."""
+        """The first batch of a run from which on the version of a batch has a constant distance from its number."""
         return self.delay if self.delay is not None else 1
 
     def entry_versions(self, first_batch: int) -> tuple[int, ...]:
-        """The versions alive in a drained state before `first_batch`, ascending; all updates so far have been made.
+        """Return the versions that are alive in a drained state before `first_batch`, ascending.
 
-        Of predicted ones it is the one that the next batch uses.
+        All updates of earlier batches have been made by then. If the policy predicts, the only entry version is the one
+        that the next batch uses.
         """
         if self.predicts:
             return (first_batch,)
         return tuple(range(max(first_batch - (self.delay or 0), 0), first_batch + 1))
 
     def settling_batches(self, in_flight: int) -> int:
-        """How many of the batches before a batch can matter to its segment, and to a drain after it.
+        """Return how many batches before a batch can affect its segment and a drain after it.
 
-        None, where every batch drains. Under a fixed delay as many: the oldest whose gradients the segment steps. Where
-        stages use their newest weights, the batches whose backward is in the segment (`in_flight` at most at the first
-        stage), and as many before them, which were in flight at their forwards and so fixed their versions.
+        With a fixed delay this is the delay: the oldest of these batches is stepped in the segment. A delay of 0 leaves
+        no such batch. If each stage uses its newest version, two groups of batches matter. The first group has its
+        backwards in the segment. The second group was in flight during the forwards of the first one, and so fixed
+        their versions.
+
+        Args:
+            in_flight: the largest number of microbatches in flight at the first trained stage.
         """
         return 2 * (in_flight - 1) if self.delay is None else self.delay
 
     def report_lag(self, num_stages: int) -> int:
-        """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm.
+        """Return the number of batches by which reports are late.
 
-        That holds where batch i - report_lag lies in the same undrained stretch; a drain completes all.
+        At the end of the segment of batch i, every rank has stepped batch i - report_lag and posted its norm. This
+        holds for batches since the last drain; a drain completes all earlier ones.
         """
         return num_stages if self.delay is None else self.delay
 
@@ -203,7 +209,7 @@ _PREDICTED = {TWO_BW: PROVISIONAL, STALE: STALE_PREDICTED}
 
 
 def predicting(policy: WeightPolicy) -> WeightPolicy:
-    """The policy that steps as this one does and predicts. Raises ValueError where there is none."""
+    """Return the policy that steps as `policy` does and also predicts. Raises ValueError if there is none."""
     if policy not in _PREDICTED:
         raise ValueError(
             f"weights {policy} are not predicted: only those of {' and '.join(map(str, _PREDICTED))} are, whose "
@@ -213,7 +219,11 @@ def predicting(policy: WeightPolicy) -> WeightPolicy:
 
 
 def weight_policy(name: str | WeightPolicy) -> WeightPolicy:
-    """The policy of that name; a policy is returned as it is. Raises ValueError for another name."""
+    """Return the policy of a name; a `WeightPolicy` is returned as it is.
+
+    Raises:
+        ValueError: the name is unknown, or registered for a policy with another name.
+    """
     if isinstance(name, WeightPolicy):
         return name
     if name not in POLICIES:
