@@ -1,4 +1,4 @@
-"""Schedules: an order of computations, a weight policy and flags, built into programs; or a program of one's own."""
+"""Schedules, which build programs from an order, a weight policy and flags, or continue a program that a user wrote."""
 
 from megatron.pipeline.program.program import PeriodicProgram
 from megatron.pipeline.schedules.compatibility import TooManyRead

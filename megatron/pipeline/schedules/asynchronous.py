@@ -1,16 +1,19 @@
-"""FTPipe's order: each stage takes a forward and a backward in turn, as far ahead as edges lead from it to the end; the
-stages of a rank follow one another in a cycle that repeats with every microbatch (Eliad et al., 2021, 4.2 and 4.3).
+"""The order of FTPipe: the stages of a rank compute in a cycle that repeats with every microbatch.
+
+A stage runs forwards and backwards in turn, and is as many forwards ahead as there are edges from it to the end (Eliad
+et al., 2021, 4.2 and 4.3).
 
     rank 0 of 2, with stages 0 and 2 of 4:   0F5 2F4 0B2 2B4 | 0F6 2F5 0B3 2B5 | ...
 
-Problem: a rank with several stages has to choose between them. The paper's runtime decides while it runs, so nothing
-can be proved beforehand, and no batch can be cut off where a run may stop.
+Problem: a rank with several stages has to choose between them. The runtime of the paper decides during the run, so
+nothing can be proved beforehand, and no place is known at which a run may stop.
 
-Solution: what a stage computes, and in which order, is fixed by its depth alone: forward, if forwards minus backwards
-are at most the depth, else backward. So whatever a rank chooses, the numbers are the same. The rule is simulated on the
-stages' work. The mean times of a stretch of microbatches give a cycle in which everything stands once, so many
-microbatches behind the newest; what must come before does so in each simulated microbatch, hence on the mean, so a
-cycle is right for any number of them. Of the cycles of several stretches the one that takes the least time is kept.
+Solution: the depth of a stage alone fixes its computations and their order. The stage runs a forward if the number of
+its forwards minus the number of its backwards is at most the depth, and otherwise a backward. So every choice of the
+rank gives the same numbers. The rule is simulated with the times of the stages. From the mean start times over a
+stretch of microbatches follows a cycle. The cycle has each computation once, with a fixed lag in microbatches behind
+the newest one. Dependencies hold in each simulated microbatch, so they hold for the mean times, and the cycle is
+correct for any number of microbatches. Several stretches are tried, and the cycle that takes the least time is kept.
 """
 
 from __future__ import annotations
@@ -26,13 +29,13 @@ from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order, Work
 from megatron.pipeline.schedules.passes import Segment, Segments
 
-_SETTLED, _AVERAGED = 4, 12  # microbatches, in depths: that a simulation passes first, and then counts
-_TRIED = 24  # microbatches at which a stretch begins whose times are tried
+_SETTLED, _AVERAGED = 4, 12  # in multiples of the depth: microbatches that a simulation skips, and then averages
+_TRIED = 24  # microbatches of the simulation among which shorter stretches are tried
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A computation of the cycle: microbatch k - `lag` in its k-th round."""
+    """A computation of the cycle, which computes microbatch k - `lag` in round k."""
 
     kind: Kind
     stage: int
@@ -40,9 +43,7 @@ class _Turn:
 
 
 class Asynchronous(Order):
-    """The stages of each rank in a cycle. `work`: seconds of a forward and of a backward, recompute included, of each
-    stage; none: all alike.
-    """
+    """The order in which each rank repeats a cycle over its stages. The cycle depends on `work`."""
 
     interleaves = True
     follows_edges = True
@@ -53,7 +54,7 @@ class Asynchronous(Order):
         return [*segments, [each for rest in row for each in rest]]
 
     def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
-        """A round more goes on with all turns that are behind, in their order."""
+        """Return the turns that lag: they run in the next round even if the run drains, in the same order."""
         return [(turn.kind, turn.stage, turn.lag) for turn in self.cycles[rank] if turn.lag]
 
     def max_in_flight(self, stage: int) -> int | None:
@@ -63,7 +64,7 @@ class Asynchronous(Order):
         return sum(map(self.max_in_flight, stages_by_rank(self.rank_of_stage)[rank]))
 
     def recomputes(self, stage: int) -> bool:
-        """A stage at the end computes its backward at once, at the same weights."""
+        """Whether the stage is not at the end. A stage at the end runs its backward at once, at the same weights."""
         return self.graph.depth(stage) > 0
 
     @property
@@ -73,16 +74,16 @@ class Asynchronous(Order):
 
     @property
     def most_behind(self) -> int:
-        """The most microbatches that anything is behind the newest."""
+        """The largest lag of any turn, in microbatches."""
         return max(turn.lag for cycle in self.cycles for turn in cycle)
 
 
-_Cycles = tuple[tuple[_Turn, ...], ...]  # of each rank
+_Cycles = tuple[tuple[_Turn, ...], ...]  # the cycle of each rank
 
 
 @lru_cache(maxsize=64)
 def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, ...], work: Work) -> _Cycles:
-    """The best of what a few stretches of a simulation repeat, and of its mean."""
+    """Return the fastest cycles among those of the long stretch of a simulation and of several short stretches."""
     graph = StageGraph.of(num_stages, edges)
     deepest = max(map(graph.depth, range(num_stages))) + 1
     settled = range(_SETTLED * deepest, _SETTLED * deepest + max(_AVERAGED * deepest, 2 * _TRIED))
@@ -106,7 +107,7 @@ def _cycles(num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, 
 
 
 def _seconds(cycles: _Cycles, graph: StageGraph, work: Work) -> float:
-    """The time of a microbatch when the cycles have settled."""
+    """Return the time of a round of the cycles in a long run."""
     most = max(turn.lag for cycle in cycles for turn in cycle) + 1
     rows = [[each for segment in _rounds(cycle, range(6 * most), most) for each in segment] for cycle in cycles]
     starts = merge(rows, graph, range(len(rows)), work=work)[1]
@@ -115,7 +116,7 @@ def _seconds(cycles: _Cycles, graph: StageGraph, work: Work) -> float:
 
 
 def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Segment]:
-    """One for each microbatch of a stretch, and as many more as it takes to end them."""
+    """Yield a round for each microbatch of a stretch, and then the `behind` rounds that complete them."""
     for number in range(stretch.start, stretch.stop + behind):
         yield [
             Instruction(turn.kind, turn.stage, number - turn.lag)
@@ -124,7 +125,7 @@ def _rounds(cycle: Sequence[_Turn], stretch: range, behind: int) -> Iterator[Seg
         ]
 
 
-_Times = dict[tuple[Kind, int], float]  # of a microbatch, in periods behind the first of its forwards
+_Times = dict[tuple[Kind, int], float]  # starts of the computations of a microbatch, in periods after its first one
 
 
 def _mean_times(
@@ -140,14 +141,14 @@ def _mean_times(
     for stage in range(graph.num_stages):
         depth = graph.depth(stage)
         ahead = range(stretch.start + depth, stretch.stop + depth)
-        behind = mean(Kind.BACKWARD, stage) - mean(Kind.FORWARD, stage, ahead)  # the forward that it stands behind
+        behind = mean(Kind.BACKWARD, stage) - mean(Kind.FORWARD, stage, ahead)  # after the forward before it
         times[Kind.FORWARD, stage] = (mean(Kind.FORWARD, stage) - origin) / period
         times[Kind.BACKWARD, stage] = times[Kind.FORWARD, stage] + depth + behind / period
     return times
 
 
 def _is_right(times: _Times, graph: StageGraph) -> bool:
-    """Whether everything stands behind what it needs, and each stage takes its forwards and backwards in turn."""
+    """Whether each computation starts after its inputs are made, and forwards and backwards of a stage alternate."""
     forward = {stage: time for (kind, stage), time in times.items() if kind is Kind.FORWARD}
     backward = {stage: time for (kind, stage), time in times.items() if kind is Kind.BACKWARD}
     return (

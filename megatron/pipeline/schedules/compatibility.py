@@ -1,7 +1,7 @@
-"""Which choices of a schedule go together: tables of refusals, each with its reason and its remedy.
+"""The rules for combining the choices of a schedule: tables of refusals, each with a reason and a remedy.
 
-A row is a condition on the schedule and its order, and a sentence with their attributes in braces. The first row that
-applies is raised. To refuse one more combination, add a row.
+A row has a condition on the schedule `s` and its order `o`, and a sentence with their attributes in braces. The first
+row whose condition holds raises its sentence as a ValueError. To refuse another combination, add a row.
 """
 
 from collections.abc import Callable, Iterable
@@ -160,7 +160,7 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
     ),
 )
 
-# Rows of one sentence: a condition, what does not go with the subject, and why.
+# The next tables share a sentence for all rows. A row has a condition, the refused choice and the reason.
 
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: s.balance, "balance", "moves what a whole backward needs, of which an I leaves another part"),
@@ -222,19 +222,24 @@ _EDGES: tuple[tuple[Condition, str, str], ...] = (
 
 
 class TooManyRead(ValueError):
-    """Predictions shall read `wanted` microbatches of a batch; `reason` says why they cannot, and what can be done."""
+    """Predictions cannot read as many microbatches of a batch as a schedule wants.
+
+    Attributes:
+        wanted: the wanted number of microbatches.
+        reason: why predictions cannot read so many, and the remedy.
+    """
 
     def __init__(self, wanted: int, reason: str) -> None:
         super().__init__(f"provisional_microbatches {wanted}: {reason}")
         self.wanted, self.reason = wanted, reason
 
     def under(self, name: str) -> ValueError:
-        """The same refusal for a caller that calls the choice `name`."""
+        """Return an error with the same reason, for a caller that has another name for the choice."""
         return ValueError(f"{name} {self.wanted}: {self.reason}")
 
 
 def validate_choices(schedule: PipelineSchedule, order: Order) -> None:
-    """Raises ValueError where the choices of a schedule with this order do not go together."""
+    """Raise ValueError if the choices of a schedule and its order do not go together."""
     _refuse(_STAGES_ON_A_RANK, schedule, order)
     order.validate_placement()
     without = next(filter(order.graph.is_forward_only, range(schedule.num_stages)), None)
@@ -259,7 +264,7 @@ def validate_choices(schedule: PipelineSchedule, order: Order) -> None:
 
 
 def validate_frozen(schedule: PipelineSchedule) -> None:
-    """Raises ValueError where the choices of a schedule do not go with a frozen prefix."""
+    """Raise ValueError if the choices of a schedule do not go with its frozen stages."""
     if not 0 < schedule.num_frozen < schedule.num_stages:
         raise ValueError(
             f"{schedule.num_frozen} of {schedule.num_stages} stages cannot be frozen: one has to be trained; give 0 to "
@@ -270,7 +275,7 @@ def validate_frozen(schedule: PipelineSchedule) -> None:
 
 
 def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: int) -> None:
-    """Raises ValueError where a schedule with this order cannot run a batch of this size."""
+    """Raise ValueError if a schedule with this order cannot run a batch of this size."""
     if num_microbatches < 1:
         raise ValueError(f"a batch cannot have {num_microbatches} microbatches; give 1 and more")
     weights = schedule.weights
@@ -281,7 +286,7 @@ def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: i
             "parallel size)"
         )
     in_flight = order.max_in_flight(schedule.num_frozen)
-    # Moves are planned within a segment, so one batch alone has to hold what is in flight.
+    # Moves are planned within a segment, so a single batch has to have as many microbatches as are in flight.
     batches = 1 if schedule.balance else weights.delay or 1
     if in_flight is not None and weights.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
         warmup = " and extra warm-up" if schedule.extra_warmup else ""
@@ -297,7 +302,7 @@ def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: i
 
 
 def require_known_norm(weights: WeightPolicy, name: str, *, norm_decides: bool) -> None:
-    """Raises ValueError where stages step before the norm of all gradients is known that decides about it."""
+    """Raise ValueError if each stage steps alone, although the norm of all gradients decides about the steps."""
     if weights.updates_alone and norm_decides:
         raise ValueError(
             f"under {name} every stage steps before the norm of all gradients and any overflow are known, and here "
@@ -315,12 +320,12 @@ def _refuse(rows: Iterable[tuple[Condition, str]], schedule: PipelineSchedule, o
 
 
 def _with_sentence(rows: Iterable[tuple[Condition, str, str]], sentence: str) -> Iterable[tuple[Condition, str]]:
-    """The rows of one sentence, with their parts put into it."""
+    """Return rows with complete sentences: each row's parts replace `{what}` and `{why}`."""
     return ((applies, sentence.replace("{what}", what).replace("{why}", why)) for applies, what, why in rows)
 
 
 def _validate_predictions(schedule: PipelineSchedule, num_microbatches: int) -> None:
-    """Raises TooManyRead where a batch of this size has not enough backwards done for the prediction of the next."""
+    """Raise TooManyRead if too few backwards of a batch of this size are done when the next batch begins."""
     done = num_microbatches - max(schedule.remaining_backwards(num_microbatches))
     assert done >= 1, "no more are in flight than a batch has, and the first forward of the next is one of them"
     wanted = schedule.provisional_microbatches
@@ -333,7 +338,7 @@ def _validate_predictions(schedule: PipelineSchedule, num_microbatches: int) -> 
 
 
 def _is_frozen_chain(schedule: PipelineSchedule) -> bool:
-    """Whether the edges are those that a frozen prefix gives a chain."""
+    """Whether the edges are those of a chain whose first `num_frozen` stages are frozen."""
     return [(edge.source, edge.target, edge.gradient) for edge in schedule.edges] == [
         (stage, stage + 1, stage >= schedule.num_frozen) for stage in range(schedule.num_stages - 1)
     ]

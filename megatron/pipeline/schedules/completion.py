@@ -1,11 +1,11 @@
-"""A program that somebody brings, made complete: what its rows leave out is added by the passes.
+"""Complete a program that a user brings: the passes add the instructions that its rows leave out.
 
-Rows with computations alone are an order, such as the compute-only files of torch.distributed.pipelining hold. They get
-what any order gets. Each concern is left alone where the rows have it already, so the places of what is written are the
-file's:
+Rows that contain only computations are an order, such as those in compute-only files of torch.distributed.pipelining.
+The passes complete them like any other order. A pass is skipped if the rows already have its instructions, so these
+stay at the places that the user gave them:
 
-    rows have no      added by
-    R                 recompute, where the program shall recompute and has no updates of its own
+    if rows have no   they are added by the pass
+    R                 recompute, if the program recomputes and has no updates of its own
     REDUCE, STEP      updates
     @version          versions
     SEND, RECV        communication
@@ -29,15 +29,16 @@ from megatron.pipeline.schedules.passes.updates import add_updates, set_versions
 
 
 def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:
-    """The program with what its rows leave out.
+    """Return the program with the instructions that its rows leave out.
 
     Args:
-        program: rows from a drained state to a drained state.
-        fill, period: how they go on, where that is given (see `repetition`).
+        program: a program from a drained state to a drained state.
+        fill, period: how the rows repeat (see `continuation.Repetition`); None: to be found.
 
     Raises:
-        ProgramError: rows that are wrong, as they are or completed.
-        ValueError: a program that evaluates, or one that only whole rows can say.
+        ProgramError: the rows are wrong, before or after their completion.
+        ValueError: the program does not train, or has weights on the host, or no REDUCE_NORM; or its weights predict,
+            and the rows leave out the updates.
     """
     require_training(program)
     compact(program)
@@ -63,7 +64,7 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
     drains = _drains(program, fill, period)
     if drains != at_end:
         complete = _lowered(program, drains, adds_updates=adds_updates, communicates=bool(communicates))
-        with suppress(ProgramError):  # a STEP there may wait for what another rank does later; at the end none does
+        with suppress(ProgramError):  # a STEP there may wait for a later instruction of another rank
             check(complete)
             return complete
     complete = _lowered(program, at_end, adds_updates=adds_updates, communicates=bool(communicates))
@@ -72,7 +73,7 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
 
 
 def _with_versions_of(stated: Program, complete: Program) -> Program:
-    """The completed program. Raises ProgramError where its computations use other versions than are stated."""
+    """Return the completed program. Raises ProgramError if a computation uses another version than is stated."""
     for rank, (row, own) in enumerate(zip(complete.rows, stated.rows, strict=True)):
         says = {(each.kind, each.stage, each.microbatch): each.version for each in own if each.kind.is_computation}
         for position, each in enumerate(row):
@@ -86,7 +87,7 @@ def _with_versions_of(stated: Program, complete: Program) -> Program:
 
 
 def require_training(program: Program) -> None:
-    """Raises ValueError for a program that no run can train with, whatever is added to it."""
+    """Raise ValueError for a program that no run can train with, even after completion."""
     if program.forward_only:
         raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
     if program.residency is not None:
@@ -99,7 +100,7 @@ def require_training(program: Program) -> None:
 
 
 def _lowered(program: Program, drains: Sequence[int], *, adds_updates: bool, communicates: bool) -> Program:
-    """With what is missing, where the rows drain from these positions on."""
+    """Return the program with updates and transfers added, if each rank drains from its position in `drains` on."""
     segments = _segments(program, drains)
     if adds_updates:
         segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
@@ -110,12 +111,12 @@ def _lowered(program: Program, drains: Sequence[int], *, adds_updates: bool, com
 
 
 def names_versions(rows: Rows) -> bool:
-    """Whether some computation says which weights it uses."""
+    """Whether some computation names the weight version that it uses."""
     return any(each.version is not None for row in rows for each in row if each.kind.is_computation)
 
 
 def _segments(program: Program, ends: Sequence[int]) -> list[Segments]:
-    """The rows, cut where each batch's first computation stands, and where the rank's drain begins."""
+    """Cut the rows at the first computation of each batch, and at `ends`, where the drains of the ranks begin."""
     segments_of_rank = []
     for row, end in zip(program.rows, ends, strict=True):
         cuts, newest = [], program.first_batch
@@ -129,8 +130,10 @@ def _segments(program: Program, ends: Sequence[int]) -> list[Segments]:
 
 
 def _drains(program: Program, fill: int | None, period: int | None) -> list[int]:
-    """Where the drain of each rank begins: behind the last instruction that it also has where another batch follows,
-    and behind what the last STEP before that waits for.
+    """Return the position at which the drain of each rank begins.
+
+    The drain begins after the instructions that the rank would also run if another batch followed, and after the
+    backwards whose gradients the last STEP before the drain needs. If the rows do not tell, it begins at their end.
     """
     ends = list(map(len, program.rows))
     size, num_batches = program.batches[0], len(program.batches)
@@ -149,7 +152,7 @@ def _drains(program: Program, fill: int | None, period: int | None) -> list[int]
 
 
 def require_equal_batches(program: Program) -> int:
-    """The number of microbatches of each batch. Raises ProgramError where batches differ."""
+    """Return the number of microbatches of each batch. Raises ProgramError if batches differ in size."""
     sizes = program.batches
     if len(set(sizes)) == 1:
         return sizes[0]
@@ -165,7 +168,7 @@ def require_equal_batches(program: Program) -> int:
 
 
 def renumbered(program: Program, first_batch: int) -> Program:
-    """A complete program, counted from microbatch 0 and `first_batch` on, with the versions that the policy gives."""
+    """Return a complete program renumbered from microbatch 0 and `first_batch`, with the versions of its policy."""
     microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
     extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
     bare = _without_needless_peers(without_versions(program.rows), program.graph)
@@ -174,7 +177,7 @@ def renumbered(program: Program, first_batch: int) -> Program:
 
 
 def _without_needless_peers(rows: Rows, graph: StageGraph) -> Rows:
-    """Each transfer names its other end where it has to, so that equal programs are equal texts."""
+    """Remove the peer of each transfer with only one possible peer, so that equal programs have equal texts."""
     return tuple(tuple(_named_where_needed(each, graph) for each in row) for row in rows)
 
 

@@ -1,27 +1,28 @@
-"""How the rows of a program continue for any number of batches, and how a run of them stops.
+"""Continue the rows of a program for any number of batches, and find how such a run stops.
 
-**What repeats.** A file ends; a run lasts for any number of batches. Cut the rows before each batch, as far as all
-ranks come without an instruction of that batch or of a later one:
+**Repetition.** A file has a fixed number of batches, but a run may have any number. So the rows are cut before each
+batch. A cut is as far as the ranks can execute their rows without an instruction of that batch or of a later batch:
 
     rank 0   F0 F1 B0 F2 B1 | F3 B2 F4 B3 F5 B4 | F6 B5 F7 B6 F8 B7 | B8 ...      2bw, batches of 3: the parts between
     rank 1   F0 B0 F1 B1 F2 B2 | F3 ...                                            cuts 1, 2 and 3 are alike
 
-A *fill* of a batches and a *period* of k batches can be repeated for ever if the state at cut a + k is the state at cut
-a, counted from k batches later (`check.periods`). Several pairs may meet this condition. `find_repetition` takes those
-whose parts, from cut a on, are alike every k batches up to the last one; of these, the ones that lead to the order in
-which the file ends; of these, the one with the fewest batches, then with the shorter fill. A file may state its own:
-`# fill: 1`, `# period: 2`. Rows that repeat nowhere repeat as a whole: from a drained state to a drained state.
+The *part* of a rank in a batch is its row between two cuts. A *fill* of a batches and a *period* of k batches can be
+followed by any number of periods if the state at cut a + k is the state at cut a, with all numbers k batches later
+(`check.periods`). Several pairs (a, k) may meet this condition. `find_repetition` only considers pairs for which each
+part from cut a on equals the part k batches later; the last part of the rows is not compared. Of these pairs the best
+one is chosen, by these criteria in this order: it needs no drain between periods, it leads to the order in which the
+file ends, it has the fewest batches, it has the shorter fill. A file may state its own pair: `# fill: 1`, `# period: 2`.
+Rows without any repetition repeat as a whole, from a drained state to a drained state.
 
-**What a run does.** Batches are counted from the last drained state. The *part* of a rank in a batch is its row between
-two cuts. Where the run drains after a batch, the batch's part and everything behind it give way to an *end*:
+**Draining.** Batches are counted from the last drained state. If the run drains after a batch, an *end* replaces the
+part of that batch and all parts behind it:
 
-- if the run stands where the program stands before its last batch, and drains after one more batch as the program does:
-  the program's own end;
-- otherwise what is left of the batches begun, in the order of the rows.
+- If the run is in the state of the program before its last batch, the end is the program's own end.
+- Otherwise the end is the rest of the batches begun, in the order of the rows.
 
-A run decides whether another batch follows as late as both continuations are the same, and no later than all ranks can
-come by then. That many instructions of the part, its *head*, belong to the batch's segment; the rest belongs to the
-next one.
+A run decides as late as possible whether another batch follows. It decides after the instructions that the part and the
+end have in common, as far as all ranks can execute them by then. These instructions are the *head* of the part and belong
+to the segment of the batch. The rest of the part belongs to the next segment.
 """
 
 from __future__ import annotations
@@ -43,30 +44,32 @@ from megatron.pipeline.schedules.passes.updates import set_versions, without_ver
 from megatron.pipeline.schedules.pipeline_schedule import ProgramInSegments
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each cut, from before the first batch to behind the last: the number of instructions of each rank before it."""
+"""For each cut, from the start of the rows to their end: the number of instructions of each rank before the cut."""
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Batches before the rows repeat themselves, and after how many they do."""
+    """The number of batches before the rows start to repeat, and the number of batches in a repetition."""
 
     num_fill: int
     num_period: int
 
     def place(self, index: int) -> int:
-        """The batch of fill and first period in which a rank does what it does in batch `index`, counted from the last
-        drained state.
+        """Return the batch of the fill or the first period that batch `index` repeats.
+
+        Args:
+            index: a batch, counted from the last drained state.
         """
         past = index - self.num_fill
         return index if past < 0 else self.num_fill + past % self.num_period
 
     def is_of_whole(self, extent: Extent) -> bool:
-        """Whether rows repeat as a whole only, so that the pipeline drains where its weights need not."""
+        """Whether the rows repeat only as a whole, so that the pipeline drains although its weights need no drain."""
         return not extent.weights.drains and self.num_fill + self.num_period == len(extent.batches)
 
 
 def cuts_of(program: Program) -> Cuts:
-    """How far each rank comes before each batch, if none begins it. The program is proved."""
+    """Return the cuts of a proved program: how far each rank comes before each batch if no rank begins the batch."""
     execution = RowExecution(program)
     served = [[program.batch_served(each) for each in row] for row in program.rows]
     found = [(0,) * program.num_ranks]
@@ -77,16 +80,16 @@ def cuts_of(program: Program) -> Cuts:
 
 
 def find_repetition(program: Program, cuts: Cuts, *, fill: int | None = None, period: int | None = None) -> Repetition:
-    """How a program goes on.
+    """Find the fill and the period with which a program can be continued.
 
     Args:
-        program: proved, of equal batches, and beginning where its policy has settled (as of batch 2 under 2bw).
-        cuts: its own, as of `cuts_of`.
-        fill, period: what is given; None: found.
+        program: a proved program of equal batches that starts at `WeightPolicy.first_settled_batch` or later.
+        cuts: its cuts (`cuts_of`).
+        fill, period: the stated numbers of batches; None: to be found.
 
     Raises:
-        ProgramError: the rank, and the instruction behind the cut, at which it does not go on as it began.
-        ValueError: a fill and a period that the program is too short for.
+        ProgramError: the rows do not repeat; the error names the rank and the instruction behind the cut that differs.
+        ValueError: the program is shorter than the stated fill and period.
     """
     num_batches = len(program.batches)
     if (fill or 0) + (period or 1) > num_batches:
@@ -119,8 +122,9 @@ def find_repetition(program: Program, cuts: Cuts, *, fill: int | None = None, pe
 
 
 def parts_of(program: Program, cuts: Cuts) -> list[Rows]:
-    """What each rank does between cuts, counted from the batch behind the first of them as if it were the program's
-    first, without versions of computations.
+    """Return the parts of all ranks for each batch, without the versions of computations.
+
+    Each part is renumbered as if its batch were the first batch of the program, so equal parts compare equal.
     """
     rows, size = without_versions(program.rows), program.batches[0]
     parts = []
@@ -131,7 +135,10 @@ def parts_of(program: Program, cuts: Cuts) -> list[Rows]:
 
 
 def _candidates(parts: list[Rows], fill: int | None, period: int | None) -> Iterator[Repetition]:
-    """Fills and periods such that all parts but the last, from the fill on, are alike a period later."""
+    """Yield the fills and periods for which each part after the fill equals the part a period later.
+
+    The last part of the rows is not compared. If fill and period are both stated, they are yielded without comparison.
+    """
     for length in range(1, len(parts) + 1) if period is None else (period,):
         for first in range(len(parts) - length + 1) if fill is None else (fill,):
             if first + length > len(parts):
@@ -142,8 +149,10 @@ def _candidates(parts: list[Rows], fill: int | None, period: int | None) -> Iter
 
 
 def _rank(candidate: Repetition, program: Program, parts: list[Rows]) -> tuple[bool, bool, int, int]:
-    """What comes first among candidates: that do not drain where weights need not, lead to the end of the rows, are
-    short, have a short fill.
+    """Return the sort key of a candidate; the smallest key is best.
+
+    The best candidate needs no drain between periods, leads to the end of the rows, is short, and has a short fill, in
+    this order of importance.
     """
     last = len(parts) - 1
     foretold = left_of(candidate, parts, last, extent=program)
@@ -156,11 +165,15 @@ def _computations(row: Row) -> list[Instruction]:
 
 
 def left_of(repetition: Repetition, parts: list[Rows], index: int, *, extent: Extent) -> Rows:
-    """What is left of the batches up to `index` from its cut on, in the order of the rows, where none follows; counted
-    from that batch, as its part is.
+    """Return the instructions that remain of the batches up to `index`, from its cut on, if no batch follows.
+
+    They are in the order of the rows, and numbered as if batch `index` were the first batch of the program.
 
     Args:
-        parts: as of `parts_of`, of the program with this extent.
+        repetition: how the rows are continued.
+        parts: the parts of the program (`parts_of`).
+        index: a batch, counted from the last drained state.
+        extent: the extent of the program.
     """
     size, end = extent.batches[0], extent.first_microbatch + extent.batches[0]
     left: list[list[Instruction]] = [[] for _ in parts[0]]
@@ -177,8 +190,9 @@ def left_of(repetition: Repetition, parts: list[Rows], index: int, *, extent: Ex
 
 
 class Continuation:
-    """The rows of a program of equal batches, continued by a repetition. To build from them, the program has to be
-    complete and counted from batch and microbatch 0.
+    """The rows of a program of equal batches, continued by a repetition.
+
+    `build` needs a complete program that is numbered from batch 0 and microbatch 0.
     """
 
     def __init__(self, program: Program, repetition: Repetition) -> None:
@@ -189,8 +203,9 @@ class Continuation:
         self._heads = lru_cache(maxsize=None)(self._find_heads)
 
     def build(self, num_batches: int, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramInSegments:
-        """The program of so many batches from a drained state before `first_batch` on, with the places at which a run
-        asks whether another batch follows.
+        """Build the program of `num_batches` batches from a drained state before `first_batch`.
+
+        A segment ends where a run decides whether another batch follows.
         """
         extent = replace(
             self.program, rows=(), batches=(self.num_microbatches,) * num_batches, first_batch=first_batch,
@@ -212,8 +227,9 @@ class Continuation:
         return ProgramInSegments.join(extent, segments_of_rank)
 
     def heads(self, index: int) -> tuple[int, ...]:
-        """How many instructions of each rank, behind the cut of that batch, a run executes before it decides whether
-        another one follows.
+        """Return the length of each rank's head in a batch.
+
+        A run executes the head, which starts at the cut of the batch, before it decides whether another batch follows.
         """
         return self._heads(self.repetition.place(index))
 
@@ -223,8 +239,9 @@ class Continuation:
         )
 
     def _find_end(self, place: int) -> Rows:
-        """What the ranks do from the cut before this batch of fill or first period on if none follows it; counted from
-        that batch.
+        """Return the end that replaces the part of a batch, if no batch follows it.
+
+        The end is numbered as if the batch were the first one. `place` is a batch of the fill or the first period.
         """
         repetition, last = self.repetition, len(self._parts) - 1
         if repetition.place(last) == place and last >= repetition.num_fill <= place:

@@ -1,13 +1,13 @@
-"""An order behind a frozen prefix: the stages of the prefix compute forwards only, the others keep their order.
+"""An order with frozen stages in front: these compute only forwards, and the trained stages keep their order.
 
     stage 0, frozen          F0 F1 F2 F3 F4 ...
-    stage 1, frozen           . F0 . F1 . F2 ...          a rank with both takes a microbatch through the frozen stage
-    stage 2, of that rank     .  . F0  . F1  .  F2 ...    right before the other one's forward
+    stage 1, frozen           . F0 . F1 . F2 ...          a rank with stages 1 and 2 runs the frozen forward of a
+    stage 2, of that rank     .  . F0  . F1  .  F2 ...    microbatch directly before the trained stage's forward
     stage 3                   .  .  .  . F0 B0 ...
 
-Nothing is saved in front, and no gradient comes back there (PipeTransformer: He et al., 2021). So a rank of the prefix
-runs ahead, into the next batch, too, until it has too much unread (`StageGraph.most_unread`); a batch does not wait for
-the prefix to fill again.
+Frozen stages save nothing and get no gradients (PipeTransformer: He et al., 2021). So a rank with only frozen stages
+runs ahead, even into the next batch, until too many of its tensors are unread (`StageGraph.most_unread`). A batch does
+not wait until the frozen stages have filled again.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,17 @@ from megatron.pipeline.schedules.passes import Segments
 
 
 def frozen_chain(num_stages: int, num_frozen: int) -> tuple[Edge, ...]:
-    """The edges of a chain whose first stages are frozen."""
+    """Return the edges of a chain whose first `num_frozen` stages are frozen."""
     return tuple(Edge(stage, stage + 1, gradient=stage >= num_frozen) for stage in range(num_stages - 1))
 
 
 class BehindFrozen(Order):
-    """`active`: the order of the stages behind the prefix, each on a rank of its own."""
+    """The order of a chain whose first `num_frozen` stages are frozen.
+
+    Attributes:
+        active: the order of the trained stages, each on a rank of its own.
+        num_frozen: the number of frozen stages.
+    """
 
     interleaves = True
     follows_edges = True
@@ -61,7 +66,7 @@ class BehindFrozen(Order):
         return self.max_in_flight(stages[-1])
 
     def validate_placement(self) -> None:
-        """Raises ValueError where a rank has several frozen stages, or several that are trained, or ranks go back."""
+        """Raise ValueError if a rank has several frozen or several trained stages, or if ranks do not ascend."""
         before = -1
         for stage, rank in enumerate(self.rank_of_stage):
             is_next = rank == before + 1 or (rank == before and stage == self.num_frozen)

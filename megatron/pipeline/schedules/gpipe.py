@@ -1,4 +1,4 @@
-"""GPipe: all forwards of a batch, then all its backwards (Huang et al., 2019; PipeDream-2BW, Figures 1a and 3).
+"""GPipe: all forwards of a batch, then all of its backwards (Huang et al., 2019; PipeDream-2BW, Figures 1a and 3).
 
     stage 0   F0 F1 F2 F3  .     .  B0    B1    B2    B3
     stage 1    . F0 F1 F2 F3 B0    B1    B2    B3

@@ -1,18 +1,21 @@
 """Interleaved 1F1B: several stages on each rank, so that the pipeline fills and drains in smaller steps.
 
-A rank's first forward waits for all ranks before it, each with its whole share of the model. Cut every share into v
-chunks, deal them out in turn (chunk c of rank r is stage c*p + r), and the wait is for one chunk of each: the bubble
-shrinks v-fold, (p-1)(f+b)/v for a rank's whole f and b. The price is v times the transfers, and more saved
-activations. This is the order of Megatron-LM (Narayanan et al., 2021, section 2.2), instruction for instruction what
-`megatron.core`'s `forward_backward_pipelining_with_interleaving` runs. Two ranks, two chunks on each; `a` and `b` are
-the chunks:
+Problem: the first forward of a rank waits until the microbatch has passed all ranks before it, each with its whole
+share of the model.
+
+Solution: cut every share into v chunks and deal them out in turn, so that chunk c of rank r is stage c*p + r. Then the
+first forward waits for one chunk of each rank. The bubble shrinks v-fold to (p-1)(f+b)/v, with f and b for the whole
+share of a rank. The price is v times as many transfers, and more saved activations. This is the order of Megatron-LM
+(Narayanan et al., 2021, section 2.2). It equals `forward_backward_pipelining_with_interleaving` of `megatron.core`,
+instruction for instruction. On two ranks with two chunks each, called `a` and `b`:
 
     rank 0   Fa0 Fa1 Fb0 Fb1   .     Fa2 Bb0  Fa3 Bb1  Fb2 Ba0  Fb3 Ba1  Bb2 Bb3 Ba2 Ba3
     rank 1    .  Fa0 Fa1 Fb0  Bb0    Fb1 Bb1  Fa2 Ba0  Fa3 Ba1  Fb2 Bb2  Fb3 Bb3 Ba2 Ba3
 
-A rank takes microbatches in groups, of p by default: the first group through its first chunk, then through the next,
-and after the last chunk the next group. Backwards run in the same order with the chunks turned around. Rank r is
-2(p-r-1) + (v-1)*group forwards ahead, or a whole batch where that is less. With one chunk on each rank this is 1F1B.
+A rank takes microbatches in groups, by default of p microbatches. It takes a group through its first chunk, then
+through its next chunk, and after the last chunk it begins the next group. Backwards run in the same order with the
+chunks reversed. Rank r is 2(p-r-1) + (v-1)*group forwards ahead, or all forwards of the batch if these are fewer. With
+one chunk on each rank this is 1F1B.
 """
 
 from collections.abc import Sequence
@@ -37,9 +40,10 @@ class Interleaved(Order):
             )
 
     def validate(self, num_microbatches: int) -> None:
-        """Megatron's rule: groups are full, or the last one has p microbatches at least.
+        """Raise ValueError if the last group of a batch has fewer than p microbatches and is not full.
 
-        A smaller one would leave bubbles inside the batch, for which nobody chooses this order.
+        This is Megatron's rule. A smaller group would leave bubbles inside the batch, and this order exists to avoid
+        bubbles.
         """
         if self.num_virtual_stages == 1:
             return
@@ -53,8 +57,11 @@ class Interleaved(Order):
         )
 
     def max_in_flight(self, stage: int) -> int:
-        """The most when any group of the stage's forwards has ended, the last one of a batch included, which may be
-        smaller: until then at least as many forwards as backwards are added, and after it none.
+        """Return the largest number of microbatches in flight at a stage.
+
+        The maximum is reached at the end of a group of the stage's forwards. During a group the stage runs at least as
+        many forwards as backwards, and between its groups it runs no forwards. The last group of a batch may be
+        smaller, so all group sizes are considered.
         """
         sizes = range(self.num_ranks, self._group_size + 1)
         return max(self._in_flight_after_group(stage, size) for size in sizes)
@@ -69,12 +76,13 @@ class Interleaved(Order):
         return self.microbatch_group_size or self.num_ranks
 
     def _group_of(self, batch: range) -> int:
-        """Microbatches that a rank takes through one of its stages before it turns to the next."""
+        """Return how many microbatches a rank takes through one of its stages before it turns to the next."""
         return self._group_size
 
     def _ahead(self, rank: int, group: int) -> int:
-        """Forwards that a rank runs before the one that is followed by its first backward, in a batch that is long
-        enough, with groups of this size.
+        """Return how many forwards a rank is ahead in a long batch with groups of size `group`.
+
+        The rank runs one more forward directly before its first backward.
         """
         ranks_after = self.num_ranks - rank - 1
         if self.num_virtual_stages == 1:
@@ -82,12 +90,13 @@ class Interleaved(Order):
         return 2 * ranks_after + (self.num_virtual_stages - 1) * group
 
     def _in_flight_after_group(self, stage: int, size: int) -> int:
-        """How many a stage has in flight when a group of its forwards, of this size, has ended, deep in a long batch.
+        """Return how many microbatches a stage has in flight late in a long batch, when a group of forwards has ended.
 
-        Count the rank's forwards from the beginning of the group's round over the chunks. The rank is `ahead` forwards
-        ahead, and the backward that belongs to the newest one has not run. Of each round of backwards the stage has one
-        group, after those of the chunks above its own. A negative number of backwards is of the rounds before, whose
-        groups are full.
+        `size` is the size of this last group. Forwards and backwards of the rank are counted from the start of the
+        group's round over the chunks. The rank is `ahead` forwards ahead, and the backward that is due after the newest
+        forward has not run yet. In each round of backwards, the stage has one group, after the groups of the chunks
+        above its own. A negative number of backwards means that backwards of earlier rounds remain; the groups of
+        these rounds are full.
         """
         chunk, rank = divmod(stage, self.num_ranks)
         num_backwards = (chunk + 1) * size - 1 - self._ahead(rank, self._group_size)
@@ -108,7 +117,7 @@ class Interleaved(Order):
         return [*forwards[:ahead], *(each for pair in pairs for each in pair), *backwards[num_pairs:]]
 
     def _turns(self, batch: range, size: int) -> list[tuple[int, int]]:
-        """(chunk, microbatch) of a rank's forwards in their order, in groups of this size."""
+        """Return (chunk, microbatch) of a rank's forwards in their order, for groups of `size` microbatches."""
         groups = [batch[start : start + size] for start in range(0, len(batch), size)]
         chunks = range(self.num_virtual_stages)
         return [(chunk, microbatch) for group in groups for chunk in chunks for microbatch in group]

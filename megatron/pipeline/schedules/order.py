@@ -1,7 +1,7 @@
-"""What a schedule's order is: when each stage computes which microbatch.
+"""The base class of orders: an order says when each stage computes which microbatch.
 
 An order knows nothing of weights, updates or transfers; the passes add them. To add an order, write a file with a
-subclass and enter it into the table in `orders`.
+subclass of `Order` and enter the class into the table in `orders`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,30 +15,32 @@ from megatron.pipeline.program.instruction import ENDS_BACKWARD, HALVES, Instruc
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules.passes import Segments
 
-_MOST_GROUPS = 8  # of p microbatches, among which a batch is looked for that the order takes
+_MOST_GROUPS = 8  # the largest batch that `splits_backward` tries, in groups of p microbatches
 
-Work = Sequence[tuple[float, float]]  # seconds of a forward and of a backward, recompute included, of each stage
+Work = Sequence[tuple[float, float]]  # for each stage, seconds of a forward and of a backward with its recompute
 
 
 class Order(ABC):
     """The order of computations on each rank of a pipeline.
 
     Attributes:
-        drains: no stage begins a batch before the one before it is through the pipeline.
-        extends_warmup: the order knows how to start further ahead (`extra_warmup`).
-        interleaves: the order knows what to do with several stages on a rank.
-        follows_edges: the order goes by the edges between stages, whichever these are.
-        merges: the order is for the stages of any placement, one batch at a time.
-        virtual_stages: how many stages each rank has, where the order is for one number of them (and for one stage).
+        drains: a batch leaves the pipeline before any stage begins the next one.
+        extends_warmup: the order supports more forwards ahead (`extra_warmup`).
+        interleaves: the order supports several stages on a rank.
+        follows_edges: the order supports any edges between stages, not only those of a chain.
+        merges: the order supports any placement of stages, and takes one batch at a time.
+        virtual_stages: the only number of stages on a rank that the order supports, besides one; None: any number.
         relays: a rank takes a whole batch through one of its stages before it turns to the next, up and down again.
-        num_stages: of the whole pipeline.
+        num_stages: the number of stages of the whole pipeline.
         graph: the stages with their edges; default: a chain.
-        work: seconds of a forward and of a backward of each stage, for orders that go by them; none: all alike.
-        rank_of_stage: the rank of each stage; default: each has its own.
-        num_ranks: of the pipeline.
-        num_virtual_stages: the most stages of any rank.
-        microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next;
-            None: the order's own choice.
+        work: for each stage, seconds of a forward and of a backward with its recompute, for orders that depend on
+            them; empty: equal stages.
+        rank_of_stage: the rank of each stage; default: a rank for each stage.
+        num_ranks: the number of ranks of the pipeline.
+        num_virtual_stages: the largest number of stages on a rank.
+        microbatch_group_size: the number of microbatches that a rank takes through one of its stages before it turns to
+            the next; None: the order chooses.
+        extra_warmup: start with more forwards ahead.
     """
 
     drains: ClassVar[bool] = False
@@ -70,38 +72,51 @@ class Order(ABC):
 
     @abstractmethod
     def segments(self, rank: int, batches: Sequence[range]) -> Segments:
-        """What a rank computes on the microbatches of `batches`, which follow one another without a drain.
+        """Return the computations of a rank for `batches`, which follow one another without a drain.
 
-        An order that does not interleave is asked for a stage, and calls its argument so.
+        Args:
+            rank: the rank. An order that does not interleave gets a stage instead, and names its argument `stage`.
+            batches: the microbatches of each batch.
 
         Returns:
-            For each batch the computations from its first forward up to where the first forward of the next batch
-            stands, or would stand; then, in one more list, what is left to do.
+            For each batch, the computations from its first forward to just before the place of the next batch's first
+            forward; then one more list with the remaining computations.
         """
 
     def segments_of_rank(self, rank: int, batches: Sequence[range]) -> Segments:
-        """The segments of a rank, whether the order goes by ranks or by stages."""
+        """Return the segments of a rank, for an order by ranks and for an order by stages."""
         return self.segments(rank if self.interleaves else stages_of(self.rank_of_stage, rank)[0], batches)
 
     def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
-        """The computations of batches already begun that the rank has first behind each border between batches, whether
-        another batch begins there or the run is drained: (kind, stage, microbatches behind the border), in its order.
-        Microbatches before the run's first are left out. Empty: not known, or not the same in both cases.
+        """Return computations of earlier batches that the rank runs first after a border, whether or not it drains.
+
+        Returns:
+            In the order of the rank, (kind, stage, lag) of each computation. The lag is the number of microbatches from
+            the computation's microbatch to the first one after the border. The caller leaves out microbatches before
+            the first one of the run. Empty: unknown, or different if the run drains.
         """
         return ()
 
     @abstractmethod
     def max_in_flight(self, stage: int) -> int | None:
-        """The most microbatches between their forward and the end of their backward at a stage; None: a whole batch."""
+        """Return the largest number of microbatches in flight at a stage; None: a whole batch.
+
+        A microbatch is in flight from its forward to the end of its backward.
+        """
 
     def max_in_flight_on_rank(self, rank: int) -> int | None:
-        """The same over all stages of a rank together; a microbatch counts once at each stage."""
+        """Return the largest number of microbatches in flight at the stages of a rank; None: whole batches.
+
+        A microbatch counts once at each stage.
+        """
         return self.max_in_flight(self.rank_of_stage.index(rank))
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some rank has an I or a W in a batch that fills the pipeline, or in the largest that the order takes.
-        The rows say it, so that no order has to.
+        """Whether the order computes backwards in halves, I and W.
+
+        The rows of a batch that fills the pipeline show this, so no order has to state it. If the order takes no such
+        batch, the largest smaller batch is used.
         """
         p = self.num_ranks
         sizes = (*range(2 * p, _MOST_GROUPS * p + 1), *range(2 * p - 1, 0, -1))
@@ -120,31 +135,32 @@ class Order(ABC):
 
     @property
     def most_behind(self) -> int | None:
-        """The most microbatches that anything stands behind the newest one that the first stage has begun, where that
-        can be said for any number of microbatches.
+        """The largest distance, in microbatches, from a computation to the newest microbatch that the first stage has
+        begun; None: the distance depends on the number of microbatches.
         """
         return None
 
     @property
     def pairs(self) -> Pairs:
-        """Which stages exchange saved activations, where the schedule balances them."""
+        """The pairs of stages that exchange saved activations if the schedule balances them."""
         return Pairs(self.rank_of_stage, self.graph.num_frozen)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a backward at the stage needs a recompute, where the program recomputes."""
+        """Whether a backward at the stage needs a recompute, in a program that recomputes."""
         return True
 
     def validate_placement(self) -> None:  # noqa: B027  most orders take any
-        """Raises ValueError where the order does not go with `rank_of_stage`."""
+        """Raise ValueError if the order does not support `rank_of_stage`."""
 
     def validate(self, num_microbatches: int) -> None:  # noqa: B027  most orders take any batch
-        """Raises ValueError where the order has no place for a batch of this size."""
+        """Raise ValueError if the order does not support a batch of this size."""
 
 
 @lru_cache(maxsize=256)
 def remaining_backwards(order: Order, num_microbatches: int) -> tuple[int, ...]:
-    """For each stage, how many backwards of a batch are to come where the next batch begins: read off the rows of two
-    batches of this size.
+    """Return, for each stage, how many backwards of a batch remain when the stage's rank begins the next batch.
+
+    They are counted in the rows of two batches of this size.
     """
     batches, counts = [range(num_microbatches), range(num_microbatches, 2 * num_microbatches)], [0] * order.num_stages
     for rank in range(order.num_ranks):
@@ -153,7 +169,7 @@ def remaining_backwards(order: Order, num_microbatches: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-_shared = lru_cache(maxsize=65536)  # programs of one size after the other have the same, which take long to make
+_shared = lru_cache(maxsize=65536)  # instructions are slow to make, and programs of one size have the same ones
 
 
 @_shared
