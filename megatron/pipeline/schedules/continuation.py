@@ -11,8 +11,8 @@ followed by any number of periods if the state at cut a + k is the state at cut 
 (`check.periods`). Several pairs (a, k) may meet this condition. `find_repetition` only considers pairs for which each
 part from cut a on equals the part k batches later; the last part of the rows is not compared. Of these pairs the best
 one is chosen, by these criteria in this order: it needs no drain between periods, it leads to the order in which the
-file ends, it has the fewest batches, it has the shorter fill. A file may state its own pair: `# fill: 1`, `# period: 2`.
-Rows without any repetition repeat as a whole, from a drained state to a drained state.
+file ends, it has the fewest batches, it has the shorter fill. A file may state its own pair (`# fill: 1`,
+`# period: 2`). Rows without any repetition repeat as a whole, from a drained state to a drained state.
 
 **Draining.** Batches are counted from the last drained state. If the run drains after a batch, an *end* replaces the
 part of that batch and all parts behind it:
@@ -20,9 +20,9 @@ part of that batch and all parts behind it:
 - If the run is in the state of the program before its last batch, the end is the program's own end.
 - Otherwise the end is the rest of the batches begun, in the order of the rows.
 
-A run decides as late as possible whether another batch follows. It decides after the instructions that the part and the
-end have in common, as far as all ranks can execute them by then. These instructions are the *head* of the part and belong
-to the segment of the batch. The rest of the part belongs to the next segment.
+A run decides as late as possible whether another batch follows: after the instructions that the part and the end have
+in common, as far as all ranks can execute them by then. These instructions are the *head* of the part. The head belongs
+to the segment of the batch, and the rest of the part belongs to the next segment.
 """
 
 from __future__ import annotations

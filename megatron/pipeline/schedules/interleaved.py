@@ -40,10 +40,10 @@ class Interleaved(Order):
             )
 
     def validate(self, num_microbatches: int) -> None:
-        """Raise ValueError if the last group of a batch has fewer than p microbatches and is not full.
+        """Raise ValueError unless a batch has a full group, and its last group is full or has at least p microbatches.
 
-        This is Megatron's rule. A smaller group would leave bubbles inside the batch, and this order exists to avoid
-        bubbles.
+        This is Megatron's rule. A smaller last group would leave bubbles inside the batch, and this order exists to
+        avoid bubbles.
         """
         if self.num_virtual_stages == 1:
             return

@@ -1,16 +1,19 @@
-"""Several stages on a rank in any placement: each stage keeps the order that it would have alone, and a rank takes of
-its stages what can start first (FTPipe, sections 4.1.2 and 4.3).
+"""The merged orders, for several stages on a rank in any placement (FTPipe, sections 4.1.2 and 4.3).
+
+Each stage keeps the order that it would have alone on a rank. A rank with several stages always takes a computation
+that can start.
 
     stage 0 of rank 0   F0 F1 F2  .  .     B0 F3
     stage 2 of rank 0    .  . F0 F1  .  B0    F2 ...
 
-Problem: with stages that are no neighbours on one rank, none of the regular interleavings fits, and where stages differ
-in work the best one depends on it.
+Problem: no regular interleaving fits a rank with stages in arbitrary places of the pipeline. If stages differ in work,
+the best interleaving also depends on the work.
 
-Solution: simulate the rule. A rank that is free takes, of the next instructions of its stages, one whose tensors have
-come: the backward before a forward, since others wait for it and it frees what was saved, then the lowest microbatch,
-then the stage that is farthest from the end. What a stage computes, and in which order, is that of its own order
-whatever is chosen, so every merge gives the same numbers. Time is counted in forwards; a backward takes two.
+Solution: simulate the execution. A free rank looks at the next instruction of each of its stages, and takes one whose
+input tensors have arrived. Backwards come before forwards, because other stages wait for gradients and because a
+backward frees saved activations. Among these the lowest microbatch comes first, and then the lowest stage. Each stage
+keeps its own order whatever is chosen, so every merge gives the same numbers. By default a forward takes one unit of
+time, and a backward takes two.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from megatron.pipeline.simulate.costs import Costs
 
 
 class Merged(Order):
-    """The stages of a rank, each in the order of `base`. A stretch is one batch: the weights drain."""
+    """An order that merges the stages of a rank, each in the order of `base`. It takes one batch at a time."""
 
     base: ClassVar[type[Order]]
     interleaves = True
@@ -66,7 +69,7 @@ class MergedOneForwardOneBackward(Merged):
 def _merged(
     base: type[Order], num_stages: int, rank_of_stage: tuple[int, ...], edges: tuple[Edge, ...], batch: range
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """By rank, what it computes of one batch."""
+    """Return the computations of each rank for one batch."""
     order = base(num_stages, edges=edges)
     rows = [[each for segment in order.segments(stage, [batch]) for each in segment] for stage in range(num_stages)]
     return tuple(map(tuple, merge(rows, StageGraph.of(num_stages, edges), rank_of_stage)[0]))
@@ -75,24 +78,28 @@ def _merged(
 def merge(
     rows: Sequence[Segment], graph: StageGraph, rank_of_row: Sequence[int], *, work: Work = ()
 ) -> tuple[list[Segment], dict[tuple[Kind, int, int], float]]:
-    """By rank, the instructions of its stages; and when each starts, by kind, stage and microbatch.
+    """Merge rows of forwards and backwards into a row for each rank.
 
     Args:
-        rows: forwards and backwards, each row in an order that stays: of each stage, or of several together.
-        graph: the stages.
+        rows: rows of one stage or of several stages; the order within each row is kept.
+        graph: the stages and their edges.
         rank_of_row: the rank of each row.
-        work: see `Order`.
+        work: as for `Order`.
+
+    Returns:
+        The merged row of each rank; and the start of each computation, by kind, stage and microbatch, in the unit of
+        `work`.
 
     Raises:
-        ValueError: the rows wait for one another.
+        ValueError: the rows wait for each other in a circle.
     """
     costs = Costs(forward=[each for each, _ in work], backward=[each for _, each in work]) if work else Costs()
     rows_of, seconds = stages_by_rank(rank_of_row), costs.seconds(graph.num_stages)
     starts: dict[tuple[Kind, int, int], float] = {}
     merged: list[Segment] = [[] for _ in rows_of]
     next_of = [0] * len(rows)
-    made: set[tuple[Tensor, int, int]] = set()  # what has been computed: tensor, stage, microbatch
-    computing: list[tuple[float, int, Instruction]] = []  # until when, which rank, what
+    made: set[tuple[Tensor, int, int]] = set()  # completed: tensor, stage, microbatch
+    computing: list[tuple[float, int, Instruction]] = []  # running: end, rank, instruction
     free, now, left = set(range(len(rows_of))), 0.0, sum(map(len, rows))
 
     def can_start(each: Instruction) -> bool:

@@ -4,10 +4,11 @@
     stage 1    . F0 F1  .  B0    F2 B1    F3 ...
     stage 2    .  . F0 B0  F1 B1    F2 B2    ...
 
-Stage s is p-s-1 forwards ahead, as many as it takes for the last stage's first gradient to come back, so it saves the
-activations of p-s microbatches. Where stages are no chain it is as many as edges lead from it to the end. The turns go
-on across the borders of batches. With `extra_warmup` it is twice as far ahead: a gradient may then come that much
-later, which hides its transfers, at the price of 2(p-s)-1 saved microbatches.
+Stage s is p-s-1 forwards ahead, because the first gradient needs that long to come back from the last stage. So stage s
+saves the activations of p-s microbatches. If the stages are no chain, a stage is as many forwards ahead as its depth,
+the number of edges from it to the end. The turns go on across the borders of batches. With `extra_warmup` a stage is
+twice as many forwards ahead. Then gradients may come later, which hides the time of transfers, and stage s of a chain
+saves 2(p-s)-1 microbatches.
 """
 
 from collections.abc import Sequence
@@ -38,5 +39,5 @@ class OneForwardOneBackward(Order):
         return self._ahead(stage) + 1
 
     def _ahead(self, stage: int) -> int:
-        """Forwards that a stage runs before the one that is followed by its first backward."""
+        """Return how many forwards a stage is ahead; one more forward stands directly before its first backward."""
         return self.graph.depth(stage) * (2 if self.extra_warmup else 1)

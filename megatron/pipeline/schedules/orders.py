@@ -1,4 +1,4 @@
-"""The tables of orders and of presets, which are names of common combinations of an order with other choices."""
+"""The tables of orders and of presets; a preset is a named combination of an order with other choices."""
 
 from dataclasses import dataclass
 
@@ -29,20 +29,20 @@ ORDERS: dict[str, type[Order]] = {
 
 
 MERGED = {"gpipe": "merged-gpipe", "1f1b": "merged-1f1b"}
-"""The order of one stage on each rank -> the one that merges it where ranks have several, in any placement."""
+"""Order for one stage on each rank -> order that merges it for several stages on a rank in any placement."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A combination with a name.
+    """The choices of a preset.
 
     Attributes:
-        order: in `ORDERS`.
-        weights: in `POLICIES`.
+        order: a key of `ORDERS`.
+        weights: a key of `POLICIES`.
         balance: saved activations are moved between the ranks of a pair.
-        placement: in `PLACEMENTS`.
-        recompute: backwards are preceded by a recompute.
-        residency: weights live on the host, and how; None: on the device.
+        placement: a key of `PLACEMENTS`.
+        recompute: a recompute precedes each backward.
+        residency: how weights live on the host; None: they live on the device.
     """
 
     order: str
@@ -53,7 +53,7 @@ class Preset:
     residency: Residency | None = None
 
     def validate(self) -> None:
-        """Raises ValueError where an order, a policy or a placement of that name is in no table."""
+        """Raise ValueError if the order, the weight policy or the placement is unknown."""
         if self.order not in ORDERS:
             raise ValueError(f"there is no order {self.order!r}; choose from {', '.join(ORDERS)}")
         if self.placement not in PLACEMENTS:
@@ -62,17 +62,17 @@ class Preset:
 
     @property
     def policy(self) -> WeightPolicy:
-        """The row of `weights`."""
+        """The weight policy with the name `weights`."""
         return weight_policy(self.weights)
 
     @property
     def interleaves(self) -> bool:
-        """Whether ranks have several stages."""
+        """Whether the order supports several stages on a rank."""
         return ORDERS[self.order].interleaves
 
     @property
     def virtual_stages(self) -> int | None:
-        """How many stages a rank has, where there is one number that the order takes."""
+        """The only number of stages on a rank that the order supports; None: any number, or an unknown order."""
         if self.order not in ORDERS:
             return None
         return ORDERS[self.order].virtual_stages if self.interleaves else 1

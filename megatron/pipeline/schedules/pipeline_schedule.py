@@ -1,15 +1,18 @@
-"""What every schedule is: stages on ranks, rules, and programs of any number of batches.
+"""The base class of schedules: stages on ranks, rules, and programs of any number of batches.
 
-`Schedule` builds its programs from choices, `ProgramSchedule` continues the rows of a program that a user wrote. The
-planner, the trainer and the runtime need not know which of the two they have.
+`Schedule` builds its programs from choices, and `ProgramSchedule` continues the rows of a program that a user wrote.
+The planner, the trainer and the runtime treat both alike.
 
-Whether a run stops, saves or evaluates is decided while it runs, and a ramp-up changes the size of its batches. So the
-runtime asks a `ProgramStream` for one batch's instructions at a time. Each segment is cut from a whole program that the
-checker has proved: the batches that can still matter to the segment, and the drain that may come next. That program
-depends on nothing but the sizes of its batches, so it is built and proved once and shifted to each place of the run.
+Problem: a run decides during training whether it stops, saves or evaluates, and a ramp-up changes the size of its
+batches.
 
-The segment of a batch is what a rank does from its first forward of that batch up to where the first forward of the
-next batch stands. After it the run may go on with another batch, whose size nobody had to know before, or drain.
+Solution: the runtime asks a `ProgramStream` for the instructions of one batch at a time, a segment. Each segment is cut
+from a whole program that the checker has proved. That program has the batches that can affect the segment, and the
+drain that may come next. It depends only on the sizes of its batches, so it is built and proved once and then shifted
+to each place of the run.
+
+The segment of a batch reaches from a rank's first forward of that batch to just before the place of its first forward
+of the next batch. After a segment the run may drain, or go on with another batch of any size.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ from megatron.pipeline.schedules.passes.residency import add_residency
 
 @dataclass(frozen=True)
 class ProgramInSegments:
-    """A program, cut into segments.
+    """A program that is cut into segments.
 
-    `borders[rank][i]` is the position in the rank's row at which segment i begins; the drain is the last segment, and
-    the length of the row the last border.
+    `borders[rank][i]` is the position in the rank's row at which segment i begins. The drain is the last segment, and
+    the last border is the length of the row.
     """
 
     program: Program
@@ -48,7 +51,7 @@ class ProgramInSegments:
 
     @staticmethod
     def join(extent: Extent, segments_of_rank: Sequence[Segments]) -> ProgramInSegments:
-        """The program of the rows that the ranks' segments make up."""
+        """Join the segments of each rank into the rows of a program."""
         rows = tuple(
             tuple(instruction for segment in segments for instruction in segment) for segments in segments_of_rank
         )
@@ -56,19 +59,19 @@ class ProgramInSegments:
         return ProgramInSegments(Program.of(extent, rows), borders)
 
     def segments(self, first: int, end: int) -> Rows:
-        """What each rank does in the segments from `first` up to, and without, `end`."""
+        """Return the rows of the segments from `first` to `end` - 1."""
         rows = zip(self.program.rows, self.borders, strict=True)
         return tuple(row[borders[first] : borders[end]] for row, borders in rows)
 
     @property
     def drain(self) -> Rows:
-        """What each rank does after the last batch's segment."""
+        """The rows after the segment of the last batch."""
         num_batches = len(self.program.batches)
         return self.segments(num_batches, num_batches + 1)
 
 
 class ShiftedRows(Sequence[Row]):
-    """Rows later in the run, each made when it is asked for: a rank asks for its own alone."""
+    """Rows at a later place in the run. A row is made only on access, because a rank needs only its own row."""
 
     def __init__(self, rows: Rows, *, microbatches: int, versions: int) -> None:
         self._rows = rows
@@ -86,29 +89,30 @@ class PipelineSchedule(ABC):
     """Builds the programs of batches that `validate` accepts.
 
     Attributes:
-        num_stages: of the whole pipeline, over all ranks.
-        num_ranks: of the pipeline, Megatron's p.
-        num_virtual_stages: the most stages of any rank, Megatron's v.
+        num_stages: the number of stages of the whole pipeline.
+        num_ranks: the number of ranks of the pipeline, Megatron's p.
+        num_virtual_stages: the largest number of stages on a rank, Megatron's v.
         rank_of_stage: the rank of each stage.
-        edges: which stages hand tensors to which; none: a chain.
+        edges: which stages hand tensors to which; empty: a chain.
         graph: the stages with their edges.
-        pairs: which stages exchange saved activations, where the schedule balances them.
-        num_frozen: stages in front that are frozen.
+        pairs: the pairs of stages that exchange saved activations if the schedule balances them.
+        num_frozen: the number of frozen stages, which are the first ones.
         weights: the weight policy.
-        name_of_weights: the weight policy, behind the preset's name where that is another.
-        residency: weights live on the host, and how; None: on the device.
-        recompute: backwards are preceded by a recompute.
+        name_of_weights: the name of the weight policy, after the name of the preset if the two differ.
+        residency: how weights live on the host; None: they live on the device.
+        recompute: a recompute precedes each backward.
         balance: saved activations move between the stages of a pair.
         splits_backward: backwards are computed in halves, I and W.
         tied_embeddings: the first and the last stage share an embedding.
         data_parallel: the pipeline has replicas.
-        provisional_microbatches: where the weights predict, how many microbatches each prediction reads; None: all that
-            are done.
-        reduce_partial: predictions read the sum over the replicas.
-        max_in_flight: the most microbatches between forward and end of backward at any stage, without moves; None: a
-            whole batch.
-        report_lag: by the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm.
-        settling_batches: how many of the batches before a batch can matter to its segment, and to a drain after it.
+        provisional_microbatches: if the weights predict, the number of microbatches that each prediction reads; None:
+            all whose backwards are done.
+        reduce_partial: predictions read the sum of the gradients over the replicas.
+        max_in_flight: the largest number of microbatches between forward and end of backward at any stage, without
+            moves; None: a whole batch.
+        report_lag: at the end of the segment of batch i, every rank has stepped batch i - report_lag and posted its
+            norm.
+        settling_batches: the number of batches before a batch that can affect its segment and a drain after it.
     """
 
     num_stages: int
@@ -133,62 +137,65 @@ class PipelineSchedule(ABC):
     report_lag: int
     settling_batches: int
 
-    # --- what a kind of schedule says
+    # --- defined by each kind of schedule
 
     @abstractmethod
     def validate(self, num_microbatches: int) -> None:
-        """Raises ValueError where a batch of this size cannot be run."""
+        """Raise ValueError if the schedule cannot run a batch of this size."""
 
     @abstractmethod
     def recomputes(self, stage: int) -> bool:
-        """Whether backwards at the stage are preceded by a recompute."""
+        """Whether a recompute precedes each backward at the stage."""
 
     @abstractmethod
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """For each stage, the most microbatches whose activations it holds at once in a program of these batches."""
+        """Return a bound on the saved microbatches of each stage in a program of these batches."""
 
     @abstractmethod
     def max_saved_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """For each rank, the most saved microbatches over all its stages; a microbatch counts once at each of them."""
+        """Return a bound on the saved microbatches of each rank in a program of these batches.
+
+        A microbatch counts once at each stage of the rank that saves it.
+        """
 
     @abstractmethod
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that move saved activations away in a program of these batches; none: there is nothing to balance.
+        """Return the ranks that move saved activations away in a program of these batches.
 
-        That is so without `balance`, and with it for few ranks that train (1F1B: fewer than 4), or batches too small to
-        fill the pipeline.
+        There are none without `balance`, with few trained ranks (1F1B: fewer than 4), and with batches that are too
+        small to fill the pipeline.
         """
 
     @abstractmethod
     def remaining_backwards(self, num_microbatches: int) -> tuple[int, ...]:
-        """For each stage, how many backwards of a batch of this size are to come where the next batch begins."""
+        """Return, for each stage, how many backwards of a batch of this size remain when the next batch begins."""
 
     @abstractmethod
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The last of the batches that follow a drain, after which a run goes on or drains as after all of them."""
+        """Return the last of the `batches` since a drain that determine how the run goes on or drains."""
 
     @abstractmethod
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
-        """The run from batch 0 on of any number of batches of this size."""
+        """Build a run from batch 0 on of any number of batches of this size."""
 
     @abstractmethod
     def _build(self, batches: Sequence[int], first_batch: int, first_microbatch: int) -> ProgramInSegments:
-        """The program of batches that `validate` accepts."""
+        """Build the program of batches that `validate` has accepted."""
 
     @property
     @abstractmethod
     def _evaluation_order(self) -> Order:
         """The order whose forwards an evaluation runs."""
 
-    # --- what follows for each kind
+    # --- the same for each kind
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on a rank, ascending."""
+        """Return the stages that live on a rank, ascending."""
         return stages_of(self.rank_of_stage, rank)
 
     @property
     def first_settled_batch(self) -> int:
-        """From this batch of a run on, the versions of all batches lie equally far behind."""
+        """The first batch of a run from which on the version of a batch has a constant distance from its number."""
         return self.weights.first_settled_batch
 
     def accepts(self, num_microbatches: int) -> bool:
@@ -200,17 +207,21 @@ class PipelineSchedule(ABC):
         return True
 
     def build(self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0) -> Program:
-        """The program of `batches`, the number of microbatches of each, from a drained state to a drained state.
+        """Build a program from a drained state to a drained state.
+
+        Args:
+            batches: the number of microbatches of each batch.
+            first_batch, first_microbatch: the numbers, counted over the whole run, of the first batch and microbatch.
 
         Raises:
-            ValueError: no batches, or a batch that the schedule cannot run.
+            ValueError: there are no batches, or the schedule cannot run a batch of such a size.
         """
         return self.build_in_segments(batches, first_batch=first_batch, first_microbatch=first_microbatch).program
 
     def build_in_segments(
         self, batches: Sequence[int], *, first_batch: int = 0, first_microbatch: int = 0
     ) -> ProgramInSegments:
-        """The program that `build` returns, with the places at which a run could be drained."""
+        """Build the program that `build` returns, with the places at which a run could drain. Raises as `build`."""
         if not batches:
             raise ValueError("a program needs a batch; give the number of microbatches of each")
         for num_microbatches in batches:
@@ -218,16 +229,23 @@ class PipelineSchedule(ABC):
         return self._build(batches, first_batch, first_microbatch)
 
     def interleaves_batches(self, batches: Sequence[int]) -> bool:
-        """Whether in the program of these batches some rank has a backward of a batch, or a half of one, after one of a
-        later batch. Raises ValueError as `build`.
+        """Whether the program of these batches has, in some row, a backward or a half after one of a later batch.
+
+        Raises:
+            ValueError: as for `build`.
         """
         return self.build(batches).interleaves_batches
 
     def build_evaluation(self, num_microbatches: int, *, version: int, first_microbatch: int = 0) -> Program:
-        """Forwards of one batch, of any size, with one weight version, the newest of a drained state.
+        """Build the program of an evaluation: the forwards of one batch of any size.
+
+        Args:
+            num_microbatches: the size of the batch.
+            version: the weight version that all forwards use, which is the newest one of a drained state.
+            first_microbatch: the number of the first microbatch.
 
         Raises:
-            ValueError: no microbatches.
+            ValueError: there are no microbatches.
         """
         if num_microbatches < 1:
             raise ValueError(f"an evaluation cannot have {num_microbatches} microbatches; give 1 and more")
@@ -250,35 +268,35 @@ class PipelineSchedule(ABC):
         return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent)).program
 
     def stream(self, *, first_batch: int = 0, first_microbatch: int = 0) -> ProgramStream:
-        """The batches of a run one at a time, from a drained state before `first_batch` on."""
+        """Return a stream of the batches of a run, from a drained state before `first_batch`."""
         return ProgramStream(self, first_batch=first_batch, first_microbatch=first_microbatch)
 
 
 class ProgramStream:
-    """The rows of a run, batch by batch. It begins drained, and may be drained between any two batches.
+    """The rows of a run, batch by batch. A stream begins drained, and may be drained between any two batches.
 
     Attributes:
-        next_batch: index, over the whole run, of the batch to be started next.
-        next_microbatch: index, over the whole run, of that batch's first microbatch.
+        next_batch: the number, counted over the whole run, of the next batch to be started.
+        next_microbatch: the number, counted over the whole run, of the first microbatch of that batch.
     """
 
     def __init__(self, schedule: PipelineSchedule, *, first_batch: int = 0, first_microbatch: int = 0) -> None:
         self.next_batch = first_batch
         self.next_microbatch = first_microbatch
         self._schedule = schedule
-        self._sizes: tuple[int, ...] = ()  # of the batches since the last drain, as far back as they matter
+        self._sizes: tuple[int, ...] = ()  # sizes of the batches since the last drain that still matter
         self._drained_at = first_batch
 
     @property
     def entry_versions(self) -> tuple[int, ...]:
-        """The weight versions alive at the last drained state."""
+        """The weight versions that were alive in the last drained state."""
         return self._schedule.weights.entry_versions(self._drained_at)
 
     def start_batch(self, num_microbatches: int) -> Sequence[Row]:
-        """The segment of the next batch, as one row for each rank.
+        """Start the next batch and return its segment, as one row for each rank.
 
-        It reaches from the rank's first instruction of the batch to just before its first of the batch after it, and
-        so includes the STEP that stands there.
+        The segment reaches from the rank's first instruction of the batch to just before its first instruction of the
+        batch after it. So the segment includes a STEP that stands there.
 
         Raises:
             ValueError: the schedule cannot run a batch of this size.
@@ -291,7 +309,10 @@ class ProgramStream:
         return self._placed(window, window.segments(len(self._sizes) - 1, len(self._sizes)))
 
     def drain(self) -> Sequence[Row]:
-        """What is left of the batches that were started, as one row for each rank. The stream may then go on."""
+        """Drain the stream: return the rest of the started batches, as one row for each rank.
+
+        The stream may go on afterwards.
+        """
         if not self._sizes:
             return ((),) * self._schedule.num_ranks
         window = self._window()
@@ -300,7 +321,10 @@ class ProgramStream:
         return self._placed(window, window.drain)
 
     def evaluation(self, num_microbatches: int) -> Sequence[Row]:
-        """Forwards of that many microbatches, counted from 0, with the newest version; for a drained stream."""
+        """Return the forwards of an evaluation with the newest version, as one row for each rank.
+
+        The stream has to be drained. Microbatches are numbered from 0.
+        """
         assert not self._sizes, "evaluation needs a drained stream"
         program = _proved_evaluation(self._schedule, num_microbatches)
         return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
@@ -318,16 +342,19 @@ class ProgramStream:
         )
 
 
-@lru_cache(maxsize=64)  # a file's period may be as many batches long
+@lru_cache(maxsize=64)  # the period of a file may have as many batches
 def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: int) -> ProgramInSegments:
-    """The program of `batches`. `first_batch` matters for the first few batches alone (`first_settled_batch`)."""
+    """Build and prove the program of `batches`; results are cached.
+
+    `first_batch` makes a difference only before `first_settled_batch`.
+    """
     built = schedule.build_in_segments(batches, first_batch=first_batch)
     check(
         built.program,
         max_saved=schedule.max_saved_microbatches(batches),
         max_saved_on_rank=schedule.max_saved_on_rank(batches),
     )
-    forget_graph()  # a run keeps its programs
+    forget_graph()  # a run keeps its programs, but does not need their graphs
     return built
 
 

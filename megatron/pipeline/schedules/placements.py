@@ -1,11 +1,11 @@
-"""Which rank holds which stage, where ranks hold several: one table entry for each way.
+"""The table of placements: which rank holds which stage if ranks hold several stages.
 
     placement     2 ranks, 2 stages on each
-    round-robin   0 1 0 1    Megatron-LM's interleaving: dealt out in turn
+    round-robin   0 1 0 1    stages are dealt out in turn, as in Megatron-LM's interleaving
     v             0 1 1 0    there and back again, so that a rank holds the first and the last stage (Qi et al. 2024)
 
-With one stage on each rank both are the same. Everything else reads `rank_of_stage`, and so follows the stage and not
-the rank: layers, data, loss, seeds, checkpoints.
+With one stage on each rank both placements are equal. Layers, data, loss, seeds and checkpoints depend on the stage and
+not on the rank, because all other code reads `rank_of_stage`.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +14,12 @@ from megatron.documents import counted
 
 
 def round_robin(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage; rank r has the stages r, r + num_ranks, r + 2 * num_ranks, ..."""
+    """Return the rank of each stage; rank r has the stages r, r + num_ranks, r + 2 * num_ranks, ..."""
     return tuple(range(num_ranks)) * num_virtual_stages
 
 
 def v(num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """The rank of each stage; every second turn goes backwards."""
+    """Return the rank of each stage; every second turn over the ranks goes backwards."""
     there = tuple(range(num_ranks))
     return sum((there if turn % 2 == 0 else there[::-1] for turn in range(num_virtual_stages)), start=())
 
@@ -28,10 +28,15 @@ PLACEMENTS: dict[str, Callable[[int, int], Sequence[int]]] = {"round-robin": rou
 
 
 def rank_of_stage(placement: str, num_ranks: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Where a placement of that name puts the stages of all ranks.
+    """Return the rank of each stage under a placement.
+
+    Args:
+        placement: a key of `PLACEMENTS`.
+        num_ranks: the number of ranks of the pipeline.
+        num_virtual_stages: the number of stages on each rank.
 
     Raises:
-        ValueError: another name, or one that puts them on fewer or more ranks.
+        ValueError: the placement is unknown, or it uses another number of ranks or stages.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"there is no placement {placement!r}; choose from {', '.join(PLACEMENTS)}")
@@ -46,7 +51,7 @@ def rank_of_stage(placement: str, num_ranks: int, num_virtual_stages: int) -> tu
 
 
 def validate_placement(rank_of_stage: Sequence[int], num_stages: int) -> None:
-    """Raises ValueError where it does not place `num_stages` stages on ranks 0, 1, ... without a gap."""
+    """Raise ValueError unless `rank_of_stage` places `num_stages` stages on ranks 0, 1, ... without a gap."""
     if len(rank_of_stage) != num_stages:
         raise ValueError(
             f"rank_of_stage places {len(rank_of_stage)} stages, and the pipeline has {num_stages}; give each its rank"

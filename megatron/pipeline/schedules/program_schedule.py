@@ -1,12 +1,13 @@
-"""A schedule made of a program that a user wrote: its rows run for any number of batches.
+"""A schedule made from a program that a user wrote, whose rows are continued for any number of batches.
 
-`completion` adds what the rows leave out, and `continuation` finds how they go on, or a file says it (`# fill: 1`,
-`# period: 2`). All of it is proved when the schedule is made, from the start of a run and from a drain in its midst:
-each small number of batches by itself, and each way to drain behind any number of periods by induction.
+`completion` adds the instructions that the rows leave out. `continuation` finds how the rows repeat, unless the file
+states it (`# fill: 1`, `# period: 2`). All programs that a run may need are proved when the schedule is made, both for
+the start of a run and after a drain during the run. Each small number of batches is proved by itself. Each way to drain
+after any number of periods is proved by induction.
 
-A file holds a program's text form or a compute-only file of torch's (`program.csv_text`). It may also say for which job
-it is meant (`# tensor: 2`, `# data: 4`). What it leaves to the run (recompute, replicas, tied embeddings) the run
-decides; where the file decides otherwise, it is refused.
+A file holds the text form of a program, or is a compute-only file of torch (`program.csv_text`). The file may also state
+the job that it is meant for (`# tensor: 2`, `# data: 4`). If the file leaves recompute, replicas or tied embeddings
+open, the run decides about them. A file that contradicts the run is refused.
 """
 
 from __future__ import annotations
@@ -30,22 +31,19 @@ from megatron.pipeline.schedules.merged import MergedGPipe
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 
-_DIGITS = 12  # of a hash that is shown
+_DIGITS = 12  # the digits of a hash in logs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramSchedule(PipelineSchedule):
-    """A program over one or more equal batches, from a drained state to a drained state, as a schedule.
+    """A schedule that continues a program of one or more equal batches, from a drained state to a drained state.
 
-    Equal programs are equal schedules.
+    Make one with `of`. Two schedules are equal if they run equal programs with equal repetitions.
 
     Attributes:
-        program: complete, counted from batch and microbatch 0.
-        repetition: how its rows go on.
-        name: what it is called in messages and logs, such as its file.
-
-    Raises:
-        ValueError: as `of`.
+        program: the complete program, numbered from batch 0 and microbatch 0.
+        repetition: how its rows are continued.
+        name: its name in messages and logs, such as the name of a file.
     """
 
     program: Program = field(repr=False)
@@ -57,30 +55,31 @@ class ProgramSchedule(PipelineSchedule):
     def of(
         cls, program: Program, *, name: str = "program", fill: int | None = None, period: int | None = None
     ) -> ProgramSchedule:
-        """The schedule that a program is.
+        """Make the schedule of a program.
 
         Args:
-            program: rows that are complete, or leave out what the passes add (see `completion`).
-            name: what to call it.
-            fill, period: batches before its rows repeat themselves, and after how many they do; None: found.
+            program: a program with complete rows, or with rows that the passes can complete (see `completion`).
+            name: the name for messages and logs.
+            fill, period: the number of batches before the rows start to repeat, and in a repetition; None: to be found.
 
         Raises:
-            ProgramError: with rank, position, instruction and reason: rows that are wrong, or do not go on.
-            ValueError: a program of which no schedule can be made at all.
+            ProgramError: the rows are wrong, or cannot be continued; the error names rank, position, instruction and
+                reason.
+            ValueError: no schedule can be made of such a program.
         """
         whole = completed(program, fill=fill, period=period)
         require_equal_batches(whole)
         settled = renumbered(whole, whole.weights.first_settled_batch)
         repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
         made = cls(program=renumbered(whole, 0), repetition=repetition, name=name)
-        _ = made.proofs  # raises what does not hold
+        _ = made.proofs  # raises ProgramError if a proof fails
         return made
 
-    # --- what it is
+    # --- the program
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of what runs: the complete program's text, from batch 0 on, and how it goes on. 64 digits."""
+        """The hash, in 64 hexadecimal digits, of the text of the complete program and its repetition."""
         fill, period = self.repetition.num_fill, self.repetition.num_period
         text = f"# fill: {fill}\n# period: {period}\n{self.program.to_csv()}"
         return hashlib.sha256(text.encode()).hexdigest()
@@ -97,17 +96,17 @@ class ProgramSchedule(PipelineSchedule):
         return int(self.short_hash, 16)
 
     def __reduce__(self) -> tuple:
-        """For pickle: without what is worked out anew."""
+        """Leave the cached properties out of a pickle; they are computed again."""
         return _made_of, (self.program, self.repetition, self.name)
 
     @property
     def drains_between_periods(self) -> bool:
-        """Whether the rows repeat as a whole only, so that the pipeline drains where its weights need not."""
+        """Whether the rows repeat only as a whole, so that the pipeline drains although its weights need no drain."""
         return self.repetition.is_of_whole(self.program)
 
     @property
     def num_microbatches(self) -> int:
-        """Of each batch."""
+        """The number of microbatches of each batch."""
         return self.program.batches[0]
 
     weights = property(attrgetter("program.weights"))
@@ -140,7 +139,7 @@ class ProgramSchedule(PipelineSchedule):
     def recomputes(self, stage: int) -> bool:
         return self.program.recomputes(stage)
 
-    # --- what it takes and demands
+    # --- batches and memory
 
     def validate(self, num_microbatches: int) -> None:
         if num_microbatches != self.num_microbatches:
@@ -193,7 +192,7 @@ class ProgramSchedule(PipelineSchedule):
     # --- programs
 
     def build_periodic(self, num_microbatches: int) -> PeriodicProgram:
-        """The run from batch 0 on of any number of periods, behind a fill."""
+        """Build a run from batch 0 on of a fill and any number of periods."""
         self.validate(num_microbatches)
         return self._periodic(self._most_unlike, first_batch=0)
 
@@ -213,9 +212,10 @@ class ProgramSchedule(PipelineSchedule):
 
     @property
     def _most_unlike(self) -> int:
-        """The most batches behind a drain that end like no fewer: those of fill and period; as many as the first
-        versions live, which the first batches of a run share; and one more, since what a segment begins with is left
-        from the part before.
+        """The number of batches after a drain up to which each number of batches may end in its own way.
+
+        These are the batches of the fill and the period, the batches during which the first versions are alive, which
+        the first batches of a run share, and one more batch, because a segment begins with the rest of the part before.
         """
         shared = self.first_settled_batch and self.first_settled_batch + self.report_lag
         return self.repetition.num_fill + self.repetition.num_period + shared + 1
@@ -234,10 +234,10 @@ class ProgramSchedule(PipelineSchedule):
 
     @cached_property
     def proofs(self) -> tuple[CheckReport, ...]:
-        """What was proved of everything that can be run: with the first use.
+        """The reports of the proofs of all programs that a run may need; computed on first use.
 
         Raises:
-            ProgramError: a number of batches after which the run cannot drain, or go on.
+            ProgramError: for some number of batches, the run can neither drain nor go on correctly.
         """
         last = self._most_unlike
         found = []
@@ -250,7 +250,7 @@ class ProgramSchedule(PipelineSchedule):
 
     @cached_property
     def _peaks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The most saved microbatches, of each stage and of each rank, of everything that can be run."""
+        """The largest number of saved microbatches of each stage, and of each rank, in any run."""
         of_stages = zip(*(each.peak_saved_microbatches for each in self.proofs), strict=True)
         of_ranks = zip(*(each.peak_saved_on_rank for each in self.proofs), strict=True)
         return tuple(map(max, of_stages)), tuple(map(max, of_ranks))
@@ -278,8 +278,13 @@ _DEGREES = {"tensor": "tensor parallel", "data": "data parallel"}
 
 
 class OtherRun(ValueError):
-    """A file is meant for another run: `fact` is what differs, `is_asked` what the run wants of it. A caller that knows
-    the flag can name the remedy.
+    """A file is meant for another run.
+
+    The attributes let a caller name the flag that solves the conflict.
+
+    Attributes:
+        fact: the name of the fact that differs.
+        is_asked: the value that the run asks for.
     """
 
     def __init__(self, fact: str, is_asked: bool | int, reason: str) -> None:
@@ -297,25 +302,25 @@ def read_schedule(
     tensor: int | None = None,
     data: int | None = None,
 ) -> ProgramSchedule:
-    """The schedule that a file's program is: complete, and proved for any number of batches.
+    """Read the program in a file and make its schedule, complete and proved for any number of batches.
 
     Args:
-        path: of a CSV file with a row of instructions for each rank.
-        recompute: whether backwards are preceded by a recompute; it is added to rows without updates. None: as the file
-            says.
-        tied_embeddings: whether the first and the last stage share an embedding; None: as the file says.
-        data_parallel: whether the pipeline has replicas; None: as the file says.
-        norm_decides: an update depends on all stages together, as where gradients are clipped by their norm.
-        tensor, data: tensor and data parallel degree of the job; None: whatever the file is meant for.
+        path: a CSV file with a row of instructions for each rank.
+        recompute: whether a recompute precedes each backward; it is added to rows without updates. None: as in the
+            file.
+        tied_embeddings: whether the first and the last stage share an embedding; None: as in the file.
+        data_parallel: whether the pipeline has replicas; None: as in the file.
+        norm_decides: an update depends on all stages together, for example because gradients are clipped by their norm.
+        tensor, data: the tensor and data parallel degrees of the job; None: as in the file.
 
     Returns:
-        The schedule; `sha256` is its hash, `repetition` how its rows go on.
+        The schedule; `sha256` is its hash, and `repetition` says how its rows are continued.
 
     Raises:
-        ProgramError: a ValueError with rank, position, instruction and reason: rows that are wrong, or that do not go
-            on for any number of batches.
-        OtherRun: a ValueError: the file says otherwise than the arguments.
-        ValueError: a file that cannot be read. All of them name the file.
+        ProgramError: the rows are wrong, or cannot be continued for any number of batches. The error, a ValueError, has
+            rank, position, instruction and reason.
+        OtherRun: the file contradicts the arguments. The error is a ValueError.
+        ValueError: the file cannot be read, or no schedule can be made of it. All of these errors name the file.
     """
     asked = {"recompute": recompute, "tied_embeddings": tied_embeddings, "data_parallel": data_parallel}
     text = _text(path)
@@ -353,7 +358,7 @@ def _require_degrees(notes: Mapping[str, int], degrees: Mapping[str, int | None]
 
 
 def _agreed(program: Program, stated: Collection[str], asked: Mapping[str, bool | None]) -> Program:
-    """The program, with what it leaves to the run. Raises OtherRun where it says otherwise."""
+    """Set the facts that a program leaves to the run. Raises OtherRun if the program contradicts the run."""
     has_updates = any(each.kind in UPDATES for row in program.rows for each in row)
     for name, wanted in asked.items():
         says = getattr(program, name)

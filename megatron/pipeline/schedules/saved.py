@@ -1,4 +1,4 @@
-"""How many microbatches' activations are saved at once: what an order has in flight, and what moves make of it."""
+"""Bounds on saved activations: the microbatches that an order has in flight, and the effect of moves and offloads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,20 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.passes.balance import balanced_bounds
 
-_OFFLOADED = RELOADED_AHEAD + 1  # of a stage whose inputs leave, the most that are on the device
+_OFFLOADED = RELOADED_AHEAD + 1  # the most inputs on the device of a stage that offloads its inputs
 
 
 @dataclass(frozen=True)
 class SavedBounds:
-    """The bounds of a schedule. `balance`: activations move; `offloads`: inputs of a relay are stashed on the host."""
+    """The bounds of a schedule on saved microbatches.
+
+    Attributes:
+        order: the order of computations.
+        rank_of_stage: the rank of each stage.
+        balance: saved activations move between pair stages.
+        weights: the weight policy.
+        offloads: the inputs of a relay are stashed on the host.
+    """
 
     order: Order
     rank_of_stage: tuple[int, ...]
@@ -25,12 +33,12 @@ class SavedBounds:
 
     @property
     def max_in_flight(self) -> int | None:
-        """The most between forward and end of backward at any stage; None: a whole batch."""
+        """The largest number of microbatches in flight at any stage, from forward to end of backward; None: a batch."""
         limits = _in_flight(self.order)
         return None if None in limits else max(limits)
 
     def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The most that each stage holds in a program of these batches."""
+        """Return the largest number of microbatches that each stage saves in a program of these batches."""
         own = _cut(_in_flight(self.order), self.weights.most_together(batches))
         if self.offloads:
             return tuple(each if self._stays(stage) else min(each, _OFFLOADED) for stage, each in enumerate(own))
@@ -43,7 +51,7 @@ class SavedBounds:
         )
 
     def on_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The same for each rank, over all its stages."""
+        """Return the largest number of microbatches that each rank saves, summed over its stages."""
         own = self._in_flight_on_rank(batches)
         if self.offloads:
             return self._offloaded_on_ranks(batches, own)
@@ -56,18 +64,22 @@ class SavedBounds:
         )
 
     def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that have more in flight than they may hold."""
+        """Return the ranks that have more microbatches in flight than their bound under `balance`."""
         if not self.balance:
             return ()
         pairs = enumerate(zip(self._in_flight_on_rank(batches), bounds_of_ranks(self.order), strict=True))
         return tuple(rank for rank, (own, bound) in pairs if own > bound)
 
     def _stays(self, stage: int) -> bool:
-        """Whether a stage's inputs do not go to the host: tokens, and those of the run that turns around."""
+        """Whether a stage never offloads its inputs.
+
+        The first stage reads tokens. The last stage of each rank alternates forwards and backwards, so its inputs are
+        needed soon.
+        """
         return stage == 0 or stage >= self.order.num_stages - self.order.num_ranks
 
     def _offloaded_on_ranks(self, batches: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
-        """What stays, and those of one stage more."""
+        """Add the inputs of one offloading stage to those of the stages that never offload, for each rank."""
         stay = [0] * len(own)
         for stage, each in enumerate(self.on_stages(batches)):
             stay[self.rank_of_stage[stage]] += each * self._stays(stage)
@@ -85,7 +97,7 @@ class SavedBounds:
 
 @lru_cache(maxsize=256)
 def bounds_of_ranks(order: Order) -> tuple[int, ...]:
-    """Where activations are balanced, the most microbatches that each rank may hold, over all its stages."""
+    """Return how many microbatches each rank may save over all its stages if activations are balanced."""
     return balanced_bounds(_limits_of_ranks(order), order.pairs)
 
 
@@ -95,7 +107,7 @@ def _limits_of_ranks(order: Order) -> list[int | None]:
 
 @lru_cache(maxsize=256)
 def _in_flight(order: Order) -> tuple[int | None, ...]:
-    """By stage."""
+    """Return the largest number of microbatches in flight at each stage; None: a whole batch."""
     return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
 
 

@@ -1,8 +1,8 @@
-"""A schedule: the choices from which a program follows, and how it does.
+"""A schedule made from choices, and the way from these choices to a program.
 
-An order says when each stage computes which microbatch; a weight policy, which weights it uses and when they are
-updated; flags add recompute and say what the chain of an update contains. `build` turns the choices into a program:
-the order, then one pass for each concern.
+An order says when each stage computes which microbatch. A weight policy says which weights a microbatch uses and when
+they are updated. Flags add recompute, and say which reductions the chain of an update has. `build` turns the choices
+into a program: it starts with the order and then runs one pass for each concern.
 """
 
 from collections.abc import Sequence
@@ -34,37 +34,40 @@ from megatron.pipeline.schedules.saved import SavedBounds, bounds_of_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(PipelineSchedule):
-    """What to build programs from. Equal schedules build equal programs.
+    """The choices from which programs are built. Equal schedules build equal programs.
 
     Attributes:
-        order: a name in `ORDERS`: `gpipe`, `1f1b`, `interleaved`, `relay`, `zb-h1`, `zbv`, ...
+        order: a key of `ORDERS`: `gpipe`, `1f1b`, `interleaved`, `relay`, `zb-h1`, `zbv`, ...
         weights: the weight policy, or its name in `POLICIES`.
-        num_stages: stages of the whole pipeline, over all ranks, as in `Program`.
-        num_virtual_stages: stages on each rank, Megatron's v (orders that interleave only). Where `rank_of_stage` is
-            given it is the most of any rank.
-        edges: which stages hand tensors to which; none: a chain.
-        num_frozen: stages in front that are frozen: they compute forwards, and nothing comes back to them. Then a rank
-            has one stage that is frozen, one that is trained, or, at the border, both.
-        work: seconds of a forward and of a backward, recompute included, of each stage (order async only); none: all
-            alike.
-        rank_of_stage: the rank of each stage. None: dealt out in turn, `num_virtual_stages` to each rank.
-        microbatch_group_size: microbatches that a rank takes through one of its stages before it turns to the next,
-            num_ranks and more (interleaved only). None: num_ranks, as in Megatron.
+        num_stages: the number of stages of the whole pipeline, as in `Program`.
+        num_virtual_stages: the number of stages on each rank, Megatron's v (only for orders that interleave). If
+            `rank_of_stage` is given, this becomes the largest number of stages on a rank.
+        rank_of_stage: the rank of each stage. None: stages are dealt out in turn, `num_virtual_stages` to each rank.
+        edges: which stages hand tensors to which; empty: a chain.
+        num_frozen: the number of frozen stages, which are the first ones. They compute only forwards and get no
+            gradients. A rank then has one frozen stage, one trained stage, or the last frozen and the first trained
+            stage.
+        work: for each stage, seconds of a forward and of a backward with its recompute (only for order async); empty:
+            equal stages.
+        microbatch_group_size: the number of microbatches that a rank takes through one of its stages before it turns to
+            the next, at least num_ranks (only for order interleaved). None: num_ranks, as in Megatron.
         recompute: recompute the activations of a microbatch before its backward.
-        extra_warmup: start twice as far ahead, to hide transfers (1f1b only).
-        balance: move saved activations between the stages of a pair, so that all save about as much (BPipe). Frozen
-            stages save nothing and take no part.
+        extra_warmup: start twice as many forwards ahead, to hide transfers (only for order 1f1b).
+        balance: move saved activations between the stages of a pair, so that all stages save about as much (BPipe).
+            Frozen stages save nothing and take no part.
         tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
-        norm_decides: an update depends on all stages together, as where gradients are clipped by their norm or a loss
-            scale may overflow.
-        residency: weights live on the host, and how; None: on the device.
-        provisional_microbatches: where the weights predict, how many microbatches of the batch before each stage reads.
-            None: each stage all that it has done.
-        reduce_partial: where they predict, each replica reads what all have done, for one more reduction a batch.
+        norm_decides: an update depends on all stages together, for example because gradients are clipped by their norm
+            or because a loss scale may overflow.
+        residency: how weights live on the host; None: they live on the device.
+        provisional_microbatches: if the weights predict, the number of microbatches of the batch before that each
+            prediction reads. None: all whose backwards are done at the stage.
+        reduce_partial: if the weights predict, predictions read the sum of the gradients over the replicas, which takes
+            one more reduction for each batch.
+        order_class: the class of `order` in `ORDERS`; another class makes another schedule.
 
     Raises:
-        ValueError: choices that do not go together.
+        ValueError: the choices do not go together.
     """
 
     order: str
@@ -85,7 +88,7 @@ class Schedule(PipelineSchedule):
     residency: Residency | None = None
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
-    order_class: type[Order] = field(init=False, repr=False)  # what `order` means; another meaning is another schedule
+    order_class: type[Order] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", weight_policy(self.weights))
@@ -103,7 +106,7 @@ class Schedule(PipelineSchedule):
         validate_choices(self, self._order)
 
     def _place(self) -> None:
-        """Say where the stages are, and how many ranks have."""
+        """Set `rank_of_stage` and `num_virtual_stages`. Raises ValueError if stages cannot be placed so."""
         if self.rank_of_stage is not None:
             placement = tuple(self.rank_of_stage)
             validate_placement(placement, self.num_stages)
@@ -119,13 +122,18 @@ class Schedule(PipelineSchedule):
 
     @classmethod
     def preset(cls, name: str, *, num_stages: int, predict: bool = False, **choices: object) -> "Schedule":
-        """The schedule of that name in `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, zb-h1, zbv,
-        l2l or a registered one. Stages on a rank are as many as its order is for, if that is one number.
+        """Make the schedule of a preset.
 
-        `predict`: with predicted weights, which go with 2bw's and with stale ones.
+        Args:
+            name: a key of `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, zb-h1, zbv, l2l or a registered
+                name.
+            num_stages: the number of stages of the whole pipeline.
+            predict: use the policy that also predicts; only weights 2bw and stale have such a policy.
+            choices: further arguments of the constructor. The default of `num_virtual_stages` is the number that the
+                order supports, if there is only one.
 
         Raises:
-            ValueError: another name, or as the constructor.
+            ValueError: the name is unknown, or the choices do not go together.
         """
         if name not in PRESETS:
             raise ValueError(f"there is no schedule {name!r}; choose from {', '.join(PRESETS)}")
@@ -147,11 +155,11 @@ class Schedule(PipelineSchedule):
         weights = predicting(preset.policy) if predict else preset.weights
         return cls(order=order, weights=weights, num_stages=num_stages, **choices)
 
-    # --- what it demands and takes
+    # --- ranks, stages and memory
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline, Megatron's p."""
+        """The number of ranks of the pipeline, Megatron's p."""
         return max(self.rank_of_stage) + 1
 
     @property
@@ -161,12 +169,12 @@ class Schedule(PipelineSchedule):
 
     @property
     def pairs(self) -> Pairs:
-        """Which stages exchange saved activations, where it balances them."""
+        """The pairs of stages that exchange saved activations if the schedule balances them."""
         return self._order.pairs
 
     @property
     def name_of_weights(self) -> str:
-        """The weight policy, behind the preset's name where that is another: `pipedream (stash)`."""
+        """The name of the weight policy, after the name of the preset if the two differ: `pipedream (stash)`."""
         weights = self.weights.name
         chosen = [each for each in PRESETS.items() if (each[1].order, each[1].weights) == (self.order, weights)]
         names = [name for name, preset in chosen if name != weights and not preset.balance]
@@ -199,8 +207,9 @@ class Schedule(PipelineSchedule):
         return remaining_backwards(self._order, num_microbatches)
 
     def needs_gradient_copy(self, num_microbatches: int) -> tuple[bool, ...]:
-        """For each stage, whether the prediction from a batch of this size reads a copy of the gradients: where more
-        microbatches are done than it reads, and where the replicas reduce what it reads.
+        """Return, for each stage, whether the prediction from a batch of this size reads a copy of the gradients.
+
+        A copy is needed if more microbatches are done than the prediction reads, or if replicas reduce these gradients.
         """
         is_reduced = self.reduce_partial and self.data_parallel
         if is_reduced or self.provisional_microbatches is None:
@@ -212,7 +221,7 @@ class Schedule(PipelineSchedule):
     def report_lag(self) -> int:
         behind = self._order.most_behind
         if any(stages[-1] < self.num_frozen for stages in stages_by_rank(self.rank_of_stage)):
-            return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch meanwhile
+            return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch early
         return self.weights.report_lag(self.num_stages if behind is None else behind + 1)
 
     @property
@@ -224,7 +233,7 @@ class Schedule(PipelineSchedule):
 
     @property
     def num_fill(self) -> int:
-        """How many batches stand before those that repeat one another."""
+        """The number of batches in the fill, before the rows repeat with every batch."""
         return max(1, (self.weights.delay or 0) + self.settling_batches)
 
     def window(self, batches: Sequence[int]) -> tuple[int, ...]:
@@ -233,17 +242,18 @@ class Schedule(PipelineSchedule):
     # --- programs
 
     def computations(self, rank: int, batches: Sequence[int]) -> Row:
-        """The computations of a rank, in its order, on batches of these sizes: a program before the passes."""
+        """Return the computations of a rank, in its order, for batches of these sizes, before any pass."""
         return tuple(chain.from_iterable(self._order_segments(rank, self._extent(batches))))
 
     def segments_without_transfers(self, batches: Sequence[int]) -> list[Segments]:
-        """The segments of each rank in a program of these batches, before transfers between stages and the versions of
-        computations are added. It takes a fifth of the time to build the program.
+        """Return the segments of each rank in a program of these batches, without transfers and weight versions.
+
+        This takes a fifth of the time of building the program.
         """
         return self._without_transfers(self._extent(batches))
 
     def interleaves_batches(self, batches: Sequence[int]) -> bool:
-        extent = self._extent(batches)  # of a deep pipeline the program takes a second to build, so the order is asked
+        extent = self._extent(batches)  # reading the order is enough; building a deep pipeline's program takes a second
         return any(
             extent.interleaves_batches_in(chain.from_iterable(self._order_segments(rank, extent)))
             for rank in range(self.num_ranks)
@@ -270,7 +280,12 @@ class Schedule(PipelineSchedule):
         return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent, after_borders))
 
     def _extent(self, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0) -> Extent:
-        """Raises ValueError where the batches begin with different numbers of backwards left of the batch before."""
+        """Return the extent of a program of these batches.
+
+        Raises:
+            ValueError: the weights predict, `provisional_microbatches` is not given, and batches of these sizes leave
+                different numbers of backwards when the next batch begins.
+        """
         given = {name: getattr(self, name) for name in _SHARED}
         given["reduce_partial"] = self.reduce_partial and self.data_parallel
         if self.weights.predicts and self.provisional_microbatches is None:
@@ -292,7 +307,7 @@ class Schedule(PipelineSchedule):
         return [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
 
     def _order_segments(self, rank: int, extent: Extent) -> Segments:
-        """The order of a rank: all batches in one stretch, or each in its own where the policy drains."""
+        """Return the segments of a rank's order, with each batch drained if the weight policy drains."""
         first = extent.first_batch
         batches = [extent.microbatches_of(batch) for batch in range(first, first + len(extent.batches))]
         if not extent.weights.drains:
@@ -321,7 +336,7 @@ _SHARED = sorted({each.name for each in fields(Extent)} & {each.name for each in
 
 
 def _with_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
-    """The order of a rank with everything that concerns this rank alone."""
+    """Run the passes that need only the rank itself: recompute, residency, stash, updates and predictions."""
     if extent.recompute:
         segments = add_recompute(segments, extent)
     if extent.residency:

@@ -1,27 +1,29 @@
-"""ZB-V: two stages a rank in a V, and backwards that are split, so that no rank idles between its first and its last
-computation (Qi et al., 2023, section 6).
+"""ZB-V: two stages on each rank, placed in a V, and backwards in halves (Qi et al., 2023, section 6).
 
-Rank r has the stages r and 2p-1-r: a microbatch goes down the ranks and comes back up, so the rank that begins it also
-ends it, and its gradients go down and up in the same way. With one unit each for F, I and W, on two ranks; `a` is a
-rank's lower stage, `b` its upper one:
+No rank idles between its first and its last computation. Rank r has the stages r and 2p-1-r. A microbatch goes down the
+ranks and comes back up, so the rank that begins the microbatch also ends it. Gradients go down and up in the same way.
+On two ranks, with one unit of time for each F, I and W, and with `a` and `b` for a rank's lower and upper stage:
 
     rank 0   Fa0 Fa1 Fa2 Fb0 Ib0 Wb0 Fb1 Ib1 Wb1 Fa3 Ia0 Wa0 Fb2 Ib2 Wb2 Ia1 Wa1 Fb3 Ib3 Wb3 Ia2 Wa2 Ia3 Wa3
     rank 1    .  Fa0 Fb0 Fa1 Fb1 Ib0 Wb0 Fa2 Ia0 Wa0 Fb2 Ib1 Wb1 Fa3 Ia1 Wa1 Fb3 Ib2 Wb2 Ia2 Ib3 Ia3 Wa2 Wb3 Wa3
 
-What rank r does with m microbatches:
+The turns of rank r with m microbatches:
 
+    repeated      turn
     2(p-r) - 1    Fa                   the first microbatches go down
-    r             Fb Fa                some have come back, others still go down
-    p - r         Fb Ib Wb             backwards begin; so many until the first gradient is back here
-    m - 2p+1 + r  Fa Ia Wa Fb Ib Wb
+    r             Fb Fa                some microbatches come back, and others still go down
+    p - r         Fb Ib Wb             backwards begin, and the first gradient has not come back to the lower stage
+    m - 2p+1 + r  Fa Ia Wa Fb Ib Wb    the steady state
     p - 1 - r     Ia Wa Fb Ib Wb       no microbatch is left to begin
-    r             Ia Ib                W wait, so that gradients do not
+    r             Ia Ib                W are delayed, so that gradients are not
     p - r         Ia Wa
-    r             Wb, then r Wa        what is left
+    r             Wb
+    r             Wa
 
-A rank holds 2p microbatches at its two stages at most, as much as p at a stage of twice the layers, which the first
-stage of 1F1B holds. A batch of fewer than 2p-1 microbatches does not fill the V; its turns are those of 2p-1, without
-what is not there. With one stage on each rank this is ZB-H1.
+A rank holds at most 2p microbatches, summed over its two stages. This takes as much memory as p microbatches at a stage
+with twice the layers, which the first stage of 1F1B holds. A batch of fewer than 2p-1 microbatches does not fill the V.
+It takes the turns of 2p-1 microbatches, without the computations of the missing ones. With one stage on each rank the
+order is ZB-H1.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +36,10 @@ from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.schedules.placements import v
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 
-_LOWER, _UPPER = 0, 1  # a rank's stages, of which gradients come to the upper one first
+_LOWER, _UPPER = 0, 1  # the two stages of a rank; gradients reach the upper one first
 _COMPUTATIONS = forward, backward_input, backward_weight
 _Turn = tuple[Callable[[int, int], Instruction], int]
-"""What is computed, and at which of a rank's stages; each time with that stage's next microbatch."""
+"""A computation of the next microbatch at the lower or the upper stage of a rank."""
 
 
 class ZeroBubbleV(Order):
@@ -58,7 +60,7 @@ class ZeroBubbleV(Order):
             )
 
     def max_in_flight(self, stage: int) -> int:
-        """The most is reached with the forward before the stage's first backward."""
+        """Return the largest number in flight, which the stage reaches with the last forward before its first I."""
         if self._flat is not None:
             return self._flat.max_in_flight(stage)
         rank = self.rank_of_stage[stage]
@@ -69,7 +71,7 @@ class ZeroBubbleV(Order):
 
     @cached_property
     def _flat(self) -> ZeroBubbleH1 | None:
-        """The order where ranks have one stage."""
+        """The order that replaces this one if each rank has one stage; None: ranks have two."""
         return ZeroBubbleH1(self.num_stages) if self.num_virtual_stages == 1 else None
 
     def _segment(self, rank: int, batch: range) -> Segment:
@@ -87,7 +89,7 @@ class ZeroBubbleV(Order):
     def _turns(self, rank: int, num_microbatches: int) -> list[_Turn]:
         p, from_turn = self.num_ranks, self.num_ranks - rank
         fa, fb, ia, ib, wa, wb = ((compute, chunk) for compute in _COMPUTATIONS for chunk in (_LOWER, _UPPER))
-        begun = 2 * p - 1 - rank  # microbatches, when backwards of the lower stage begin
+        begun = 2 * p - 1 - rank  # forwards of the lower stage before the steady state
         return [
             *[fa] * (2 * from_turn - 1),
             *[fb, fa] * rank,
