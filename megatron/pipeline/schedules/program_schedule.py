@@ -5,7 +5,7 @@ states it (`# fill: 1`, `# period: 2`). All programs that a run may need are pro
 the start of a run and after a drain during the run. Each small number of batches is proved by itself. Each way to drain
 after any number of periods is proved by induction.
 
-A file holds the text form of a program, or is a compute-only file of torch (`program.csv_text`). The file may also state
+A file holds the text form of a program, or the compute-only form of torch (`program.csv_text`). The file may also state
 the job that it is meant for (`# tensor: 2`, `# data: 4`). If the file leaves recompute, replicas or tied embeddings
 open, the run decides about them. A file that contradicts the run is refused.
 """

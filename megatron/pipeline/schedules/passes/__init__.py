@@ -1,20 +1,22 @@
-"""From the order of computations to a complete program, one concern a pass.
+"""The passes from an order of computations to a complete program, one pass for each concern.
 
-A pass reads and returns the row of one rank, cut into *segments*: what the rank does between the first forward of a
-batch and the first forward of the next one, and at last what remains for the drain. `extent` is what the
-program to be spans: its batches, weight policy and chain.
+A pass reads and returns the row of one rank, cut into *segments*. A segment reaches from the first forward of a batch
+to just before the first forward of the next batch. The last segment is the drain. `extent` is the extent of the program
+to be made: its batches, its weight policy and its update chain. `balance` and `communication` take the rows of all
+ranks at once.
 
-    balance         the moves of saved activations between pairs of ranks; this one takes all ranks at once
-    recompute       an R before each backward
-    updates         the reductions after each batch, and the STEPs
-    residency       where weights live on the host: what brings those of each stage to the device in time
-    stash           and where inputs wait there, too: what takes them there and back
-    host_updates    and, in place of updates, what takes its gradients to the host and makes the next version there
-    versions        the weight version of each computation
-    communication   the transfers between ranks; this one, too
+    balance         adds the moves of saved activations between pairs of ranks
+    recompute       adds an R before each backward
+    updates         adds the reductions after each batch, and the STEPs
+    residency       with weights on the host: adds FETCH and FREE, which bring the weights of each stage in time
+    stash           with inputs on the host: adds OFFLOAD and RELOAD, which take inputs there and back
+    host_updates    with weights on the host, in place of updates: adds reductions, STORE_GRAD, STEP and UPDATE
+    predictions     adds PREDICT, HOLD and the reductions of partial gradients
+    versions        sets the weight version of each computation
+    communication   adds the transfers between ranks
 """
 
 from megatron.pipeline.program.instruction import Instruction
 
 Segment = list[Instruction]
-Segments = list[Segment]  # of one rank: one for each batch, then the drain
+Segments = list[Segment]  # the row of one rank: a segment for each batch, then the drain

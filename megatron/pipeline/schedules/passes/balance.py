@@ -1,32 +1,35 @@
 """Balance saved activations between the ranks of a pair (BPipe, Algorithm 1 and appendix A).
 
-Early ranks save many microbatches, late ones few. The two ranks of a pair share what both save: neither holds more than
-the *bound*, half of what the two save at most, plus one for a microbatch that is loaded while another one is evicted.
-For 1F1B on p stages that is ceil((p+2)/2); on p ranks with v virtual stages each, pv+1.
+Problem: early ranks save many microbatches, and late ranks save few.
+
+Solution: the two ranks of a pair share their saved microbatches, such that neither rank holds more than the *bound*.
+The bound is half of what both ranks save at most, plus one for a microbatch that is loaded while another one is
+evicted. For 1F1B on p stages the bound is ceil((p+2)/2), and on p ranks with v virtual stages each it is pv+1.
 
     stage 0   F0 F1 EVICT1 F2 F3 EVICT3 B0 LOAD1 F4 B1 F5 EVICT5 B2 LOAD3 F6 B3 F7 B4 LOAD5 B5 B6 B7
 
-This is the program of 4 stages and 8 microbatches, with bound 3. The pass reads the order of computations and counts;
-it knows no formula of the schedule. Before each computation it looks at the next two:
+This row is for 4 stages and 8 microbatches, with bound 3. The pass reads the order of computations and counts saved
+microbatches; it uses no formula of the schedule. Before each computation it looks at the next two computations:
 
-- A forward that would find no room makes an eviction start one computation earlier. The victim is the saved microbatch
-  whose backward stands last (Belady's rule, so the number of transfers is the least).
-- A backward whose microbatch was evicted has its LOAD start one computation earlier. Where that computation is a
-  forward and would leave no room for it, another eviction starts before, one computation earlier again. Where it is a
-  backward and leaves no room, as in the cool-down, the LOAD starts after it.
+- If a forward would find no room, an eviction starts one computation earlier. The victim is the saved microbatch whose
+  backward stands last. This is Belady's rule, which needs the fewest transfers.
+- If the microbatch of a backward is evicted, its LOAD starts one computation earlier. If that computation is a forward
+  that would leave no room for the LOAD, another eviction starts one computation before that. If that computation is a
+  backward and there is no room yet, as in the cool-down, the LOAD starts after it.
 
-Where Algorithm 1 as printed names computations by their distance in a row with bubbles, and so may evict a bubble, the
-distance here is counted without them.
+Algorithm 1 as printed counts distances in a row with bubbles, and so may evict a bubble. Here distances are counted
+without bubbles.
 
-At the border of a batch that does not drain, a run may go on or stop, and no decision may depend on which. So nothing
-looks beyond the border, and at each border the same microbatches are away: as many as the next forward needs, and those
-whose backwards stand last. The last forwards of a batch are therefore evicted in any case, each in exchange for the
-microbatch that is needed soonest. Thus a segment depends on nothing before the batch before it, a period repeats, and
-the acceptor has passed the border, too, before the evictor moves anything in the new segment.
+At the border of a batch that does not drain, a run may go on or stop, and no move may depend on that decision. So the
+pass does not look beyond a border. At each border a fixed set of microbatches is away: as many as make room for the
+next forward, namely those whose backwards stand last. So the last forwards of a batch are always evicted, each in
+exchange for the microbatch that is needed soonest. Three properties follow. A segment depends only on its own batch and
+the batch before. A period repeats. The acceptor has passed the border, too, before the evictor moves any activations in
+the new segment.
 
-The acceptor requests its side of all the moves of a segment at the segment's beginning. They are carried out one after
-another in the background (see `program.move_order`), so it is never late, and memory is taken only when it has been
-freed.
+The acceptor requests its ends of all moves of a segment at the beginning of the segment. The moves are carried out one
+after another in the background (see `program.move_order`). So the acceptor is never late, and a move takes memory only
+after as much has been freed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,10 +43,14 @@ _Saved = tuple[int, int]  # stage, microbatch
 
 
 def balanced_bounds(max_saved: Sequence[int], pairs: Pairs) -> tuple[int, ...]:
-    """For each rank the bound that the ranks of its pair share, from the most microbatches that each rank saves.
+    """Return the bound of each rank, which is the same for both ranks of a pair (BPipe, section 3.3).
 
-    BPipe, section 3.3: the sum of both and one more, halved, rounded up. A rank between the pairs, or one that is
-    frozen, keeps what it has.
+    If the ranks of a pair save at most x and y microbatches, the bound is (x + y + 1) / 2, rounded up. A rank that is
+    its own pair, or that has only frozen stages, keeps its own number.
+
+    Args:
+        max_saved: the largest number of microbatches that each rank saves without moves.
+        pairs: the pairs of ranks.
     """
     partners = [(rank, pairs.of_rank(rank)) for rank in range(len(max_saved))]
     return tuple(
@@ -53,12 +60,13 @@ def balanced_bounds(max_saved: Sequence[int], pairs: Pairs) -> tuple[int, ...]:
 
 
 def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Sequence[int]) -> list[Segments]:
-    """The segments of all ranks, which hold computations alone, with the moves that keep every rank within its bound.
+    """Add the moves that keep every rank within its bound.
 
     Args:
-        segments_of_rank: F and B (or I and W), in segments; no segment but the last begins with anything but a forward.
-        extent: the program to be.
-        bounds: for each rank the most microbatches that it may hold at any moment (`balanced_bounds`).
+        segments_of_rank: the segments of each rank, with computations only. Each segment but the last begins with a
+            forward.
+        extent: the extent of the program.
+        bounds: the largest number of microbatches that each rank may hold at any time (`balanced_bounds`).
 
     Raises:
         ValueError: a bound is too small for the order.
@@ -79,12 +87,12 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
 
 
 def _requests(segment: Segment, pairs: Pairs) -> Segment:
-    """The acceptor's side of the moves of an evictor's segment."""
+    """Return the acceptor's ends of the moves in an evictor's segment."""
     return [pairs.counterpart(instruction) for instruction in segment if instruction.kind in MOVES]
 
 
 def _has_room(segments: Segments, bound: int, num_frozen: int) -> bool:
-    """Whether a rank holds no more than its bound, also if another forward came behind each segment but the last."""
+    """Whether a rank stays within its bound without moves, even if a forward followed each segment but the last."""
     num_held, last = 0, len(segments) - 1
     for index, segment in enumerate(segments):
         for each in segment:
@@ -100,7 +108,11 @@ def _has_room(segments: Segments, bound: int, num_frozen: int) -> bool:
 
 
 def _apart(segment: Segment, num_frozen: int) -> tuple[Segment, list[Segment]]:
-    """The computations that save anything; and the frozen forwards before each of them, and behind the last."""
+    """Separate frozen forwards from a segment.
+
+    Returns:
+        The other computations; and the frozen forwards before each of these, and after the last one.
+    """
     saving, frozen = [], [[]]
     for each in segment:
         if each.stage < num_frozen:
@@ -112,9 +124,10 @@ def _apart(segment: Segment, num_frozen: int) -> tuple[Segment, list[Segment]]:
 
 
 class _Evictor:
-    """One rank, walked through in its order: what it holds and what is away at each place.
+    """Adds moves to the row of one rank, and keeps count of the microbatches that are held and away at each place.
 
-    Frozen forwards save nothing, so moves are set as if there were none; each stays right before what follows it.
+    Frozen forwards save nothing, so moves are placed as if there were none. Each frozen forward stays directly before
+    the computation that follows it.
     """
 
     def __init__(self, segments: Segments, bound: int, num_frozen: int) -> None:
@@ -122,7 +135,7 @@ class _Evictor:
         self._segments, self._frozen = [segment for segment, _ in parts], [frozen for _, frozen in parts]
         row = [instruction for segment in self._segments for instruction in segment]
         self._needed_at = {_saved(each): place for place, each in enumerate(row) if each.kind in BEGINS_BACKWARD}
-        self._place = 0  # in the row, of the computation before which moves are set
+        self._place = 0  # index in the row of the computation before which moves are placed
         self._held: set[_Saved] = set()
         self._away: set[_Saved] = set()
 
@@ -166,7 +179,7 @@ class _Evictor:
         yield from frozen[-1]
 
     def _away_at_end(self, segment: Segment) -> set[_Saved]:
-        """What is to be away at the end of a segment that is not the last, so that the next forward finds room."""
+        """Return the microbatches that have to be away at the end of a segment to make room for the next forward."""
         in_flight = self._held | self._away | {_saved(each) for each in segment if each.kind is Kind.FORWARD}
         in_flight -= {_saved(each) for each in segment if each.kind in ENDS_BACKWARD}
         num_away = max(0, len(in_flight) + 1 - self._bound)
@@ -180,7 +193,7 @@ class _Evictor:
         return min(away, key=self._needed_at.__getitem__)
 
     def _evict(self, *in_use: Instruction | None) -> Instruction:
-        """Send away what is needed last of all that is held and neither in use nor about to be."""
+        """Evict the held microbatch whose backward stands last, except those of the computations `in_use`."""
         kept = {_saved(each) for each in in_use if each is not None}
         candidates = [each for each in self._held - kept if self._needed_at[each] > self._place]
         if not candidates:

@@ -1,15 +1,17 @@
-"""Lower an order of computations to transfers between ranks.
+"""Add the transfers between ranks to an order of computations.
 
-Each transfer is placed in one move, both ends at once, so neither end can be missing:
+Both ends of a transfer are placed together, so neither end can be missing:
 
-- SEND directly after the computation that makes the tensor;
-- RECV before the computation that precedes the one that needs it, so that the transfer runs while that one computes.
+- SEND stands directly after the computation that makes the tensor.
+- RECV stands one computation before the computation that needs the tensor, so the transfer overlaps that computation.
 
-A receive does not leave its segment: where a batch begins, the run may be drained instead, and a receive posted there
-would wait for a tensor that nobody sends. But where a rank goes on with a batch that has begun, drained or not, its
-next computation is known (`Order.first_after_border`), and so its receive is posted in the segment before. SEND and
-RECV only post, and only the computation that needs a tensor waits. So whatever order of computations can run, can run
-with its transfers, even where a send completes only once its receive is posted.
+A receive stays in its segment. At the border of a segment the run may drain instead of beginning a batch, and a receive
+posted before the border would wait for a tensor that no rank sends. There is one exception. If the rank's first
+computation after the border is the same in both cases (`Order.first_after_border`), its receive is posted in the
+segment before.
+
+SEND and RECV only post, and only the computation that needs a tensor waits. So an order of computations without
+deadlock stays without deadlock, even if a send completes only after its receive is posted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,22 +21,28 @@ from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, Instructi
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 Turn = tuple[Kind, int, int]
-"""What computes, its stage, and how many microbatches it is behind the first of the batch that begins."""
+"""Kind and stage of a computation, and the number of microbatches that it is behind the first one of the new batch."""
 
 
 class _Draft:
-    """A segment, and the transfers to be set between its instructions."""
+    """A segment, and the transfers that are to stand between its instructions.
+
+    Attributes:
+        segment: the segment without transfers.
+        last_begins: where the last computation that may need a tensor begins; set at the end of `needs`.
+    """
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
-        self.last_begins: int | None = None  # where the last such computation begins, once `needs` has gone through
-        self._sends: dict[int, list[Instruction]] = {}  # by the position of what makes the tensor
-        # by where to post: (needed where, receive); those that are needed in the next segment as if behind this one
+        self.last_begins: int | None = None
+        self._sends: dict[int, list[Instruction]] = {}  # position of the computation that makes the tensor -> SENDs
+        # Position to post at -> (position that needs the tensor, RECV). Positions in the next segment count on.
         self._receives: dict[int, list[tuple[int, Instruction]]] = {}
 
     def computations(self) -> Iterator[tuple[int, int]]:
-        """Where each computation that may need a tensor begins, and its position; a recompute and the backward after it
-        count as one.
+        """Yield, for each computation that may need a tensor, the position where it begins and its own position.
+
+        A recompute and the backward after it count as one computation, which begins at the recompute.
         """
         begins = None
         for position, instruction in enumerate(self.segment):
@@ -45,7 +53,7 @@ class _Draft:
                 begins = None
 
     def needs(self) -> Iterator[tuple[int, int]]:
-        """The position of each computation that may need a tensor, and that before which to post the receive."""
+        """Yield the position of each computation that may need a tensor, and the position before which to post."""
         before = None
         for begins, position in self.computations():
             yield position, begins if before is None else before
@@ -59,8 +67,10 @@ class _Draft:
         self._receives.setdefault(posted, []).append((needed, instruction))
 
     def joined(self) -> Segment:
-        """The segment with its transfers; of receives at one place, what is needed first stands first; of sends, that
-        to the nearest stage.
+        """Return the segment with its transfers.
+
+        Receives at the same place stand in the order in which their tensors are needed. Sends at the same place stand
+        in the order in which they were added.
         """
         result: Segment = []
         for position, instruction in enumerate(self.segment):
@@ -71,11 +81,14 @@ class _Draft:
         return result
 
 
-_Needs = dict[tuple[Tensor, int, int], tuple[_Draft, int, int]]  # (tensor, stage, microbatch) -> where
+_Needs = dict[tuple[Tensor, int, int], tuple[_Draft, int, int]]  # tensor, stage, microbatch -> draft, needed, posted
 
 
 def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], extent: Extent, needs: _Needs) -> None:
-    """Post the receives of what a rank does next after a border before its last computation ahead of the border."""
+    """Move the receive of the first computation after each border to before the last computation ahead of it.
+
+    This is done only if the first computation is the same whether or not the run drains.
+    """
     first = extent.first_microbatch
     border = first
     for place, size in enumerate(extent.batches):
@@ -93,11 +106,11 @@ def _post_earlier(turns: Sequence[Turn], drafts: Sequence[_Draft], extent: Exten
 
 
 _Route = tuple[int, Kind, Kind, int | None, int | None]
-"""The stage a tensor goes to, the words of both ends, and the peer that each of them names."""
+"""The stage that a tensor goes to, the kinds of SEND and RECV, and the peers that SEND and RECV name."""
 
 
 def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:
-    """Where a tensor of a stage is sent, the nearest stage first."""
+    """Return the routes of a tensor from a stage to stages on other ranks, the nearest stage first."""
     graph, send, receive = extent.graph, SEND_OF[tensor], RECEIVE_OF[tensor]
     return [
         (
@@ -112,12 +125,15 @@ def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:
 def add_communication(
     segments_of_rank: Sequence[Segments], extent: Extent, after_borders: Sequence[Sequence[Turn]] = ()
 ) -> list[Segments]:
-    """The segments of all ranks, with the transfers that take each tensor to the stage on another rank that needs it.
+    """Add the transfers that take each tensor to the stages on other ranks that need it.
 
-    `after_borders`: for each rank, its order's `first_after_border`; none: receives stay in their segments.
+    Args:
+        segments_of_rank: the segments of each rank, without transfers.
+        extent: the extent of the program.
+        after_borders: the `Order.first_after_border` of each rank; empty: every receive stays in its segment.
 
     Raises:
-        ValueError: a computation makes a tensor that nothing needs.
+        ValueError: a computation makes a tensor for a stage where no computation needs it.
     """
     drafts_of_rank = [[_Draft(segment) for segment in segments] for segments in segments_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]

@@ -1,8 +1,8 @@
-"""Recompute a microbatch's activations from its stored input before its backward.
+"""Recompute the activations of a microbatch from its stored input before its backward.
 
-R stands directly before the backward, so one microbatch at a time is there in full. It needs nothing from the next
-stage: where the gradient of the output is still on its way, the recompute runs while it travels, for only the backward
-waits for it.
+R stands directly before the backward, so a stage holds the full activations of only one microbatch at a time. R needs
+no tensor from the next stage. So while the gradient of the output is on its way, the recompute runs, and only the
+backward waits for the gradient.
 """
 
 from megatron.pipeline.program.extent import Extent
@@ -11,7 +11,7 @@ from megatron.pipeline.schedules.passes import Segment, Segments
 
 
 def add_recompute(segments: Segments, extent: Extent) -> Segments:
-    """The segments with an R before each B, or before the I of a backward in halves, at the stages that recompute."""
+    """Add an R before each B, and before each I of a backward in halves, at the stages that recompute."""
     result = []
     for segment in segments:
         extended: Segment = []

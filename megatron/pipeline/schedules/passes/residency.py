@@ -1,47 +1,53 @@
-"""The passes for weights that live on the host: fetch each stage's weights before it computes, send inputs that have to
-wait to the host, and let the host update each stage.
+"""The passes for weights that live on the host: fetch weights, stash inputs, and update on the host.
 
-**Weights (`add_residency`).** A row is a sequence of *runs*, computations of one stage one after another. Before a run
-those stages are to be resident whose runs come next: as many different ones, from this run on, as there is room for.
-What is resident and not among them is freed, and what is missing is fetched, in the order of use. So a fetch stands
-right behind the FREE that makes room for it, and the copy runs beside the run that follows:
+**Weights (`add_residency`).** A row is a sequence of *runs*; a run has consecutive computations of one stage. At the
+start of a run, the weights of its stage and of the next different stages should be resident, as many as there is room
+for. Resident stages that are not among these are freed. Missing stages are fetched, in the order of use. So a FETCH
+stands directly behind the FREE that makes room for it, and its copy overlaps the run that follows:
 
     0FETCH 1FETCH 0F0 0F1 0FREE 2FETCH 1F0 1F1 2F0 2B0 2F1 2B1 2FREE 0FETCH 1R0 1B0 1R1 1B1 1FREE 0R0 0B0 0R1 0B1 0FREE
 
-On one rank with N stages, of which K are resident, the last K stay where the relay turns around, so a batch fetches
-2N - K of them, however many microbatches it has. Nothing stays over a batch's border: the next batch uses other
-weights, or the run may be drained there.
+Take one rank with N stages, of which K are resident at once. The last K stages stay resident while the relay turns from
+forwards to backwards. So a batch takes 2N - K fetches, for any number of microbatches. No weights stay resident over
+the border of a batch, because the next batch uses other weights, and because the run may drain there.
 
-**Inputs (`add_stash`).** A stage's recompute stands a whole batch of each stage above it behind its forward. On
-the device the inputs of all stages would wait that long; what has to stay is what stages exchange next.
+**Inputs (`add_stash`).** Between a forward and its recompute stand the computations of the whole batch at all higher
+stages. On the device, the inputs of all stages would wait that long, so they wait on the host:
 
     2F0 2OFFLOAD0 2F1 2OFFLOAD1 ... 3B0 2RELOAD0 3B1 2RELOAD1 3FREE 1FETCH 2R0 2B0 2R1 2B1
 
-What stays: the first stage has no input, as tokens are data; without a recompute the graph refers to it; the inputs of
-the run that turns around wait for no other stage's computations; and some would have to come back before they have left
-(with one microbatch, that of the stage below the last).
+Some inputs stay on the device:
 
-RELOADs stand two backwards ahead, so that two inputs are there, or come, beside the one in use. In their lane they
-share the way to the device with FETCHes. At the beginning of a run FREE makes room and the FETCH of the next stage
-follows at once; a RELOAD behind it waits for all of it, and the run, too. So the first three of a run stand ahead of
-that FETCH, two of them in the run before. With C for a forward and 3C for a backward with its recompute, X for a FETCH
-and A for a RELOAD, nobody waits where X + 2A <= 9C; else each stage does for what is more. One backward ahead
-(`ahead=1`), as is natural where nothing else is in the lane, that is 6C; each one more takes an input of memory.
+- The first stage has no such input, because tokens are data.
+- The graph of a stage without recompute refers to the input.
+- In the run in which the relay turns around, no computations of other stages stand in between.
+- An input stays if it would have to come back before it has left. With a single microbatch this holds for the stage
+  below the last one.
 
-**Gradients (`add_host_updates`).** Where gradients stay on the device, a rank reduces those of all its stages together,
-after its last backward (see `updates`). Here a stage's own have to leave before the stage after the next one computes
-its backwards. So reduction, STORE_GRAD and UPDATE are of one stage, and stand behind its own last backward:
+A RELOAD stands two backwards before its own backward. So two inputs are on the device or on their way, in addition to
+the input in use. RELOADs share a lane with FETCHes. At the start of a run, a FREE makes room, and the FETCH of the next
+stage follows at once. A RELOAD behind this FETCH waits until the FETCH is complete, and so does the run. So the first
+three RELOADs of a run stand ahead of this FETCH, two of them in the run before. Let C be the time of a forward, 3C the
+time of a backward with its recompute, X the time of a FETCH, and A the time of a RELOAD. Then no computation waits if
+X + 2A <= 9C; otherwise each stage waits for the difference. With `ahead=1`, which suffices if the lane has no other
+words, the bound would be 6C. Each additional backward ahead takes the memory of one more input.
+
+**Gradients (`add_host_updates`).** If gradients stay on the device, a rank reduces the gradients of all its stages
+together, after its last backward (see `updates`). With weights on the host, the gradients of a stage have to leave
+before the stage after the next one runs its backwards. So REDUCE_GRAD, STORE_GRAD and UPDATE each concern one stage,
+and stand behind the last backward of that stage:
 
     eager      1B7 1REDUCE_GRAD@1 1STORE_GRAD@1 1UPDATE@1   0B0 ... 0STORE_GRAD@1 0UPDATE@1 0REDUCE_NORM@1 0STEP@1
     deferred   1B7 1REDUCE_GRAD@1 1STORE_GRAD@1   0B0 ... 0STORE_GRAD@1 0REDUCE_NORM@1 0STEP@1 0UPDATE@1 1UPDATE@1
 
-REDUCE_NORM and STEP stay one a rank: one norm and one overflow decide about all, and one report is sent. The deferred
-updates ascend, so that the next batch, which begins with the lowest stage, waits for that one alone.
+A rank still has one REDUCE_NORM and one STEP for each version, because one norm and one overflow decide about all
+stages, and one report is sent. Deferred updates stand in ascending order of stages. The next batch begins with the
+lowest stage, so it waits only for the update of that stage.
 
-Tied embeddings: REDUCE_EMBED stands behind the rank's last backward on both ranks. The last stage's gradients come
-first and the first stage's last, so right behind its own STORE_GRAD it would keep a rank's later reductions waiting in
-their lane for the end of the batch, and soon the rank for a gradient buffer: a circle. The updates of both ends stand
-behind it.
+Tied embeddings: REDUCE_EMBED stands after the last backward of the rank, on both ranks, and the updates of both ends
+stand after it. The gradients of the last stage are complete first, and those of the first stage last. If REDUCE_EMBED
+stood directly after the STORE_GRAD of the last stage, it would hold up the later reductions of that rank until the end
+of the batch. Soon the rank would wait for a gradient buffer, which closes a circle.
 """
 
 from itertools import groupby
@@ -53,7 +59,7 @@ from megatron.pipeline.schedules.passes import Segment, Segments
 
 
 def add_residency(segments: Segments, extent: Extent) -> Segments:
-    """The segments of a rank, which hold computations alone, each of one batch, with what brings their weights."""
+    """Add FETCH and FREE to the segments of a rank; each segment has only computations, and of one batch."""
     return [_with_weights(segment, extent) if segment else [] for segment in segments]
 
 
@@ -74,7 +80,7 @@ def _with_weights(segment: Segment, extent: Extent) -> Segment:
 
 
 def _next(stages: list[int], first: int, count: int) -> list[int]:
-    """The next `count` different stages from `first` on, or all that there are, in their order."""
+    """Return the first `count` different stages of `stages[first:]`, in this order, or fewer if there are no more."""
     found: dict[int, None] = {}
     for index in range(first, len(stages)):
         found.setdefault(stages[index])
@@ -83,12 +89,16 @@ def _next(stages: list[int], first: int, count: int) -> list[int]:
     return list(found)
 
 
-_BETWEEN = 2  # computations from a forward to its RELOAD: the OFFLOAD has the time of one
+_BETWEEN = 2  # least number of computations from a forward to its RELOAD, so that the OFFLOAD has the time of one
 
 
 def add_stash(segments: Segments, extent: Extent, *, ahead: int = RELOADED_AHEAD) -> Segments:
-    """The segments of a rank, which hold computations and what brings their weights, each of one batch, with what moves
-    their inputs; `ahead`: how many backwards before its own an input is asked for.
+    """Add OFFLOAD and RELOAD to the segments of a rank; each segment has one batch, with its FETCH and FREE.
+
+    Args:
+        segments: the segments, after `add_residency`.
+        extent: the extent of the program.
+        ahead: how many backwards before its own backward an input is reloaded.
     """
     return [_with_moves(segment, extent, ahead) for segment in segments]
 
@@ -96,7 +106,7 @@ def add_stash(segments: Segments, extent: Extent, *, ahead: int = RELOADED_AHEAD
 def _with_moves(segment: Segment, extent: Extent, ahead: int) -> Segment:
     heads, units = _units(segment)
     forwards = {_saved(unit): at for at, unit in enumerate(units) if unit.kind is Kind.FORWARD}
-    behind: dict[int, Segment] = {}  # position in the segment -> what stands behind it
+    behind: dict[int, Segment] = {}  # position in the segment -> words after it
     for at, unit in enumerate(units):
         if unit.kind not in BEGINS_BACKWARD or unit.stage == 0 or not extent.recomputes(unit.stage):
             continue
@@ -108,7 +118,10 @@ def _with_moves(segment: Segment, extent: Extent, ahead: int) -> Segment:
 
 
 def _units(segment: Segment) -> tuple[list[int], Segment]:
-    """The computations of a segment but for recomputes, which belong to the backwards behind, and their positions."""
+    """Return the positions and instructions of all computations except recomputes.
+
+    A recompute counts as part of the backward behind it.
+    """
     found = [
         (at, each) for at, each in enumerate(segment) if each.kind.is_computation and each.kind is not Kind.RECOMPUTE
     ]
@@ -120,14 +133,17 @@ def _saved(instruction: Instruction) -> tuple[int, int]:
 
 
 def add_host_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
-    """The segments of a rank, one for each batch and an empty one, with what makes the next version."""
+    """Add reductions, STORE_GRAD, STEP and UPDATE to the segments of a rank.
+
+    There is one segment for each batch, and then an empty one, because every batch drains.
+    """
     *batches, rest = segments
     assert not rest, "weights on the host have one version, so every batch drains"
     return [*(_HostUpdates(rank, index, extent).segment(segment) for index, segment in enumerate(batches)), rest]
 
 
 class _HostUpdates:
-    """A batch of a rank."""
+    """Adds the updates of one batch to the segment of one rank."""
 
     def __init__(self, rank: int, index: int, extent: Extent) -> None:
         self._extent, self._version = extent, extent.first_batch + index + 1
@@ -148,7 +164,7 @@ class _HostUpdates:
         return result
 
     def _after(self, stage: int) -> Segment:
-        """What follows a backward: nothing, unless it is the stage's last."""
+        """Return the words after a backward of a stage; none unless it is the stage's last one of the batch."""
         extent = self._extent
         self._left[stage] -= 1
         if self._left[stage]:
@@ -168,5 +184,5 @@ class _HostUpdates:
         return words
 
     def _word(self, kind: Kind, stage: int | None = None) -> Instruction:
-        """The instruction of a stage, or of the rank, which is said at its lowest stage."""
+        """Return an instruction for a stage, or for the whole rank, which is written at its lowest stage."""
         return Instruction(kind, self._stages[0] if stage is None else stage, version=self._version)

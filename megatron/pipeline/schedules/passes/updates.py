@@ -1,35 +1,40 @@
-"""The passes of an update: reduce the gradients of each batch and step, give every computation its weight version, and
-predict the weights of the next batch.
+"""The passes for updates: reduce gradients and step, set weight versions, and predict the weights of the next batch.
 
-**Updates (`add_updates`).** The chain that leads to version v is posted right after the last backward of batch v-1, and
-runs while the rank goes on computing; only the STEP waits for it. So the STEP stands as late as the weight policy
-allows: at the end of a segment, just before the first forward that uses the new version. Where no such forward comes,
-it closes the program.
+**Updates (`add_updates`).** The chain that leads to version v is posted directly after the last backward of batch v-1.
+The chain runs while the rank goes on computing, and only the STEP waits for it. So the STEP stands as late as the
+weight policy allows: at the end of a segment, directly before the first forward that uses the new version. If no such
+forward comes, the STEP stands at the end of the program.
 
-A rank with several stages has one chain for all of them, since one optimizer owns their parameters, and one norm and
-one overflow decide about them. It stands at the rank's lowest stage, after the batch's last backward on the rank.
+A rank with several stages has one chain for all of them, because one optimizer owns their parameters, and one norm and
+one overflow decide about them. The chain is written at the lowest stage of the rank, and stands after the rank's last
+backward of the batch.
 
-A rank whose stages are all frozen has no gradients. It makes its versions, which are all the same, behind the last
-forward of each batch, and its part of the norm behind that: so it waits for nobody and begins the next batch at once.
+A rank with only frozen stages has no gradients, and all its versions are the same. Its STEP stands after the last
+forward of each batch, and its REDUCE_NORM after the STEP. So the rank waits for no other rank, and begins the next
+batch at once.
 
-Where each stage uses its newest version (`delay` None) each stage has its own, and the STEP follows the reductions that
-it needs at once. The norm comes after the last of them on the rank, for the report alone, and nobody waits for it.
+If each stage uses its newest version (`delay` None), each stage has a chain of its own, and its STEP directly follows
+the reductions that the STEP needs. One REDUCE_NORM follows on the rank, after the last of these. It serves only the
+report, and no instruction waits for it.
 
-**Versions (`set_versions`).** The forward decides; recompute and backward use what their forward used, whatever has
-been stepped since. Where weights refresh they use the newest of their stage instead, and where policies look ahead a
-forward goes towards that: it is predicted up to the version of its own batch, or stepped with the gradients that are
-there and that no STEP has taken.
+**Versions (`set_versions`).** Recompute and backward use the version of their forward, even if later versions have been
+made since. If the policy refreshes, they use the newest version of their stage instead. If the policy also looks ahead,
+a forward gets weights ahead of its version. They are predicted up to the version of its own batch, or stepped with the
+gradients that no STEP has applied yet.
 
-**Predictions (`add_predictions`).** PREDICT@t stands where a stage is about to begin batch t: behind STEP@(t-1), whose
-weights it starts from, before the first forward of batch t, and also where the run drains instead, so that both compute
-the same. It reads the gradients of those microbatches of batch t-1 that are done at the stage. Three things follow:
+**Predictions (`add_predictions`).** PREDICT@t stands where a stage is about to begin batch t. This is after STEP@(t-1),
+whose weights it starts from, and before the first forward of batch t. It stands there even if the run drains instead,
+so that both ways compute the same. PREDICT@t reads the gradients of the microbatches of batch t-1 whose backwards are
+done at the stage. Three rules follow:
 
-- Where more are done than it may read, because all stages shall read as many, HOLD keeps the gradients as they are
-  after those that it reads.
-- Where all are done (the last stage), the chain that reduces them in place waits until PREDICT has read them.
-- What stages or replicas add up before they predict is reduced in the chain: REDUCE_PARTIAL, the sums that are kept,
-  over the replicas; REDUCE_PARTIAL_EMBED, of tied embeddings, over the two stages (and over the replicas, where that is
-  wanted): it keeps and reads as many microbatches as both stages have done, so that their copies stay equal.
+- All stages may have to read the same number of microbatches. If more are done at a stage, HOLD copies the gradients
+  when that number is done.
+- On the last stage all backwards of batch t-1 are done. The chain, which reduces the gradients in place, stands after
+  PREDICT, so that PREDICT can read them first.
+- Sums over replicas or stages for a prediction are reduced in the chain. REDUCE_PARTIAL reduces the copied gradients
+  over the replicas. REDUCE_PARTIAL_EMBED reduces the gradients of tied embeddings over the two stages, and over the
+  replicas if that is wanted. It copies and reads as many microbatches as both stages have done, so that the embeddings
+  of both stages stay equal.
 """
 
 from collections.abc import Iterator
@@ -42,7 +47,7 @@ from megatron.pipeline.schedules.passes import Segment, Segments
 
 
 def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
-    """The segments of a rank with the chain after each batch's last backward, and the STEPs."""
+    """Add the chain after the last backward of each batch, and the STEPs, to the segments of a rank."""
     is_frozen = extent.is_frozen(rank)
     ends = {Kind.FORWARD} if is_frozen else ENDS_BACKWARD
     chains = [_ChainOfStages(rank, stages, extent) for stages in extent.owners(rank)]
@@ -69,13 +74,13 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
         for index in range(num_batches):
             last_segment_without = min(
                 index + delay, num_batches
-            )  # the segment after it begins with the version's first use
+            )  # the next segment begins with the first use of the version
             result[last_segment_without].append(chains[0].link(Kind.STEP, extent.first_batch + index + 1))
     return result
 
 
 class _ChainOfStages:
-    """What a rank posts when a batch has ended there, at all of the `stages` that step at once."""
+    """Makes the chains of the `stages` of a rank that step together."""
 
     def __init__(self, rank: int, stages: tuple[int, ...], extent: Extent) -> None:
         self.stages = stages
@@ -86,8 +91,10 @@ class _ChainOfStages:
         self._left = {batch: size * len(trained) for batch, size in sizes}
 
     def after(self, end: Instruction) -> Segment | None:
-        """What follows this end of a backward (without backwards: a forward), but for the norm, if it is the batch's
-        last at these stages; else None.
+        """Return the chain after `end` without REDUCE_NORM; None if `end` is not the last one of its batch here.
+
+        Args:
+            end: an instruction that ends a backward at these stages; on a rank with only frozen stages, a forward.
         """
         extent = self._extent
         batch = extent.batch_of(end.microbatch)
@@ -108,10 +115,10 @@ class _ChainOfStages:
 
 
 def set_versions(segments: Segments, extent: Extent) -> Segments:
-    """The segments of a rank, which hold their updates already, with a version for each computation."""
+    """Set the weight version of each computation in the segments of a rank, which have their updates already."""
     rule = extent.weights
     newest = dict.fromkeys(range(extent.num_stages), max(extent.entry_versions))
-    unstepped = dict.fromkeys(range(extent.num_stages), 0)  # backwards since the last STEP, where that is asked
+    unstepped = dict.fromkeys(range(extent.num_stages), 0)  # backwards since the last STEP
     version_of: dict[tuple[int, int], int] = {}
     result = []
     for segment in segments:
@@ -128,7 +135,7 @@ def set_versions(segments: Segments, extent: Extent) -> Segments:
             elif rule.refreshes and kind.is_computation:
                 version_of[stage, microbatch] = newest[stage]
             if kind.is_computation:
-                version = version_of.get((stage, microbatch))  # none: its forward is to come, which the checker says
+                version = version_of.get((stage, microbatch))  # None before its forward; the checker reports that
                 instruction = Instruction(kind, stage, microbatch, version)
                 if rule.ahead:
                     horizon = extent.batch_of(microbatch) - version if kind is Kind.FORWARD else 0
@@ -143,7 +150,7 @@ def set_versions(segments: Segments, extent: Extent) -> Segments:
 
 
 def without_versions(rows: Rows) -> Rows:
-    """The rows, with nothing said of the weights that computations use: that follows from the policy."""
+    """Remove the weight versions of all computations from the rows; the weight policy implies them."""
     return tuple(tuple(_bare(row)) for row in rows)
 
 
@@ -153,8 +160,9 @@ def _bare(row: Row) -> Iterator[Instruction]:
 
 
 def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
-    """The segments of a rank with one stage, which hold their chains and STEPs, with a prediction at the end of each
-    batch's own segment.
+    """Add a prediction at the end of each batch's segment, on a rank with one stage.
+
+    The segments have their chains and STEPs already. A batch's chain moves behind the prediction from that batch.
     """
     (stage,) = extent.stages_of(rank)
     result = list(segments)
@@ -168,10 +176,10 @@ def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
 
 
 def _with_partial_gradients(segment: Segment, stage: int, batch: int, extent: Extent) -> Segment:
-    """A segment with what a prediction needs before it: kept gradients, and their reductions."""
+    """Add what the prediction at the end of a segment needs: HOLD, and the reductions of partial gradients."""
     num_read = extent.num_read(stage, batch)
     of_batch = [each.kind in ENDS_BACKWARD and extent.batch_of(each.microbatch) == batch for each in segment]
-    behind: dict[int, list[Kind]] = {}  # number of backwards -> what follows the last of them
+    behind: dict[int, list[Kind]] = {}  # number of backwards done -> words that follow
     if extent.reduce_partial or num_read < sum(of_batch):
         behind[num_read] = [Kind.HOLD]
     if extent.reduce_partial:
