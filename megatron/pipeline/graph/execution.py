@@ -125,7 +125,7 @@ class Execution(ABC):
         """Drop the suspended runs of the rows, which refer back to this execution. `reach` cannot be called again."""
         self._runs.clear()
 
-    # --- the form
+    # --- for subclasses
 
     @abstractmethod
     def _run(self, rank: int) -> Iterator[tuple[int, object]]:

@@ -367,8 +367,8 @@ class Instruction:
         """Read an instruction from its text form.
 
         Raises:
-            ValueError: the text is not one instruction with a known word, or the microbatch or version that the word
-                needs is missing, or a part stands there that the word does not take.
+            ValueError: the text is not one instruction with a known word, it lacks the microbatch or the version that
+                the word needs, or it has a part that the word does not take.
         """
         match = _TEXT.fullmatch(text)
         if match is None:

@@ -32,7 +32,7 @@ from megatron.pipeline.program.instruction import COMPUTATIONS, EVICTIONS, LOADS
 
 
 def pair_of(index: int, count: int) -> int:
-    """Return the index that is as far from the end of `count` places as `index` is from the beginning."""
+    """Return the mirror image of `index` among `count` places, with the first and the last place swapped."""
     return count - 1 - index
 
 

@@ -7,12 +7,12 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     policy              batch j uses                STEP@v stands                  live versions    source
     flush               j; the pipeline drains      before forwards of batch v     1                PipeDream-2BW, 3.2
     2bw                 max(j-1, 0)                 before forwards of batch v+1   2                PipeDream-2BW, 3.1
-    delay k             max(j-k, 0)                 before forwards of batch v+k   k+1              flush and 2bw: k = 0, 1
+    delay k             max(j-k, 0)                 before forwards of batch v+k   k+1              flush, 2bw: k = 0, 1
     stash               the newest at its forward   after the chain of v           p-s at stage s   PipeDream
     stale               the newest at each use      after the chain of v           1                FTPipe, Table 1
-    stale-predicted     as stale, but predicted     after the chain of v           1, 1 predicted   FTPipe, 4.2
-    stale-provisional   as stale, but stepped       after the chain of v           1, 1 stepped     docs/ftpipe.md
-    2bw-provisional     j, predicted                before forwards of batch v+1   2, 1 true        docs/provisional.md
+    stale-predicted     as stale, but predicted     after the chain of v           1 + 1 predicted  FTPipe, 4.2
+    stale-provisional   as stale, but stepped       after the chain of v           1 + 1 stepped    docs/ftpipe.md
+    2bw-provisional     j, predicted                before forwards of batch v+1   2 + 1 true       docs/provisional.md
 
 ion of its own batch. Batches
 may have any size, with gradients accumulated over their microbatches.
@@ -160,7 +160,7 @@ class WeightPolicy:
 
     @property
     def first_settled_batch(self) -> int:
-        """The first batch of a run from which on the version of a batch has a constant distance from its number."""
+        """The first batch of a run from which on batches use versions of a constant age in batches."""
         return self.delay if self.delay is not None else 1
 
     def entry_versions(self, first_batch: int) -> tuple[int, ...]:

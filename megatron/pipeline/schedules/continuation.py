@@ -49,7 +49,7 @@ Cuts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Repetition:
-    """The number of batches before the rows start to repeat, and the number of batches in a repetition."""
+    """How rows repeat: the number of batches before the repetition, and the number of batches in each period."""
 
     num_fill: int
     num_period: int

@@ -195,7 +195,7 @@ class PipelineSchedule(ABC):
 
     @property
     def first_settled_batch(self) -> int:
-        """The first batch of a run from which on the version of a batch has a constant distance from its number."""
+        """The first batch of a run from which on batches use versions of a constant age in batches."""
         return self.weights.first_settled_batch
 
     def accepts(self, num_microbatches: int) -> bool:
