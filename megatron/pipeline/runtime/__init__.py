@@ -1,5 +1,5 @@
 """The runtime: executes pipeline programs on real ranks.
 
-`engine.PipelineEngine` drives batches, `executor.Executor` executes the rows of a program, `channels` carry tensors
-between stages, `versions` keep the weight versions, `stage` says what a model must bring.
+`engine.PipelineEngine` drives batches. `executor.Executor` executes the rows of a program. `channels` carries tensors
+between stages, `versions` keeps the weight versions, and `stage` defines the interface that a model must implement.
 """

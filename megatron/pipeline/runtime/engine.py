@@ -1,8 +1,8 @@
 """The engine: drives a training loop's batches through the executor.
 
 The loop announces a batch of m microbatches and gets the reports of the batches that every rank has finished by then.
-Without flushes a batch's step is executed during the next batch's segment, so a report comes `report_lag` batches late,
-on all ranks alike. A drain executes everything pending; evaluation and checkpoints need a drained pipeline.
+Without flushes a batch's step is executed during the segment of a later batch. So a report comes `report_lag` batches
+late, on all ranks alike. A drain executes everything pending. Evaluation and checkpoints need a drained pipeline.
 """
 
 from __future__ import annotations
@@ -49,17 +49,29 @@ if TYPE_CHECKING:
 class PipelineEngine:
     """Runs `schedule` on this rank's stage (or stages).
 
-    `stage`: the rank's stage, or a list of its stages in ascending order. `ranks`: global ranks of this
-    pipeline in pipeline order (default: all ranks). `backend`: "gloo" or "nccl", for the transfers between stages.
-    `store`: where the ranks of the pipeline meet (default: the default group's). `metrics_group`: the group over which
-    evaluation sums losses (default: all ranks of the job); used from the main thread only. `first_batch` and
-    `first_microbatch`: where the run goes on after a checkpoint, else 0. `activation_memory`: the one with which this
-    rank's stages were built, if their activations are to be counted and moved between pairs. `ledger`: that of the
-    update, where weights live on the host and bytes are counted. `deferred_bytes`: receives the bytes saved between I
-    and W, for other readers.
+    Args:
+        schedule: the schedule of the pipeline's programs.
+        stage: the rank's stage, or a list of its stages in ascending order.
+        update: the weight update of these stages.
+        ranks: global ranks of this pipeline in pipeline order (default: all ranks).
+        timeout: how long a rank waits for a transfer or a reduction.
+        backend: "gloo" or "nccl", for the transfers between stages.
+        device: the device of the stages' tensors.
+        store: the store through which the pipeline's ranks connect (default: the default group's).
+        metrics_group: the group over which evaluation sums losses (default: all ranks of the job). Only the main
+            thread uses it.
+        tracer: records when instructions start and end; None: nothing is traced.
+        first_batch, first_microbatch: the numbers at which a run resumes from a checkpoint, else 0.
+        activation_memory: the memory with which this rank's stages were built. Needed to count activations and to
+            move them between paired ranks.
+        ledger: the ledger of the update, where weights live on the host and bytes are counted.
+        deferred_bytes: counter of the bytes saved between I and W, for callers that read it, too.
 
-    Read `next_batch` and `next_microbatch` for a checkpoint (drained). Set `stop_requests` (bits) to have them travel
-    with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
+    For a checkpoint, read `next_batch` and `next_microbatch` while the pipeline is drained. Set `stop_requests` (bits)
+    to send them with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
+
+    Raises:
+        ValueError: schedule, stages, update and ranks do not fit together.
     """
 
     def __init__(
@@ -224,12 +236,12 @@ class PipelineEngine:
 
     @property
     def saved_microbatches_peak_on_rank(self) -> int:
-        """The most microbatches saved at once over all stages of this rank; one counts once at each stage."""
+        """The most microbatches saved at once, summed over the stages of this rank."""
         return self._saved.peak_on_rank
 
     @property
     def deferred_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches between I and W at once; `saved_microbatches_peak` includes them."""
+        """stage -> the most microbatches between I and W at once. `saved_microbatches_peak` counts them, too."""
         return dict(self._saved.deferred_peaks)
 
     @property
@@ -239,7 +251,7 @@ class PipelineEngine:
 
     @property
     def saved_activation_bytes_peak(self) -> int | None:
-        """The most bytes of activations saved at once on this rank; None where they are not counted."""
+        """The most bytes of activations saved at once on this rank; None without an `ActivationMemory`."""
         return None if self._activation_memory is None else self._activation_memory.peak_bytes
 
     @property
@@ -253,15 +265,18 @@ class PipelineEngine:
 
     @property
     def bytes_sent(self) -> int:
-        """The bytes of activations and gradients sent to stages on other ranks in the run so far."""
+        """Bytes of activations and gradients sent to stages on other ranks so far."""
         return self._channels.bytes_sent
 
     def num_unread_sends(self) -> int:
-        """The number of incomplete transfers: unread sends, and moves."""
+        """Return the number of incomplete transfers: sends that the peer has not read, and moves."""
         return self._channels.num_unread_sends() + (self._transfers.num_incomplete if self._transfers else 0)
 
     def run_batch(self, num_microbatches: int, num_samples: int) -> list[BatchReport]:
-        """Start the next batch and execute its segment. Returns the reports complete on all ranks, oldest first."""
+        """Start the next batch and execute its segment. Return the reports complete on all ranks, oldest first.
+
+        `num_samples`: the batch's samples over all replicas.
+        """
         batch = self._stream.next_batch
         first_microbatch = self._stream.next_microbatch
         rows = self._stream.start_batch(num_microbatches)
@@ -273,7 +288,7 @@ class PipelineEngine:
         return self._take_reports(batch - self.schedule.report_lag)
 
     def drain(self) -> list[BatchReport]:
-        """Execute everything pending, steps included. Returns the reports not yet returned."""
+        """Execute everything pending, steps included. Return the remaining reports."""
         self._executor.run(self._stream.drain()[self._rank])
         self._executor.settle()
         if self._transfers is not None:
@@ -286,9 +301,10 @@ class PipelineEngine:
         return self._take_reports(self._stream.next_batch - 1)
 
     def evaluate(self, num_microbatches: int) -> dict[str, tuple[float, float]]:
-        """Run `num_microbatches` forwards per pipeline with the newest weights; only while drained.
+        """Run `num_microbatches` forwards per pipeline with the newest weights.
 
-        Returns name -> (numerator, denominator), summed over all ranks of the metrics group, the same on all of them.
+        Returns loss name -> (numerator, denominator), summed over the metrics group and equal on all its ranks. Raises
+        RuntimeError if the pipeline is not drained.
         """
         if not self._drained:
             raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
@@ -300,8 +316,9 @@ class PipelineEngine:
         return self._sum_losses(losses)
 
     def change_edges(self, edges: Mapping[int, Mapping[int, EdgeTensors]]) -> None:
-        """Change the tensors of the edges: for each stage of this rank, in a graph, the other stage -> the tensors
-        between them. Only while drained, at the same batch on all ranks.
+        """Change the tensors of the edges. Call it drained, and before the same batch on all ranks.
+
+        `edges`: stage of this rank (a `GraphStage`) -> other stage -> the tensors between the two.
         """
         assert self._drained, "what is in flight has the shapes of before"
         for stage in self._stages:
@@ -309,7 +326,10 @@ class PipelineEngine:
         self._channels.change_specs(self._stages)
 
     def trace(self) -> RankTrace:
-        """The trace of the last batches on this rank (needs a tracer); see `trace.gather_traces`, `trace.timeline`."""
+        """Return the trace of the last batches on this rank, for `trace.gather_traces` and `trace.timeline`.
+
+        Raises ValueError if the engine has no tracer.
+        """
         if self.tracer is None:
             raise ValueError("nothing was traced; give the engine a Tracer")
         return RankTrace(
@@ -323,7 +343,7 @@ class PipelineEngine:
         )
 
     def close(self) -> None:
-        """Stop the threads. Call it drained, on all ranks; not needed after a failure."""
+        """Stop the threads. Call it on all ranks while the pipeline is drained. Not needed after a failure."""
         if self._guard is not None:
             self._guard.unwatch()
         self._chain.close()
@@ -338,7 +358,7 @@ class PipelineEngine:
         reports = self._executor.reports
         taken = []
         for batch in sorted(batch for batch in reports if batch <= last_batch):
-            self._late_chain.wait(batch + 1)  # a norm reduction after the step completes the report
+            self._late_chain.wait(batch + 1)  # a norm reduction placed after the step completes the report
             taken.append(reports.pop(batch))
         return taken
 
@@ -350,7 +370,7 @@ class PipelineEngine:
         return {name: (sums[i, 0].item(), sums[i, 1].item()) for i, name in enumerate(names)}
 
     def _doing(self) -> tuple[str, int | None]:
-        """(what this rank executes now, the global rank it waits for or None); read by the failure guard's thread."""
+        """Return (what this rank executes now, the global rank that it waits for, or None). For the guard's thread."""
         instruction = self._executor.current
         move = None if self._transfers is None else self._transfers.current
         doing, waits_for = self._computing(instruction)
@@ -374,7 +394,7 @@ class PipelineEngine:
 
 
 def _require_same(schedule: Residency, update: Residency) -> None:
-    """Raises ValueError if the update was made for another residency than the schedule's."""
+    """Raise ValueError if the update was made for a residency other than the schedule's."""
     if (schedule.stages, schedule.update) != (update.stages, update.update):
         raise ValueError(
             f"the schedule's residency is {schedule}, and its update was made for {update}; make it with "

@@ -1,19 +1,20 @@
-"""What the stages of a rank take from other stages and hand to them, over the edges of the graph.
+"""The tensors that a rank's stages exchange with other stages over the edges of the graph.
 
-A stage of a graph exchanges a tuple of tensors over each edge, which crosses to another rank in one transfer. A chain
-is the graph with the edges 0>1, 1>2, ...: its stages take one tensor and hand on one, without a tuple, or None at an
-end.
+A stage of a graph exchanges a tuple of tensors over each edge. The tuple goes to another rank in one transfer. A chain
+is the graph with the edges 0>1, 1>2, ...: its stages exchange single tensors without a tuple, and None at an end.
 
-`SharedParameters`: a parameter that several stages use, such as an embedding that is also the head, lives in its owner,
-the stage that steps it; the other stages get its value over an edge and send their gradients back. Sending the whole
-matrix twice with every microbatch (131 MB for T5-3B) would be waste, since its value changes only when the owner steps.
-So the value goes with the first microbatch whose forward at the owner uses it, and the other stages keep it. Each user
-adds up the gradients of a batch, which go back with its last microbatch. Which microbatches these are follows from the
-weight policy, the owner's depth and the sizes of the batches, as the versions do (`weights`), so both ends know it
-without a message. Forwards and backwards of a stage are in the order of their microbatches. The value that moves is the
-one that the owner's forward uses. Where it is ahead of its version, by a prediction or a provisional step, every
-further step is another value: with provisional ones it moves up to min(m, k + 1) times for a batch of m microbatches
-and an owner of depth k.
+`SharedParameters`: several stages may use one parameter, such as an embedding that is also the head. It lives in its
+owner, the stage that steps it. The other stages get its value over an edge and send their gradients back. Sending the
+whole matrix twice with every microbatch (131 MB for T5-3B) would be waste, since its value changes only when the owner
+steps. So the value goes with the first microbatch whose forward at the owner uses it, and the other stages keep it.
+Each user adds up the gradients of a batch and sends the sum back with the last microbatch. The weight policy, the
+owner's depth and the sizes of the batches determine which microbatches these are, as they determine the versions
+(`weights`). So both ends know it without a message. Forwards and backwards of a stage are in the order of their
+microbatches.
+
+The owner sends the value that its own forward uses. A prediction or a provisional step changes this value within one
+version. With provisional steps it is sent up to min(m, k + 1) times for a batch of m microbatches and an owner of
+depth k.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ class SharedParameters:
     def __init__(self, graph: StageGraph, weights: WeightPolicy) -> None:
         self._graph, self._weights = graph, weights
         deepest = max(map(graph.depth, range(graph.num_stages)))
-        # Since the last drain (batch, its microbatches): those in flight, and as many that fixed their versions.
+        # (batch, its microbatches) since the last drain: batches in flight, and as many that determine their versions.
         self._batches: deque[tuple[int, range]] = deque(maxlen=2 * deepest + 2)
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
-        """Note the next batch of the run."""
+        """Add the next batch of the run."""
         self._batches.append((batch, microbatches))
 
     def settle(self) -> None:
-        """Forget the batches; called when nothing is in flight any more."""
+        """Forget the batches. Call it only while nothing is in flight."""
         self._batches.clear()
 
     def moves_value(self, owner: int, microbatch: Microbatch) -> bool:
-        """Whether this microbatch is the first with the weights that its forward has at stage `owner`."""
+        """Return whether this microbatch's forward at stage `owner` is the first to use its weights."""
         if microbatch.batch == EVALUATION_BATCH:
             return microbatch.position == 0
         index = microbatch.index
@@ -60,11 +61,11 @@ class SharedParameters:
         )
 
     def moves_gradient(self, microbatch: Microbatch) -> bool:
-        """Whether this microbatch is the last of its batch."""
+        """Return whether gradients go back with this microbatch: it is the last of its batch."""
         return microbatch.position == microbatch.num_microbatches - 1
 
     def _weights_of(self, stage: int, index: int) -> tuple[int, int]:
-        """(version, how far ahead of it) of a microbatch's forward; see `weights`."""
+        """Return (version, how far ahead of it) for a microbatch's forward at a stage; see `weights`."""
         batch = self._batch_of(index)
         behind = max(index - self._graph.depth(stage), self._batches[0][1].start)
         version = self._weights.version_of(batch, newest=self._batch_of(behind))
@@ -79,15 +80,16 @@ class SharedParameters:
 
 
 class Exchange:
-    """The tensors between the stages of a rank and others.
+    """The tensors that the stages of one rank exchange with each other and with other ranks.
 
     Args:
-        about: the microbatch with an index.
+        about: returns the microbatch with a given index.
         waited: called after each wait for a transfer.
-        on_boundary: called with each tensor that stages exchange, or None where an exchange has no tensor.
+        on_boundary: called with each tensor that stages of a chain exchange or that arrives from another rank, and
+            with None where an end of the chain has none.
 
     Attributes:
-        most_unread: frozen stage, for which nothing is saved -> how many unread outputs it may have.
+        most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have.
     """
 
     def __init__(
@@ -104,33 +106,34 @@ class Exchange:
         self.most_unread = {each: graph.most_unread(each) for each in stages if graph.is_forward_only(each)}
         self._stages, self._channels = stages, channels
         self._about, self._waited, self._on_boundary = about, waited, on_boundary
-        # The stages of a chain: what they exchange is one tensor, without a tuple, which costs no packing.
+        # The stages of a chain: they exchange single tensors, without a tuple and without packing.
         self._alone = frozenset(index for index, stage in stages.items() if not isinstance(stage, GraphStage))
         self._graph = graph
         self._peer_of = cache(lambda kind, stage, peer: graph.peer_of(Instruction(kind, stage, peer=peer)))
         self._named = cache(lambda kind, stage, peer: graph.named_peer(Instruction(kind, stage), peer))
         self._shared = SharedParameters(graph, weights)
-        self._values: dict[tuple[int, int, int], Tensor] = {}  # of shared parameters: (from, to, place on the edge)
-        # What waits to be sent, or to be taken by a stage of this rank: (from, to, microbatch).
+        self._values: dict[tuple[int, int, int], Tensor] = {}  # (from, to, place on the edge) -> shared parameter
+        # (from, to, microbatch) -> a result that waits for its SEND, or for a stage of this rank.
         self._handed: dict[tuple[int, int, int], Any] = {}
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
-        """Note the next batch of the run."""
+        """Add the next batch of the run."""
         self._shared.begin_batch(batch, microbatches)
 
     def settle(self) -> None:
-        """Drop what was kept for later microbatches; called when nothing is in flight any more."""
-        self._values.clear()  # the next batch brings them anew
+        """Drop the tensors kept for later microbatches. Call it only while nothing is in flight."""
+        self._values.clear()  # the next batch sends them again
         self._shared.settle()
 
     def __len__(self) -> int:
-        """The number of results that wait to be sent or taken."""
+        """Return the number of results that wait to be sent or taken."""
         return len(self._handed)
 
     def taker(self, kind: Kind, index: int) -> Callable[[Instruction], Any]:
-        """The function that takes, for a computation of a stage, the tensors from each stage that makes some.
+        """Return the function that collects the inputs of a computation of stage `index` from other stages.
 
-        It waits for posted receives. `kind`: RECV_F for activations, RECV_B for gradients.
+        The function waits for posted receives. It returns a single tensor in a chain, else stage -> tensors. `kind`:
+        RECV_F for activations, RECV_B for gradients.
         """
         peers, stages, pop = self._graph.makers(kind.row.receives, index), self._stages, self._handed.pop
         if index in self._alone:
@@ -155,9 +158,10 @@ class Exchange:
         return take
 
     def giver(self, kind: Kind, index: int) -> Callable[[Instruction, Any], None]:
-        """The function that keeps what a computation of a stage has made, for its SENDs and for stages of this rank.
+        """Return the function that keeps the results of a computation of stage `index`.
 
-        `kind`: SEND_F for activations, SEND_B for gradients.
+        SENDs and other stages of this rank take the results later. `kind`: SEND_F for activations, SEND_B for
+        gradients.
         """
         peers, handed, on_boundary = self._graph.takers(kind.row.sends, index), self._handed, self._on_boundary
 
@@ -179,7 +183,10 @@ class Exchange:
         return give
 
     def send(self, instruction: Instruction) -> None:
-        """Start the transfer of a SEND. Few of a frozen stage's outputs may be unread: no gradient holds it back."""
+        """Start the transfer of a SEND. A frozen stage first waits while too many of its outputs are unread.
+
+        No gradient comes back to a frozen stage, so nothing else would hold it back.
+        """
         kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
         if stage in self.most_unread:
             self._channels.wait_until_read(instruction, self.most_unread[stage] - 1)
@@ -198,7 +205,7 @@ class Exchange:
             self._channels.post_send(kind, stage, microbatch, packed, instruction.peer, spec)
 
     def post_receive(self, instruction: Instruction) -> None:
-        """Start the transfer of a RECV."""
+        """Start the transfer of a RECV, unless no tensor moves with this microbatch."""
         kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
         if stage in self._alone:
             self._channels.post_receive(kind, stage, microbatch)
@@ -212,7 +219,7 @@ class Exchange:
         self._channels.post_receive(kind, stage, microbatch, instruction.peer, spec)
 
     def _received(self, kind: Kind, instruction: Instruction, peer: int) -> Any:
-        """The tensors from stage `peer` of another rank, for a computation."""
+        """Return the tensors from stage `peer` on another rank, with None for each that has not moved."""
         stage, microbatch = instruction.stage, instruction.microbatch
         travelling, present = self._travelling(peer, stage), None
         if travelling.has_shared:
@@ -223,27 +230,27 @@ class Exchange:
         return travelling.unpack(packed, present)
 
     def _waited_for(self, kind: Kind, peer: int | None, instruction: Instruction) -> Tensor:
-        """The tensor of a posted receive; `peer` where there are several."""
+        """Return the tensor of a posted receive. `peer`: the sending stage where the kind has several, else None."""
         tensor = self._channels.wait(kind, instruction.stage, instruction.microbatch, instruction, peer)
         self._waited()
         self._on_boundary(tensor)
         return tensor
 
     def _travelling(self, source: int, target: int) -> TravellingTensors:
-        """The tensors that one stage hands to another, of which one is on this rank."""
+        """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank."""
         own, other = (source, target) if source in self._stages else (target, source)
         edge = self._stages[own].edges[other]
         return edge.activations if source < target else edge.gradients
 
     def _present(self, source: int, target: int, microbatch: int) -> tuple[bool, ...]:
-        """For each tensor, whether it moves with this microbatch."""
+        """Return, for each tensor, whether it moves with this microbatch."""
         about, owners = self._about(microbatch), self._travelling(source, target).owners
         if source > target:
             return tuple(owner is None or self._shared.moves_gradient(about) for owner in owners)
         return tuple(owner is None or self._shared.moves_value(owner, about) for owner in owners)
 
     def _with_values(self, source: int, target: int, tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-        """The tensors; a shared parameter that has not moved has its last value."""
+        """Return the tensors, with the last value of each shared parameter that has not moved."""
         for place, owner in enumerate(self._travelling(source, target).owners):
             if owner is not None and tensors[place] is not None:
                 self._values[source, target, place] = tensors[place]
@@ -254,7 +261,7 @@ class Exchange:
     def _as_of_now(
         self, source: int, target: int, microbatch: int, tensors: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """The tensors; the stage's own parameters are copied, since their values must not change when it steps."""
+        """Return the tensors that move. The stage's own parameters are copied, since a step would change them."""
         moves, owners = self._present(source, target, microbatch), self._travelling(source, target).owners
         return tuple(
             None if not here else tensor.clone() if owner == source else tensor

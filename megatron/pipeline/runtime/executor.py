@@ -1,13 +1,13 @@
 """The executor: runs one rank's row of a program under any schedule, on the stages of a chain or of another graph.
 
-A table gives the method of each instruction kind, and a loop calls them in the order of the row. Sends and receives
-are posted; the instruction that needs a tensor waits for it; the reductions go to the chain thread and STEP waits for
-them. A reduction behind its STEP, for which only the report waits, has a thread of its own: in the chain it would hold
-up the next STEP until all ranks have reached it. A kind without a method is an error before anything of the row is
-executed. The executor knows no schedule: between rows it keeps only the results of instructions (posted receives,
-outputs to send or to give to the rank's next stage, in its `Exchange`; saved microbatches).
+A table gives the method of each instruction kind, and a loop calls these methods in the order of the row. Sends and
+receives are posted, and the instruction that needs a tensor waits for it. Reductions run on the chain thread, and STEP
+waits for them. Only the report waits for a reduction that stands behind its STEP. Such a reduction runs on another
+thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an error,
+raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions: saved
+microbatches, posted receives, and outputs for other stages (in its `Exchange`).
 
-Where weights are stale each stage steps by itself (FTPipe, Table 1), with an update of its own: `StagewiseUpdate`.
+Where weights are stale each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
 """
 
 from __future__ import annotations
@@ -56,21 +56,38 @@ from megatron.pipeline.runtime.update.chain import Chain
 
 @dataclass(slots=True)
 class _Stepping:
-    """The stages that step together: those of a rank, or one alone."""
+    """Stages that step together: all stages of the rank, or a single stage."""
 
     update: WeightUpdate | StageUpdate
     accumulating: int | None = None  # the batch that the last backward belonged to
-    with_backwards: set[int] = field(default_factory=set)  # batches whose gradients have begun to be added up
-    with_forwards: int | None = None  # the batch of the last forward, where a stage steps alone
+    with_backwards: set[int] = field(default_factory=set)  # batches whose first backward has started
+    with_forwards: int | None = None  # the batch of the last forward, where the stage steps alone
 
 
 class Executor:
-    """Executes rows on the stages of one rank, which `graph` connects with others.
+    """Executes rows on the stages of one rank.
 
-    After a row, `reports` holds the reports of the batches stepped so far (the caller removes them). `saved` counts the
-    saved microbatches. `transfers` moves them, and counts in `saved`, too; None: the rows have no moves. `lanes` carry
-    weights and gradients between device and host, for an update that is a `RelayUpdate`, and the inputs in the `stash`;
-    None: the rows have no such instructions. `on_boundary`: as for `Exchange`.
+    Args:
+        stages: the rank's stages.
+        update: their weight update; a `StagewiseUpdate` where `weights` refreshes.
+        channels: the rank's links to other ranks.
+        chain: runs the reductions for which a STEP waits.
+        late_chain: runs the reductions that stand behind their STEP.
+        saved: counter of the saved microbatches.
+        graph: the edges between all stages of the pipeline.
+        weights: the schedule's weight policy.
+        transfers: moves saved microbatches between paired ranks and updates `saved`; None: the rows have no moves.
+        lanes: carry weights, gradients and stashed inputs between device and host, where `update` is a `RelayUpdate`;
+            None: the rows have no such instructions.
+        stash: the inputs on the host; None: inputs stay on the device.
+        tracer: records the instructions of training rows.
+        stop_requests: returns the bits to send with the next norm reduction.
+        on_boundary: see `Exchange`.
+
+    Attributes:
+        reports: batch -> its report, for the batches stepped so far. The caller removes them.
+        current: the running instruction, None between rows.
+        num_executed: number of instructions executed so far.
     """
 
     def __init__(
@@ -120,9 +137,9 @@ class Executor:
         self._batches: dict[int, BatchInfo] = {}
         self._microbatches: dict[int, Microbatch] = {}
         self._with_forwards: set[int] = set()  # batches that have begun
-        self._num_backwards: Counter[int] = Counter()  # of each batch, those that have ended
+        self._num_backwards: Counter[int] = Counter()  # batch -> backwards that have ended
         self._splitting: set[int] = set()  # stages prepared for split backwards
-        self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped alone
+        self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped to it, where each steps alone
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
         self.num_executed = 0
@@ -147,16 +164,17 @@ class Executor:
             self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
 
     def run(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of a training program. An error carries the instruction that raised it (`annotate`).
+        """Execute a row of a training program. `annotate` marks an error with the instruction that raised it.
 
         Raises:
-            ValueError: a backward is split and its stage cannot split it; nothing of the row has been executed.
+            ValueError: the row splits a backward that its stage cannot split. Raised before the row starts.
+            NotImplementedError: the row has a kind without a method. Raised before the row starts.
         """
         self._announce_halves(row)
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of forwards, which save nothing; only while the pipeline is drained."""
+        """Execute a row of forwards that save nothing. Call it only while the pipeline is drained."""
         self._update.begin_evaluation()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
@@ -166,7 +184,10 @@ class Executor:
             self._microbatches = training_microbatches
 
     def _announce_halves(self, row: Sequence[Instruction]) -> None:
-        """Prepare the stages whose backwards the row splits, before their forwards, once for each stage."""
+        """Prepare each stage whose backwards the row splits, before its forwards and only once.
+
+        Raises ValueError if the stage cannot split backwards.
+        """
         for index in {each.stage for each in row if each.kind in HALVES} - self._splitting:
             stage = self._stages[index]
             if not hasattr(stage, "split_backward"):
@@ -178,7 +199,7 @@ class Executor:
             self._splitting.add(index)
 
     def settle(self) -> None:
-        """Drop what was kept for later microbatches; called when nothing is in flight any more."""
+        """Drop the tensors kept for later microbatches. Call it only while nothing is in flight."""
         self._exchange.settle()
 
     @staticmethod
@@ -225,7 +246,7 @@ class Executor:
             record((instruction, start, self._ready, now()))
 
     def _waited(self) -> None:
-        """Note that the wait of the running instruction is over."""
+        """Record, for the trace, that the running instruction has stopped waiting."""
         if self._tracer is not None:
             self._ready = self._tracer.now()
 
@@ -254,7 +275,7 @@ class Executor:
         self._give_output[index](instruction, stage.forward(microbatch, input))
 
     def _show_stale(self, stage: GraphStage, batch: int, instruction: Instruction) -> None:
-        """Show the weights of a forward where the stage steps alone."""
+        """Load the weights for a forward of a stage that steps alone, and announce the batch's first forward."""
         if instruction.horizon:
             stage.load_ahead(instruction.version, instruction.horizon)
         elif instruction.unstepped:
@@ -316,7 +337,7 @@ class Executor:
         self._end_backward(stage.index, microbatch)
 
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
-        """The stage and the microbatch of a backward, whole or half; shows their weights and gradients."""
+        """Load weights and gradient buffer for a backward, whole or half. Return its stage and microbatch."""
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
         if self._stepping[stage.index].accumulating != microbatch.batch:
             self._accumulate_for(self._stepping[stage.index], microbatch.batch)
@@ -331,12 +352,12 @@ class Executor:
             self._tracer.record_deferred(self._saved.deferred_bytes.now)
 
     def _end_backward(self, stage: int, microbatch: Microbatch) -> None:
-        """Count a backward, whole or both halves, as done."""
+        """Count a backward as done: a whole one, or both halves of a split one."""
         self._saved.remove(stage)
         self._num_backwards[microbatch.batch] += 1
 
     def _accumulate_for(self, stepping: _Stepping, batch: int) -> None:
-        """Make the following backwards add to the gradients of `batch`, which other batches may have interrupted."""
+        """Make the next backwards add to the gradients of `batch`. Backwards of other batches may have come between."""
         if batch in stepping.with_backwards:
             stepping.update.resume_backward(self._batches[batch])
         else:
@@ -434,12 +455,12 @@ class Executor:
     # -- predictions --------------------------------------------------------------------------------------------------
 
     def _num_done(self, instruction: Instruction) -> int:
-        """How many backwards are done in the batch that makes the instruction's version."""
+        """Return the number of finished backwards of the batch that makes the instruction's version."""
         self._require_whole(instruction, instruction.version - 1)
         return self._num_backwards[instruction.version - 1]
 
     def _require_whole(self, instruction: Instruction, batch: int) -> None:
-        """Raises ValueError if a microbatch of the batch has had its I but not its W: its gradients are needed now."""
+        """Raise ValueError if a microbatch of `batch` has had its I but not its W: its gradients are incomplete."""
         halfway = self._saved.deferred_of(instruction.stage)
         halfway = [index for index in halfway if self._microbatches[index].batch == batch]
         if halfway:

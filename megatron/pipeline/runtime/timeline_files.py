@@ -1,7 +1,7 @@
 """The last batches of a run as a picture, planned above measured, and as a trace for Perfetto.
 
-The plan is the simulation of the very program that ran, with each stage's mean measured times and transfers that cost
-nothing; so what differs between the two is transfer, waiting and noise.
+The plan is a simulation of the program that ran, with each stage's mean measured times. Transfers cost nothing in the
+simulation. So the measured timeline differs from the plan only by transfers, waiting and noise.
 """
 
 import statistics
@@ -21,11 +21,11 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
 
-_RUN_IN, _RUN_OUT = 2, 1  # neighbours that the plan simulates beyond the picture, as the run had them
+_RUN_IN, _RUN_OUT = 2, 1  # batches that the plan also simulates, before and after the batches shown
 
 
 def measured_costs(measured: Timeline) -> Costs:
-    """Mean seconds of each kind of work per stage."""
+    """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in measured.spans:
         times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
@@ -33,7 +33,7 @@ def measured_costs(measured: Timeline) -> Costs:
     def mean(kind: Kind) -> list[float]:
         return [statistics.fmean(times.get((kind, stage), [0.0])) for stage in range(measured.num_stages)]
 
-    def least(kind: Kind) -> float:  # the last to come waits least for the others
+    def least(kind: Kind) -> float:  # the last rank to arrive waits least for the others
         return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
 
     known = {field.name for field in fields(Costs)}
@@ -42,9 +42,10 @@ def measured_costs(measured: Timeline) -> Costs:
 
 
 def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> range:
-    """The batches to show: at most `most`, at the end of the longest stretch between drains, the last one of equals.
+    """Return the batches to show: the last ones, at most `most`, of the longest stretch between drains.
 
-    `drains` are the batches before which the pipeline was drained. A drain within would hide the schedule.
+    Of several longest stretches, take the latest. A drain inside the picture would hide the schedule. `drains`: the
+    batches before which the pipeline was drained.
     """
     borders = sorted({measured.first_batch, *drains, measured.first_batch + len(measured.batches)})
     inside = [border for border in borders if border >= measured.first_batch]
@@ -54,7 +55,7 @@ def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> r
 
 
 def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
-    """The simulation of the batches `shown`, with measured times and together with neighbours of the same stretch."""
+    """Simulate the batches `shown` with measured times. Neighbours of the same stretch are simulated with them."""
     first = max([shown.start - _RUN_IN, measured.first_batch, *(drain for drain in drains if drain <= shown.start)])
     end = measured.first_batch + len(measured.batches)
     last = min([shown.stop + _RUN_OUT, end, *(drain for drain in drains if drain >= shown.stop)])
@@ -66,9 +67,10 @@ def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: rang
 
 
 def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[int], most: int) -> None:
-    """Write `timeline.png`, `measured.json` (a Timeline) and `trace.json` (for Perfetto). Collective, drained.
+    """Write `timeline.png`, `measured.json` (a Timeline) and `trace.json` (for Perfetto).
 
-    Shows the pipeline of the first replica's first tensor rank, at most `most` batches.
+    Collective; call it drained. Shows the pipeline of the first replica's first tensor rank. The picture has at most
+    `most` batches.
     """
     if parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
         return
@@ -79,7 +81,10 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
 def write_pictures(
     schedule: PipelineSchedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
 ) -> None:
-    """Write the files of `write_timeline` from the traces of a pipeline's ranks; None (all ranks but one): no files."""
+    """Write the files of `write_timeline` from the traces of a pipeline's ranks. Do nothing if `traces` is None.
+
+    `gather_traces` returns None on all ranks but one.
+    """
     if traces is None or not traces[0].batches:
         return
     folder.mkdir(parents=True, exist_ok=True)

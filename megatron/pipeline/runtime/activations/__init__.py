@@ -1,3 +1,1 @@
-"""What stages keep of microbatches between forward and backward: saved, counted, moved to the pair stage, brought
-back.
-"""
+"""Activations between forward and backward: saved, counted, moved to the pair stage and back."""

@@ -1,12 +1,13 @@
 """Buffers for moved activations, and the count of the bytes that a rank saves.
 
-Problem: activations are moved at every microbatch. Allocating their memory each time fragments it and costs time, but
-when a buffer may be used again depends on who still reads it: a backward, a gradient that happens to be a view of a
-saved tensor, on CUDA kernels that the host has only queued.
+Problem: activations are moved at every microbatch. Allocating memory for each move fragments the memory and costs time.
+But a buffer may be used again only when its last reader is done: a backward, a gradient that is a view of a saved
+tensor, or, on CUDA, a kernel that the host has only queued.
 
-Solution: a buffer is free when nobody but the pool holds its storage. So nobody gives buffers back, none can be given
-back too early, and what is in use can be counted at any moment. Where the device lags behind the host, whoever has
-given it work on a buffer says so while still holding it (`mark_used`), and the stream that takes it next waits.
+Solution: a buffer is free when only the pool holds its storage. So no caller returns buffers, none can be returned too
+early, and the bytes in use can be counted at any time. Where the device lags behind the host, a caller that has queued
+work on a buffer calls `mark_used` while it still holds the buffer. The stream that takes the buffer next waits for that
+work.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Buffer:
 
 
 class BufferPool:
-    """Byte buffers on `device`, made when no buffer of the size is free, and kept. Safe from several threads."""
+    """Byte buffers on `device`, made when no buffer of the size is free, and kept. Thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -41,13 +42,13 @@ class BufferPool:
         self._lock = threading.Lock()
 
     def reserve(self, count: int, num_bytes: int) -> None:
-        """Make buffers until there are at least `count` of this size."""
+        """Make buffers until there are at least `count` of `num_bytes` each."""
         with self._lock:
             for _ in range(count - sum(len(buffer.memory) == num_bytes for buffer in self._buffers)):
                 self._make(num_bytes)
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer, uint8 [num_bytes] with any content, which is free again when nothing refers to its storage."""
+        """Return a buffer, uint8 [num_bytes], uninitialised. It is free again when nothing else holds its storage."""
         with self._lock:
             buffers = (buffer for buffer in self._buffers if len(buffer.memory) == num_bytes and buffer.is_free)
             buffer = next(buffers, None) or self._make(num_bytes)
@@ -60,9 +61,9 @@ class BufferPool:
         return buffer
 
     def mark_used(self, taken: Tensor) -> None:
-        """Note that the buffer's last reader has been queued on the current stream.
+        """Record that the buffer's last reader has been queued on the current stream.
 
-        To be called while the buffer is still held: otherwise another `take` may get it first.
+        Call it while still holding the buffer: otherwise another `take` may get the buffer first.
         """
         with self._lock:
             address = taken.data_ptr()
@@ -86,20 +87,24 @@ class BufferPool:
 
 
 class ActivationMemory:
-    """The bytes that one rank saves over all of its stages, in graphs and in used buffers.
+    """Counts the bytes that one rank saves over all of its stages, in graphs and in used buffers.
 
-    `peak_bytes` is the maximum over the run so far, updated when a forward has ended or a buffer is taken, the only
-    moments at which it grows. Bytes saved between I and W are not included (`DeferredBytes`).
+    Bytes saved between I and W are not included (see `DeferredBytes`).
+
+    Attributes:
+        pool: the buffers for moved activations.
+        peak_bytes: the maximum over the run so far. Updated when a forward has ended or a buffer is taken, since the
+            count grows only then.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         probe = torch.empty(1, device=device)
         assert num_holders(probe) == 1, "this torch counts the holders of a storage in another way"
-        self.device = probe.device  # "cuda" with the number of the current one
+        self.device = probe.device  # "cuda" becomes the current device, with its number
         self.pool = BufferPool(self.device)
         self.peak_bytes = self._recent_peak_bytes = 0
         self._in_graphs: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()  # buffers are taken by the thread of the moves, too
+        self._lock = threading.Lock()  # the move thread takes buffers, too
 
     @property
     def current_bytes(self) -> int:
@@ -107,25 +112,27 @@ class ActivationMemory:
             return self._count()
 
     def take_recent_peak(self) -> int:
-        """The maximum of bytes since the last call, or since the start."""
+        """Return the maximum number of bytes since the last call, or since the start."""
         with self._lock:
             peak, self._recent_peak_bytes = self._recent_peak_bytes, self._count()
         return peak
 
     def hold(self, stage: int, microbatch: int, num_bytes: int) -> None:
-        """Count the bytes that a graph saves from now on."""
+        """Count `num_bytes` for the graph of a microbatch at a stage from now on."""
         with self._lock:
             self._in_graphs[stage, microbatch] = num_bytes
             self._note()
 
     def drop(self, stage: int, microbatch: int) -> None:
-        """Forget the bytes of a graph whose backward has ended."""
+        """Stop counting a graph whose backward has ended."""
         with self._lock:
             self._in_graphs.pop((stage, microbatch), None)
 
     def take_buffer(self, num_bytes: int, *, instead_of: tuple[int, int] | None = None) -> Tensor:
-        """A buffer for a microbatch that is to arrive, or to leave: it counts instead of the graph of that (stage,
-        microbatch), which is freed as soon as its bytes are copied.
+        """Return a buffer for a microbatch that arrives or leaves.
+
+        `instead_of`: (stage, microbatch) of a graph that leaves. From now on the buffer is counted instead of the
+        graph, which is freed as soon as its bytes are copied.
         """
         with self._lock:
             self._in_graphs.pop(instead_of, None)

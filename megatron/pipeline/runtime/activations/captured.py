@@ -1,13 +1,13 @@
-"""What a stage saves between the forward and the backward of a microbatch, ready to be evicted and loaded again.
+"""The activations that a stage saves between the forward and the backward of a microbatch, ready for eviction and load.
 
-A stage owns a `CapturedActivations`, or a `NotCaptured`, which has the same methods, costs nothing and refuses to
+A stage owns a `CapturedActivations` or a `NotCaptured`. The latter has the same methods, costs nothing and refuses to
 evict. All tensors that a forward saves move with its microbatch, except
 
-- parameters, of whichever weight version they show, and buffers;
+- parameters, whichever weight version they hold, and buffers;
 - arguments of the model's forward other than the stage's input (tokens, masks): they are data;
-- tensors that two microbatches in a row have saved: cached masks and rotary tables, weights that no module knows.
+- tensors that two successive microbatches have saved: cached masks, rotary tables, and weights outside any module.
 
-Hence the first microbatch cannot be evicted before the second one has run.
+Hence the first microbatch cannot be evicted before the forward of the second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.pipeline.runtime.contract.stage import Eviction
 
 @dataclass(slots=True)
 class RandomState:
-    """The random generators' states at one moment, to run a forward again with the same random numbers."""
+    """The random generators' states at one moment, used to repeat a forward with the same random numbers."""
 
     cpu: Tensor
     cuda: Tensor | None
@@ -45,11 +45,14 @@ class RandomState:
 
 @dataclass(slots=True)
 class SavedActivations:
-    """A microbatch in flight at one stage.
+    """The saved activations of a microbatch in flight at one stage.
 
-    `input`: the leaf that the input's gradient lands in (None on the first stage). `root`: where the backward starts:
-    an edge of the graph, which does not hold the output's storage; None until a recompute where that is due.
-    `context`: whatever else the stage needs to recompute. `random_state`: set where a recompute is due.
+    Attributes:
+        input: the leaf that receives the input's gradient; None on the first stage.
+        root: the start of the backward: an edge of the graph, which does not hold the output's storage. None while a
+            recompute is due.
+        context: any other data that the stage needs to recompute.
+        random_state: the generators' states, where a recompute is due.
     """
 
     input: Tensor | None = None
@@ -59,7 +62,7 @@ class SavedActivations:
 
 
 class ActivationStore:
-    """microbatch -> its saved activations; counts the most that were saved at once."""
+    """The saved activations of microbatches. `peak` is the largest number saved at once."""
 
     def __init__(self) -> None:
         self._saved: dict[int, SavedActivations] = {}
@@ -119,26 +122,33 @@ class NotCaptured:
 
 
 class CapturedActivations:
-    """The microbatches in flight at stage `stage`, which runs `module`; `memory` is the rank's."""
+    """The captured microbatches in flight at a stage.
+
+    Args:
+        stage: number of the stage.
+        module: the module that the stage runs.
+        memory: the activation memory of the rank.
+    """
 
     def __init__(self, stage: int, module: torch.nn.Module, memory: ActivationMemory) -> None:
         self.layout: ActivationLayout | None = None
-        """The layout of every microbatch; known from the first eviction on."""
+        """The layout of every microbatch, set by the first eviction."""
         self._stage = stage
         self._memory = memory
         self._streams = streams_of(memory.device)
-        # Unbound, since megatron.core's DDP has a list named `buffers`.
+        # Called as functions of the class, since megatron.core's DDP has a list named `buffers`.
         self._own = [*torch.nn.Module.parameters(module), *torch.nn.Module.buffers(module)]
         self._saved: dict[int, SavedTensors] = {}
         self._num_sealed = 0
-        self._last: dict[int, StorageWeakRef] = {}  # moved with the microbatch before; a weak hold keeps an identity
+        # Storages that the previous forward saved. A weak reference keeps a storage's identity from being reused.
+        self._last: dict[int, StorageWeakRef] = {}
         self._shared: dict[int, StorageWeakRef] = {}
-        self._data: list[Tensor] | None = None  # arguments of the forward that runs
+        self._data: list[Tensor] | None = None  # arguments of the running forward
         module.register_forward_pre_hook(self._note_arguments, with_kwargs=True)
 
     @contextmanager
     def capture(self, microbatch: int):
-        """Run the forward of `microbatch` in this context, then call `seal`."""
+        """Context for the forward of `microbatch`. Call `seal` afterwards."""
         assert microbatch not in self._saved, f"microbatch {microbatch} is saved already"
         saved = self._saved[microbatch] = SavedTensors(f"microbatch {microbatch} at stage {self._stage}")
         self._data = []
@@ -150,15 +160,15 @@ class CapturedActivations:
             self._data += [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
     def keep(self, microbatch: int, tensor: Tensor | None) -> Any:
-        """Save a tensor that no graph saves (a recomputed forward's input); returns the handle for `kept`."""
+        """Save a tensor that no graph saves (the input of a forward to be recomputed). Return a handle for `kept`."""
         return None if tensor is None else self._saved[microbatch].pack(tensor)
 
     def kept(self, handle: Any) -> Tensor | None:
-        """The tensor of a handle from `keep`. Raises RuntimeError while it is evicted."""
+        """Return the tensor of a handle from `keep`. Raises RuntimeError while the microbatch is evicted."""
         return None if handle is None else handle.get()
 
     def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
-        """End the forward's capture. Drops the values of `input`, a leaf: the graph has saved what it needs."""
+        """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved those it needs."""
         saved = self._saved[microbatch]
         stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
         self._data = None
@@ -170,7 +180,7 @@ class CapturedActivations:
         self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def _learn_shared(self, moving: dict[int, StorageWeakRef]) -> None:
-        """Exclude from moves what the microbatch before has saved, too, for this microbatch and those still here."""
+        """Exclude storages from moves that the previous microbatch has saved, too: for all microbatches not evicted."""
         shared = moving.keys() & self._last.keys()
         self._last = moving
         if shared:
@@ -181,20 +191,20 @@ class CapturedActivations:
                     self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)
 
     def drop(self, microbatch: int) -> None:
-        """Forget the saved tensors of a microbatch whose backward has ended."""
+        """Drop the saved tensors of a microbatch whose backward has ended."""
         del self._saved[microbatch]
         self._memory.drop(self._stage, microbatch)
 
     def saved_bytes(self, microbatch: int) -> int:
-        """Bytes that the graph of `microbatch` saves now; 0 while it is evicted."""
+        """Return the bytes that the graph of `microbatch` saves now; 0 while it is evicted."""
         saved = self._saved[microbatch]
         return 0 if saved.is_evicted else saved.layout.saved_bytes
 
     def evict(self, microbatch: int) -> Eviction:
-        """Begin to move what is saved of `microbatch`; its `pack` does it, into uint8 [layout.buffer_bytes].
+        """Begin to move the saved tensors of `microbatch`. `Eviction.pack` copies them, uint8 [layout.buffer_bytes].
 
-        Raises ValueError when its layout differs from the stage's, RuntimeError when it is evicted already or before
-        the stage's second forward.
+        Raises ValueError if the microbatch's layout differs from the stage's. Raises RuntimeError if the microbatch is
+        evicted already, or before the stage's second forward.
         """
         saved = self._saved[microbatch]
         if self._num_sealed < 2:
@@ -220,5 +230,5 @@ class CapturedActivations:
         return Eviction(saved.layout.buffer_bytes, pack, held)
 
     def load(self, microbatch: int, buffer: Tensor) -> None:
-        """Let the backward of `microbatch` read from `buffer`. It counts in the pool until nothing refers to it."""
+        """Let the backward of `microbatch` read from `buffer`. The pool counts it until nothing refers to it."""
         self._saved[microbatch].restore(buffer)

@@ -1,14 +1,15 @@
-"""Dropout that depends on what is computed, not on where or when.
+"""Dropout masks that depend on the layer and the sample, not on the schedule or the cut into stages.
 
-Problem: a random-number generator that runs on through a stage gives masks that depend on how the layers are cut into
-stages, on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
+Problem: if a random-number generator runs on through a stage, its masks depend on how the layers are cut into stages,
+on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
 
-Solution: seed before every layer. A hook in front of every transformer layer, of the embedding, and of each module with
-a `dropout_place` (a stack's name and a number, such as ("head", 0)) sets the device's generator and the states of
-megatron.core's tracker from a hash of (seed, first sample of the microbatch, the stack's name and the layer's global
-number; tensor rank where the tracker forks). The sample's index counts over the whole run and over all data-parallel
-replicas, so replicas differ. A recomputed layer runs the same hook and so draws the same masks. The states are put back
-after each microbatch, so nothing else that draws notices. Without dropout, no hooks.
+Solution: seed before every layer. A hook seeds the device's generator and the states of megatron.core's tracker. The
+hook runs before every transformer layer, before the embedding, and before each module with a `dropout_place` (a stack's
+name and a number, such as ("head", 0)). The seed is a hash of the run's seed, the microbatch's first sample, the
+stack's name and the layer's global number, and, for states that differ between tensor ranks, the tensor rank. The
+sample's index counts over the whole run and over all data-parallel replicas, so replicas differ. A recomputed layer
+runs the same hook and so draws the same masks. After each microbatch the states are restored, so other users of the
+generators see no change. A model without dropout gets no hooks.
 """
 
 import hashlib
@@ -29,15 +30,19 @@ _EMBEDDING_NUMBER = 0  # layers count from 1
 
 
 class SeededDropout:
-    """Seeds every layer of one stage's model for the microbatch that is computed.
+    """Seeds every layer of one stage's model for the microbatch being computed.
 
     Args:
-        model: the stage's part of the model; its wrappers do not matter.
+        model: the stage's part of the model, wrapped or not.
         seed: the run's seed.
-        tensor_rank: rank in the tensor-parallel group; default: megatron.core's.
+        tensor_rank: rank in the tensor-parallel group (default: megatron.core's).
+
+    Attributes:
+        active: whether the model has dropout.
 
     Raises:
-        ValueError: the model has a dropout outside of its layers and its embedding, which no hook would reach.
+        ValueError: the model has a dropout that no hook would seed, outside of its layers, its embedding and its
+            modules with a `dropout_place`.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, tensor_rank: int | None = None) -> None:
@@ -71,7 +76,7 @@ class SeededDropout:
 
     @contextmanager
     def microbatch(self, sample: int) -> Iterator[None]:
-        """Compute (forward, recompute or backward) the microbatch whose first sample has this index over the run."""
+        """Context for a forward, recompute or backward of the microbatch whose first sample has index `sample`."""
         if not self.active:
             yield
             return
@@ -93,7 +98,7 @@ class SeededDropout:
         return seed_layer
 
     def _seed_all(self, stack: str, number: int) -> None:
-        """Seed the tracker's states and the generator; inside a fork the generator holds the forked state."""
+        """Seed the tracker's states and the device's generator. Inside a fork the generator holds the forked state."""
         tracker = tensor_parallel.get_cuda_rng_tracker()
         states = tracker.get_states()
         inside = getattr(tracker, "_current_state_name", _DEFAULT_STATE)
@@ -114,7 +119,7 @@ class SeededDropout:
 
 
 class UnseededDropout:
-    """Leaves the generators alone: what a microbatch draws follows from what was drawn before it."""
+    """Does not seed: the masks of a microbatch depend on the random numbers drawn before it."""
 
     def microbatch(self, sample: int) -> AbstractContextManager:
         return nullcontext()

@@ -1,25 +1,26 @@
-"""The tensors that autograd saved of one microbatch: taken out of its graph and put back.
+"""The tensors that autograd saves for one microbatch: taken out of its graph and put back.
 
 Problem: between a forward and its backward the memory of a stage lies in tensors that only the autograd graph knows.
-To move them to another rank they have to be found, copied, truly freed, and later found again by the backward, with
-the same bits, the same strides, and one memory behind several views of it. Much else that a graph saves must stay:
-parameters, of whichever weight version, masks and tables that other microbatches use too.
+To move them to another rank they have to be found, copied, and really freed. Later the backward has to find them again,
+with the same bits and strides, and with views of one storage sharing memory as before. Other tensors that a graph saves
+must stay: parameters of any weight version, and masks and tables that other microbatches also use.
 
-Solution: `torch.autograd.graph.saved_tensors_hooks` around the forward. Instead of a tensor the graph saves a handle,
-and a handle can lose its tensor and get it back. Handles are remembered weakly, so that a backward frees memory node by
-node as it always does.
+Solution: `torch.autograd.graph.saved_tensors_hooks` around the forward. Instead of a tensor the graph saves a handle.
+A handle can lose its tensor and get it back. Only weak references to the handles are kept, so that a backward frees
+memory node by node as usual.
 
-What stays is known by its storage, whatever view of it is saved: the caller names the storages of parameters and data,
-and those that another microbatch has saved too (`CapturedActivations`). Who else holds a storage is no criterion: a
-collective's thread holds its tensors for a moment longer, so the answer would differ from one microbatch to the next.
-Tensors whose memory does not describe them (subclasses, sparse ones, lazy conjugates) stay as well, and what they hold
-with them. Autograd does not check hooked tensors for changes in place, so the handles do.
+Tensors that stay are recognised by their storage, whichever view of it is saved. The caller names the storages of
+parameters and data, and the storages that another microbatch has also saved (`CapturedActivations`). The number of
+holders of a storage is no criterion: a collective's thread holds its tensors slightly longer, so the result would
+differ between microbatches. Tensors that storage and strides do not fully describe (subclasses, sparse tensors, lazy
+conjugates) stay as well, with all they hold. Autograd does not check hooked tensors for in-place changes, so the
+handles check.
 
-To be moved, the saved tensors of a stage, hundreds of views of dozens of storages, have to lie in one piece of memory,
-each byte once, of the same size for every microbatch, so that the buffers can be made once and used again. So the byte
-ranges that are saved of each storage are merged where they overlap, and the merged ranges (spans) are laid out one
-after another. A span starts at the same remainder of `ALIGNMENT` as it had in its storage, since the kernels of a
-backward may round differently at another alignment. Shapes are fixed, so the layout is too.
+A stage saves hundreds of views of dozens of storages. To be moved they have to lie in one piece of memory, each byte
+once. The size has to be equal for every microbatch, so that buffers can be reused. So the saved byte ranges of each
+storage are merged where they overlap, and the merged ranges (spans) are laid out one after another. A span keeps the
+remainder modulo `ALIGNMENT` that its start had in its storage, since backward kernels may round differently at another
+alignment. Shapes are fixed, so the layout is fixed, too.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# --- where they lie in one flat buffer --------------------------------------------------------------------------------
+# --- the layout in one flat buffer ------------------------------------------------------------------------------------
 
-ALIGNMENT = 256  # bytes; a multiple of what torch's allocators (64 on CPU, 512 on CUDA) and kernels look at
+ALIGNMENT = 256  # bytes; kernels look at no coarser alignment (torch's allocators align at 64 on CPU, 512 on CUDA)
 
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Spans in one buffer: (position, length) in bytes, in order. Equal layouts may share buffers."""
+    """The (position, length) of each span in a buffer, in bytes, ascending. Equal layouts may share buffers."""
 
     spans: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(cls, ranges: Iterable[tuple[int, int]]) -> ActivationLayout:
-        """Lay out byte ranges (start in their storage, end), in this order."""
+        """Lay out byte ranges in the given order, each as (start, end) in its storage."""
         spans, end = [], 0
         for start, stop in ranges:
             position = -(-end // ALIGNMENT) * ALIGNMENT + start % ALIGNMENT
@@ -56,16 +57,16 @@ class ActivationLayout:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that are saved, without the gaps between spans."""
+        """The number of saved bytes, without the gaps between spans."""
         return sum(length for _, length in self.spans)
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of a buffer for all spans."""
+        """The size in bytes of a buffer for all spans."""
         return sum(self.spans[-1]) if self.spans else 0
 
     def require_equal(self, other: ActivationLayout, what: str) -> None:
-        """Raise ValueError when `what` is laid out as `other` and not like this."""
+        """Raise ValueError if `other`, the layout of `what`, differs from this one."""
         if self == other:
             return
         pairs = zip(self.spans, other.spans, strict=False)
@@ -79,7 +80,7 @@ class ActivationLayout:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Union of the ranges (start, end), ascending; ranges that only touch are merged too."""
+    """Return the union of the ranges (start, end), ascending. Adjacent ranges are merged, too."""
     union: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if union and start <= union[-1][1]:
@@ -93,12 +94,15 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def storages_of(tensors: Iterable[Tensor | None]) -> set[int]:
-    """The identities of the tensors' storages, valid while these are referenced, even weakly."""
+    """Return identities of the tensors' storages. An identity is valid while its storage is referenced, even weakly."""
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
 
 
 class _Handle:
-    """What the graph saves in place of a tensor. `place`: (dtype, byte position, shape, stride) once it is evicted."""
+    """The object that the graph saves in place of a tensor.
+
+    `place`: (dtype, byte position in the buffer, shape, stride), set by an eviction.
+    """
 
     __slots__ = ("__weakref__", "owner", "place", "tensor", "version")
 
@@ -125,7 +129,7 @@ class _Handle:
             )
 
     def byte_range(self) -> tuple[int, int]:
-        """First byte in the storage, and the end."""
+        """Return (first byte, end) of the tensor in its storage."""
         tensor = self.tensor
         itemsize = tensor.itemsize
         start = tensor.storage_offset() * itemsize
@@ -137,7 +141,7 @@ class _Handle:
 
 @dataclass
 class _Span:
-    """A piece of a storage: its bytes [start, end), and (handle, first byte within the piece) of what lies in it."""
+    """A piece of a storage: its bytes [start, end). `members`: (handle, first byte within the piece) of its tensors."""
 
     storage: int
     start: int
@@ -148,34 +152,38 @@ class _Span:
 class SavedTensors:
     """One microbatch's saved tensors at one stage.
 
-    In order: run the forward inside `hooks()`, then `seal`; then any number of times `leave`, `evict` and `restore`;
-    then the backward, which may also come after `seal`. `evict` may run on another thread than all the rest: from
-    `leave` to `restore` nobody else looks at the tensors. `name` says whose they are in errors.
+    Order of use: run the forward inside `hooks()`, then call `seal`. Then call `leave`, `evict` and `restore` any
+    number of times, also never. Then run the backward. `evict` may run on another thread, since nobody else reads the
+    tensors between `leave` and `restore`.
+
+    Attributes:
+        name: the microbatch and stage, for errors.
+        layout: the layout of the tensors that move; None before `seal`.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.layout: ActivationLayout | None = None  # known from `seal` on
+        self.layout: ActivationLayout | None = None
         self._handles: list[weakref.ref[_Handle]] = []
         self._spans: list[_Span] = []
         self._is_evicted = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """Context under which the forward runs. Contexts inside of it (reentrant-free checkpoints) take precedence."""
+        """Return the context for the forward. Hooks set inside it (non-reentrant checkpoints) take precedence."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _Handle.get)
 
     def pack(self, tensor: Tensor) -> _Handle:
-        """A handle for a tensor that is to move too; `handle.get()` returns it."""
-        handle = _Handle(self, tensor.detach())  # the tensor itself would be a cycle with its graph
+        """Return a handle for a tensor, which moves with the others if it can. `handle.get()` returns the tensor."""
+        handle = _Handle(self, tensor.detach())  # the tensor itself would make a cycle with its graph
         if _can_move(handle.tensor):
             self._handles.append(weakref.ref(handle))
         return handle
 
     def seal(self, *, stay: set[int], device: torch.device) -> dict[int, StorageWeakRef]:
-        """The forward has ended: whatever it saved on `device` moves, but for the storages in `stay`.
+        """End the forward: all its saved tensors on `device` move, except those with a storage in `stay`.
 
-        Returns the storages that move. A storage that the forward has freed on purpose, to fill it again in its
-        backward, stays.
+        Returns the storages that move, by identity. A storage also stays if the forward has freed it on purpose, to
+        fill it again in the backward.
         """
         moving = {}
         for storage, handles in self._by_storage().items():
@@ -191,7 +199,7 @@ class SavedTensors:
         return moving
 
     def exclude(self, storages: set[int]) -> None:
-        """Let these storages stay, too; only before an eviction."""
+        """Let these storages stay, too. Call it only while not evicted."""
         assert not self._is_evicted
         self._spans = [span for span in self._spans if span.storage not in storages]
         self.layout = ActivationLayout.of((span.start, span.end) for span in self._spans)
@@ -200,12 +208,12 @@ class SavedTensors:
         groups: dict[int, list[_Handle]] = {}
         for reference in self._handles:
             handle = reference()
-            if handle is not None:  # else its part of the graph is gone already
+            if handle is not None:  # None: its part of the graph is gone already
                 groups.setdefault(handle.tensor.untyped_storage()._cdata, []).append(handle)
         return groups
 
     def _add_spans(self, storage: int, handles: list[_Handle], ranges: list[tuple[int, int]]) -> None:
-        """A span for each piece of the storage that `handles` cover with `ranges`."""
+        """Add a span for each connected piece of the storage that the `ranges` of `handles` cover."""
         for first, end in merged(ranges):
             inside = (
                 (weakref.ref(h), s - first) for h, (s, _) in zip(handles, ranges, strict=True) if first <= s < end
@@ -217,20 +225,20 @@ class SavedTensors:
         return self._is_evicted
 
     def leave(self) -> None:
-        """From now on the tensors are evicted: the backward cannot read them, and what moves stays the same.
+        """Mark the tensors as evicted: the backward cannot read them, and the set of tensors that move is fixed.
 
-        Raises RuntimeError when they are already.
+        Raises RuntimeError if they are evicted already.
         """
         if self._is_evicted:
             raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
         self._is_evicted = True
 
     def evict(self, buffer: Tensor) -> list[Tensor]:
-        """After `leave`: copy what moves into `buffer`, and let go of it.
+        """Copy the tensors that move into `buffer`, and drop them. Call `leave` before.
 
-        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Returns what
-        was let go of, to be held until the copies are made. Raises RuntimeError when a tensor was changed in place
-        after it had been saved.
+        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Returns the
+        dropped tensors, which the caller holds until the copies are made. Raises RuntimeError if a tensor was changed
+        in place after it had been saved.
         """
         assert self._is_evicted, "`leave` comes first"
         self._require_fit(buffer)
@@ -251,10 +259,10 @@ class SavedTensors:
         return left
 
     def restore(self, buffer: Tensor) -> None:
-        """Let the saved tensors be views of `buffer`, which holds the bytes that `evict` wrote.
+        """Make the saved tensors views of `buffer`, which holds the bytes that `evict` wrote.
 
-        Nothing may write to the buffer before the backward has ended; see `BufferPool`. Raises RuntimeError when not
-        evicted.
+        Nothing may write to the buffer before the backward has ended; see `BufferPool`. Raises RuntimeError if the
+        tensors are not evicted.
         """
         if not self._is_evicted:
             raise RuntimeError(f"{self.name} cannot be loaded: it is not evicted")
@@ -282,11 +290,11 @@ class SavedTensors:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of `tensor` as uint8."""
+    """Return the whole storage of `tensor` as uint8."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _can_move(tensor: Tensor) -> bool:
-    """Whether the tensor is given by the bytes of its storage and its strides alone."""
+    """Return whether dtype, shape, strides and the bytes of its storage describe the tensor completely."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     return is_plain and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()

@@ -1,29 +1,28 @@
 """Moves of saved activations between the two ranks of a pair: EVICT, ACCEPT, RETURN and LOAD on one rank.
 
 Problem: a microbatch's saved activations go from a stage to its pair and back while both ranks compute (BPipe, section
-3.2). Neither rank may hold more than the bound at any moment, whichever rank is faster, and the evictor's backward must
-not read its activations before they are back.
+3.2). Neither rank may hold more than the bound at any moment, whichever rank is faster. The evictor's backward must not
+read its activations before they are back.
 
-Solution: the instructions mean what `program.move_order` defines. All four only request a move; a thread carries the
-moves out in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
+Solution: `program.move_order` defines the meaning of the four instructions. Each only requests a move. A thread
+executes the moves in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
 
     EVICT    packs the saved tensors into a buffer, frees them, sends the buffer
     ACCEPT   receives into a buffer
     RETURN   sends that buffer
     LOAD     receives into a buffer, from which the backward then reads
 
-Computations wait for as many moves as `MoveOrder` says, and nothing else waits. Packing runs on the thread of the
-moves, too, beside the computation. That is safe: from the request until the load the graph refuses to give out the
-moved tensors (`SavedTensors`), nothing writes to a saved tensor, and a tensor that a later forward turns out to share
-stays in place.
+Computations wait for as many moves as `MoveOrder` says, and nothing else waits. The move thread also packs, while the
+rank computes. That is safe for three reasons: from the request until the load the graph refuses to return the moved
+tensors (`SavedTensors`), nothing writes to a saved tensor, and a tensor that a later forward also saves stays in place.
 
-The evictor chooses the size of a stage's buffers and sends it ahead of its first eviction. Buffers are made when the
-row could need them at the worst timing, so their number depends on the program and not on which rank was faster.
+The evictor chooses the size of a stage's buffers and sends it before its first eviction. Buffers are made for the worst
+timing that the row allows, so their number depends only on the program and not on which rank is faster.
 
-`SavedMicrobatches` counts the microbatches that a rank saves at once. The compute thread counts forwards and backwards,
-the thread of the moves counts moves when they are posted and complete. The checker proves the highest possible count. A
-microbatch with a split backward is saved until the end of its W. From the end of its I on, the stage keeps only what
-the weight gradients need: the microbatch then counts as deferred as well, with its bytes.
+`SavedMicrobatches` counts the microbatches that a rank saves at once. The compute thread counts forwards and backwards.
+The move thread counts moves when they are posted and complete. The checker proves the highest possible count. A
+microbatch with a split backward is saved until the end of its W. From the end of its I on, the stage keeps only the
+tensors that the weight gradients need: the microbatch then counts as deferred as well, with the bytes of these tensors.
 """
 
 from __future__ import annotations
@@ -45,34 +44,36 @@ from megatron.pipeline.runtime.transport.lane import MoveQueue
 
 
 class DeferredBytes:
-    """Bytes that the stages of a rank keep together between I and W.
+    """Counts the bytes that all stages of a rank together keep between I and W.
 
     Attributes:
-        now, peak: at present, and the most so far.
+        now: the bytes at present.
+        peak: the most bytes so far.
     """
 
     def __init__(self) -> None:
         self.now = self.peak = self._recent_peak = 0
 
     def add(self, num_bytes: int) -> None:
-        """Add to the present bytes, or subtract."""
+        """Add `num_bytes`, which may be negative."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         self._recent_peak = max(self._recent_peak, self.now)
 
     def take_recent_peak(self) -> int:
-        """The maximum since the last call, or since the start."""
+        """Return the maximum since the last call, or since the start."""
         peak, self._recent_peak = self._recent_peak, self.now
         return peak
 
 
 class SavedMicrobatches:
-    """Counts of saved microbatches, per stage and over all stages of the rank.
+    """Counts saved microbatches, per stage and over all stages of the rank.
 
     Attributes:
-        peaks: stage -> the most microbatches saved at once; `peak_on_rank`: the most over all stages.
+        peaks: stage -> the most microbatches saved at once.
+        peak_on_rank: the most microbatches saved at once, summed over all stages.
         deferred_peaks: stage -> the most microbatches between I and W at once.
-        deferred_bytes: the bytes saved between I and W.
+        deferred_bytes: counter of the bytes saved between I and W.
     """
 
     def __init__(self, stages: Iterable[int], deferred_bytes: DeferredBytes | None = None) -> None:
@@ -101,7 +102,7 @@ class SavedMicrobatches:
             assert self._counts[stage] >= 0
 
     def defer(self, stage: int, microbatch: int, num_bytes: int) -> None:
-        """Note the end of an I, and the bytes saved for its W."""
+        """Record the end of a microbatch's I, and the bytes saved for its W."""
         with self._lock:
             self._deferred[stage, microbatch] = num_bytes
             self.deferred_bytes.add(num_bytes)
@@ -109,12 +110,12 @@ class SavedMicrobatches:
             self.deferred_peaks[stage] = max(self.deferred_peaks[stage], count)
 
     def end_deferred(self, stage: int, microbatch: int) -> None:
-        """Note the end of the microbatch's W."""
+        """Record the end of a microbatch's W."""
         with self._lock:
             self.deferred_bytes.add(-self._deferred.pop((stage, microbatch)))
 
     def deferred_of(self, stage: int) -> list[int]:
-        """The microbatches between I and W at a stage, ascending."""
+        """Return the microbatches between I and W at a stage, ascending."""
         return sorted(microbatch for at, microbatch in self._deferred if at == stage)
 
 
@@ -123,7 +124,7 @@ _Key = tuple[int, int]  # stage, microbatch
 
 @dataclass(slots=True)
 class _Arrival:
-    """The arriving activations of a microbatch; the buffer is taken when the move is posted."""
+    """The arriving activations of a microbatch. The buffer is taken when the move is posted."""
 
     buffer: Tensor | None = None
 
@@ -131,8 +132,14 @@ class _Arrival:
 class ActivationTransfers:
     """The moves of this rank's stages.
 
-    `memory` is the one that the stages were built with; `saved` counts; `order` says what waits for which moves, and
-    `pairs` between which stages they go; `timeout`: how long a computation waits.
+    Args:
+        channels: the rank's links.
+        memory: the activation memory with which the stages were built.
+        saved: counter of the saved microbatches.
+        queue: runs the moves in order.
+        order: how many moves a computation waits for.
+        pairs: which stages exchange activations.
+        timeout: how long a computation waits for its moves.
     """
 
     def __init__(
@@ -155,13 +162,13 @@ class ActivationTransfers:
         self._timeout = timeout.total_seconds()
         self._order = order
         self._sizes: dict[int, int] = {}  # own stage -> bytes of its buffers
-        self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; only on the thread of the moves
+        self._lent_sizes: dict[int, int] = {}  # the same for stages of the pair; used only on the move thread
         self._lent: dict[_Key, _Arrival] = {}
         self._loading: dict[_Key, _Arrival] = {}
-        self._loaded: dict[_Key, Tensor] = {}  # until the end of its backward: the buffer
-        self._num_loaded: Counter[int] = Counter()  # size -> loads that were requested and whose backward has not ended
+        self._loaded: dict[_Key, Tensor] = {}  # buffers of microbatches whose backward has not ended
+        self._num_loaded: Counter[int] = Counter()  # size -> requested loads whose backward has not ended
         self.waiting: tuple[Instruction, int] | None = None
-        """While a computation waits: for which move, and the global rank at its other end."""
+        """(the move for which a computation waits, the global rank at its other end); None if none waits."""
 
     @property
     def num_incomplete(self) -> int:
@@ -237,7 +244,7 @@ class ActivationTransfers:
         self._queue.request(instruction, move)
 
     def _transfer(self, instruction: Instruction, call: Callable[[], int | None]) -> int | None:
-        """Call the link, on the thread of the moves; its errors mean a lost peer."""
+        """Call the link on the move thread. An error of the link becomes a TransferError for a lost peer."""
         try:
             return call()
         except RuntimeError as error:
@@ -249,10 +256,10 @@ class ActivationTransfers:
     # -- computations -------------------------------------------------------------------------------------------------
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the moves that `computation` needs are complete; returns whether there were any.
+        """Wait until the moves that `computation` needs are complete. Return whether any was incomplete.
 
-        On CUDA the host waits until they have been given to the device, and the current stream until they are done.
-        Raises TransferError when that takes too long, or what a move raised.
+        On CUDA the host waits until the moves are queued on the device, and the current stream waits until they are
+        done. Raises TransferError after the timeout, or the error that a move raised.
         """
         needed = self._order.awaited(computation)
         if self._queue.num_complete >= needed:
@@ -268,11 +275,11 @@ class ActivationTransfers:
         return True
 
     def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
-        """Give loaded activations, if any, to the stage; called after `wait_for`, before a recompute or a backward."""
+        """Give loaded activations, if any, to the stage. Called after `wait_for`, before a recompute or backward."""
         key = stage.index, microbatch.index
         arrival = self._loading.pop(key, None)
         if arrival is not None:
-            self._loaded[key] = arrival.buffer  # else it is free before it is marked, while kernels still read it
+            self._loaded[key] = arrival.buffer  # hold it until `mark_used`: kernels still read it
             stage.load(microbatch, arrival.buffer)
 
     def end_backward(self, stage: int, microbatch: int) -> None:
@@ -283,7 +290,7 @@ class ActivationTransfers:
             self._memory.pool.mark_used(buffer)
 
     def settle(self) -> None:
-        """Make the current stream wait for all moves, and drop their tensors; called while drained."""
+        """Make the current stream wait for all moves, and drop their tensors. Called while drained."""
         self._queue.follow(self._queue.num_complete)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -1,17 +1,19 @@
-"""Weight gradients that are put off: from the I of a microbatch, which the stage before waits for, to its W.
+"""Postponed weight gradients: from the I of a microbatch, for which the stage before waits, to its W.
 
-Problem: autograd computes the gradients of a linear's input and of its weight in one node, and a backward that is asked
-for the first alone keeps its whole graph for the second.
+Problem: autograd computes the gradients of a linear's input and of its weight in one node. A backward that computes
+only the first keeps the whole graph for the second.
 
-Solution: a linear's own node decides. While an I runs, it computes the gradient of its input and puts off the product
-that makes the weight's: it adds the two factors, its input and the gradient of its output, to the microbatch's
-`WeightProducts`. All else (biases, norms, embeddings, attention) is computed in I, and the graph goes with it. W
-computes the products and hands each to autograd as the gradient of its parameter. So whatever follows a gradient
-follows this one: it is added to ``.grad``, and hooks of the parameter run, such as those that add it to a `main_grad`.
+Solution: the linear's own node decides. During an I it computes the gradient of its input and postpones the product
+that makes the gradient of its weight: it adds the two factors, its input and the gradient of its output, to the
+microbatch's `WeightProducts`. I computes all other gradients (biases, norms, embeddings, attention) and frees the
+graph. W computes the products and gives each to autograd as the gradient of its parameter. Autograd then treats it as
+any other gradient: it is added to ``.grad``, and the parameter's hooks run, such as a hook that adds it to a
+`main_grad`.
 
-Products of one parameter are added up before they are handed on, in the order in which they were put off, as autograd
-does. So gradients are bit-equal to those of a whole backward, unless a part of a parameter's gradient comes from
-elsewhere (an embedding that is also the output layer of its stage): that part is added to the batch's sum by itself.
+Products of one parameter are added up first, in the order in which they were postponed, as autograd does. So gradients
+are bit-equal to those of a whole backward, with one exception: where a part of a parameter's gradient comes from
+another operation (an embedding that is also the output layer of its stage), that part is added to the batch's sum
+separately.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 Product = Callable[[Tensor, Tensor], Tensor | None]
-"""From a linear's input and the gradient of its output, the gradient of its weight; None: the kernel has added it."""
+"""(input of a linear, gradient of its output) -> gradient of its weight, or None if the kernel has added it already."""
 
-_collecting: WeightProducts | None = None  # of the I that runs; not of a thread, since CUDA's backwards have their own
+_collecting: WeightProducts | None = None  # of the running I; not thread-local, since CUDA backwards run on own threads
 
 
 def collecting() -> WeightProducts | None:
-    """The products to which a linear's backward postpones its own; None: it computes it, in a whole backward."""
+    """Return the object that collects postponed products, or None in a whole backward, where nothing is postponed."""
     return _collecting
 
 
@@ -43,14 +45,14 @@ class _Factors:
 
 
 class WeightProducts:
-    """The products of one microbatch at one stage. `collect` surrounds its I; `compute`, called once, is its W."""
+    """The postponed products of one microbatch at one stage. `collect` surrounds its I. `compute` is its W."""
 
     def __init__(self) -> None:
         self._of: dict[Parameter, list[_Factors]] = {}
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """In this context backwards postpone their products to this object."""
+        """Context in which backwards postpone their products to this object."""
         global _collecting
         before, _collecting = _collecting, self
         try:
@@ -59,7 +61,7 @@ class WeightProducts:
             _collecting = before
 
     def put_off(self, parameter: Parameter, input: Tensor, output_grad: Tensor, product: Product) -> None:
-        """Postpone the addition of ``product(input, output_grad)`` to the gradient of `parameter`, in its shape."""
+        """Postpone ``product(input, output_grad)``, a summand of the gradient of `parameter`, with its shape."""
         self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product))
 
     @property
@@ -68,7 +70,7 @@ class WeightProducts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the storages saved for the products."""
+        """Bytes of the storages that the factors hold, each storage counted once."""
         storages = {
             storage._cdata: storage.nbytes()
             for factors in self._of.values()
@@ -78,10 +80,11 @@ class WeightProducts:
         return sum(storages.values())
 
     def compute(self) -> None:
-        """Add the products to the gradients of their parameters, one parameter after another in the order of the I, and
-        let go of the factors of each.
+        """Add the products to the gradients of their parameters, in the order of the I. Call it once.
+
+        The factors of each parameter are freed when its products are computed.
         """
-        with torch.enable_grad():  # made last to first, since autograd computes first what was made last
+        with torch.enable_grad():  # made in reverse, since autograd runs the node made last first
             roots = [_GradientOf.apply(parameter, self._of[parameter]) for parameter in reversed(self._of)]
         self._of.clear()
         if roots:
@@ -89,35 +92,35 @@ class WeightProducts:
 
 
 class DeferredProducts:
-    """The products of a stage's microbatches that are between I and W."""
+    """The postponed products of a stage's microbatches between I and W."""
 
     def __init__(self) -> None:
         self._of: dict[int, WeightProducts] = {}
 
     def begin(self, microbatch: int) -> WeightProducts:
-        """The products to collect during the I of a microbatch."""
+        """Return the new object that collects the products of a microbatch's I."""
         products = self._of[microbatch] = WeightProducts()
         return products
 
     def compute(self, microbatch: int) -> None:
-        """Compute the products of a microbatch: its W."""
+        """Run the W of a microbatch: compute its products."""
         self._of.pop(microbatch).compute()
 
     def num_bytes(self, microbatch: int) -> int:
-        """Bytes saved for the microbatch's W; 0 before its I and after its W."""
+        """Return the bytes saved for the microbatch's W; 0 before its I and after its W."""
         return self._of[microbatch].num_bytes if microbatch in self._of else 0
 
 
 class _GradientOf(torch.autograd.Function):
-    """A root whose backward yields the sum of the products as the gradient of a parameter.
+    """A root of a backward that yields the sum of the products as the gradient of a parameter.
 
-    autograd gets the only reference to it, so it keeps the sum itself where it would copy what a caller still holds.
+    Autograd gets the only reference to the sum, so it stores the sum itself as ``.grad`` and makes no copy.
     """
 
     @staticmethod
     def forward(ctx, parameter: Parameter, factors: list[_Factors]) -> Tensor:
         ctx.factors = factors
-        return parameter.new_empty((), dtype=torch.float32)  # real, as where a backward begins has to be
+        return parameter.new_empty((), dtype=torch.float32)  # real, as the root of a backward has to be
 
     @staticmethod
     def backward(ctx, _: Tensor) -> tuple[Tensor | None, None]:

@@ -1,3 +1,1 @@
-"""What the executor asks of stages and updates, and what it tells of a run: imported by all other rooms of the
-runtime.
-"""
+"""The interfaces of stages and updates, their tensors, and traces of a run. All folders of the runtime use them."""

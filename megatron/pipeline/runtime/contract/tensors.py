@@ -1,11 +1,11 @@
-"""The runtime's agreements on tensors: shapes, dtypes, alignment, holders of a storage, and the tensors of an edge.
+"""Tensors in the runtime: shapes, dtypes, alignment, holders of a storage, and the tensors of an edge.
 
-Problem: a stage of a graph may hand several tensors to another one (hidden states, a mask, a tied weight), and only
-some of them have gradients. One transfer for each tensor would cost one message each.
+Problem: a stage of a graph may send several tensors to another stage (hidden states, a mask, a tied weight), and only
+some of them have gradients. A transfer for each tensor would cost a message for each.
 
-Solution: the tensors of an edge are packed into one flat tensor of bytes, aligned as torch's own memory is, and
-unpacked as views of it. A single tensor is sent as it is. Both ends know which tensors a transfer leaves out: a shared
-parameter moves once for each weight version (`SharedParameters`).
+Solution: the tensors of an edge are packed into one flat tensor of bytes, with torch's own alignment, and unpacked as
+views of it. A single tensor is sent as it is. Both ends know which tensors a transfer leaves out: a shared parameter
+moves only when its value changes (`SharedParameters`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Bytes, at which torch aligns a CPU's memory; a GPU's allocations begin at multiples of it."""
+"""Bytes. torch aligns CPU memory at multiples of it, and GPU allocations begin at multiples of it, too."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of the tensor that one edge of the pipeline carries per microbatch."""
+    """Shape and dtype of a tensor that an edge of the pipeline carries with each microbatch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -35,29 +35,33 @@ class TensorSpec:
 
 
 def has_gradients(dtype: torch.dtype) -> bool:
-    """Whether tensors of the dtype can be differentiated: real and complex ones."""
+    """Return whether tensors of the dtype can have gradients: floating and complex dtypes."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The tensor; of a complex one a view of its real and imaginary parts, in a last dimension of 2."""
+    """Return the tensor. A complex tensor becomes a view of real and imaginary parts, in a new last dimension of 2."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def as_memory(tensor: Tensor) -> Tensor:
-    """The tensor, contiguous and with every lazy conjugation or negation computed, so that its bytes are its values."""
+    """Return the tensor, contiguous and without lazy conjugation or negation, so that its bytes are its values."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def num_holders(tensor: Tensor) -> int:
-    """The number of tensors that share the storage of `tensor`, itself included."""
+    """Return the number of tensors that share the storage of `tensor`, `tensor` included."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # `storage` counts too
 
 
 class TravellingTensors:
-    """The tensors of a microbatch that cross an edge in one direction. `specs`: one for each tensor. `owners`: for each
-    shared parameter, or its gradient, the stage that steps it; None for the microbatch's own tensors.
+    """The tensors of a microbatch that cross an edge in one direction.
+
+    Args:
+        specs: one for each tensor.
+        owners: one for each tensor: the stage that steps the shared parameter (also for its gradient), or None for the
+            microbatch's own tensors.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None]) -> None:
@@ -68,23 +72,26 @@ class TravellingTensors:
 
     @cached_property
     def whole(self) -> TensorSpec | None:
-        """The packed tensor of a transfer of all tensors; None if there are none."""
+        """The packed form of all tensors; None if the edge has none in this direction."""
         return self.spec_of((True,) * len(self.specs))
 
     def spec_of(self, present: tuple[bool, ...]) -> TensorSpec | None:
-        """The packed tensor of a transfer of the present tensors; None if no tensor is present."""
+        """Return the packed form of the tensors marked in `present`; None if none is marked."""
         if present not in self._packed:
             specs = self._present(present)
             self._packed[present] = _packed_spec(specs) if specs else None
         return self._packed[present]
 
     def pack(self, tensors: Sequence[Tensor | None]) -> Tensor | None:
-        """One contiguous tensor of all tensors that are not None; a single one is returned as it is."""
+        """Pack all tensors that are not None into one contiguous tensor. A single tensor is only made contiguous.
+
+        Returns None if all are None. Raises ValueError if a shape or dtype differs from its specification.
+        """
         specs = self._present(tuple(tensor is not None for tensor in tensors))
         return _pack([tensor for tensor in tensors if tensor is not None], specs) if specs else None
 
     def unpack(self, packed: Tensor | None, present: tuple[bool, ...] | None = None) -> tuple[Tensor | None, ...]:
-        """The packed tensors as views, None for those not packed. `present`: which are; default: all."""
+        """Return the packed tensors as views, with None for each tensor not marked in `present` (default: all are)."""
         present = present or (True,) * len(self.specs)
         found = iter(_unpack(packed, self._present(present)) if packed is not None else ())
         return tuple(next(found) if here else None for here in present)
@@ -97,12 +104,13 @@ class EdgeTensors:
     """The tensors of one microbatch on an edge.
 
     Args:
-        specs: one for each activation; tensors of a floating or complex dtype have gradients.
-        owners: for each tensor the stage that owns the shared parameter, None for an activation. None: all are
+        specs: one for each tensor; tensors of a floating or complex dtype have gradients.
+        owners: for each tensor the stage that owns the shared parameter, or None for an activation. Default: all are
             activations.
 
     Attributes:
-        activations, gradients: the tensors from the edge's source to its target, and those back.
+        activations: the tensors from the edge's source to its target.
+        gradients: the tensors from its target back to its source.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None] | None = None) -> None:
@@ -115,7 +123,7 @@ class EdgeTensors:
 
 
 def _starts(specs: Sequence[TensorSpec]) -> list[int]:
-    """The offset of each tensor in the packed bytes, and their number."""
+    """Return the offset of each tensor in the packed bytes, then the total number of bytes."""
     return list(accumulate((-(-spec.num_bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0))
 
 

@@ -1,12 +1,17 @@
 """Tracing: when each instruction of a rank started and ended, in bounded memory.
 
-A rank records its tracks: `compute` (an instruction without its waiting), `wait` (how long it waited for a transfer
-or for the chain before that), `chain` (the reductions on their background thread), `moves` (moves of saved
-activations on theirs, from when they are posted until they are complete) and, where weights live on the host, one for
-each lane to and from it (from when a word begins there until it is complete). Beside them it notes the bytes that it
-keeps between I and W, where backwards are split. Only the last batches are kept.
-The tracks of all ranks are gathered on one rank and written in Chrome's trace-event format, which Perfetto reads, or
-turned into the Timeline that the simulator yields, so that the same drawing shows the plan and the measured run.
+A rank records these tracks:
+
+- `compute`: an instruction without its waiting,
+- `wait`: how long the instruction waited for a transfer or for the chain before that,
+- `chain`: the reductions on their background thread,
+- `moves`: moves of saved activations on theirs, from posted until complete,
+- where weights live on the host, one for each lane to and from the host: from the start of an instruction there until
+  it is complete.
+
+Where backwards are split, the rank also records the bytes that it keeps between I and W. Only the last batches are
+kept. The tracks of all ranks are gathered on one rank. They are written in Chrome's trace-event format, which Perfetto
+reads, or become a Timeline like the simulator's, so that one drawing shows the plan and the measured run.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ HOST_TRACKS = tuple(lane.value for lane in (Lane.H2D, Lane.D2H, Lane.HOST))
 
 @dataclass(frozen=True, slots=True)
 class BatchExtent:
-    """A batch and its microbatches, numbered over the whole run."""
+    """A batch and the range of its microbatches, numbered over the whole run."""
 
     batch: int
     first_microbatch: int
@@ -50,9 +55,16 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """The trace of one rank: its global rank, the global ranks of its pipeline, the batches that are traced completely,
-    the edges between stages (none: a chain), and (seconds since the epoch, bytes) at every change of the bytes saved
-    between I and W.
+    """The trace of one rank.
+
+    Attributes:
+        rank: its global rank.
+        pipeline: the global ranks of its pipeline, in pipeline order.
+        rank_of_stage: stage -> pipeline rank.
+        batches: the kept batches.
+        spans: intervals of these batches, and of instructions executed during them.
+        edges: the edges between stages; none: a chain.
+        deferred_bytes: (seconds since the epoch, bytes) at every change of the bytes saved between I and W.
     """
 
     rank: int
@@ -65,21 +77,21 @@ class RankTrace:
 
 
 class HostClock:
-    """Seconds of this process's steady clock; marks are plain floats."""
+    """The process's monotonic clock. A mark is a float, in seconds."""
 
     now = staticmethod(time.perf_counter)
 
     def reader(self) -> Callable[[float], float]:
-        """The function from a mark to seconds."""
+        """Return the function from a mark to seconds of `time.perf_counter`."""
         return float
 
 
 class CudaClock:
-    """Marks are CUDA events on the current stream, so spans show when the device did the work, not when it was
-    queued.
+    """The device's clock. A mark is a CUDA event on the current stream.
 
-    CUDA gives the time between two events in milliseconds with 24 bits: after a day, in steps of 8 ms. So marks are
-    measured from an event that is recorded when they are read, and not from one at the beginning of the run.
+    So spans show when the device did the work, not when the work was queued. CUDA gives the time between two events in
+    milliseconds with 24 bits: after a day, in steps of 8 ms. So the times of marks are measured from an event recorded
+    at the time of reading, not from an event at the beginning of the run.
     """
 
     def now(self) -> torch.cuda.Event:
@@ -88,7 +100,10 @@ class CudaClock:
         return event
 
     def reader(self) -> Callable[[torch.cuda.Event], float]:
-        """The function from an earlier mark to seconds; waits until the device has reached all marks."""
+        """Return the function from a mark to seconds of `time.perf_counter`.
+
+        Waits until the device has reached all marks.
+        """
         torch.cuda.synchronize()
         end = self.now()
         end.synchronize()
@@ -97,17 +112,17 @@ class CudaClock:
 
 
 class Tracer:
-    """Collects the spans of one rank. `num_batches`: how many of the latest batches are kept."""
+    """Collects the spans of one rank for its latest `num_batches` batches."""
 
     def __init__(self, *, num_batches: int = 16, clock: HostClock | CudaClock | None = None) -> None:
         self._clock = clock or HostClock()
         self.now = self._clock.now
         self._segments: deque[tuple[BatchExtent, list[tuple[Instruction, Any, Any, Any]]]] = deque(maxlen=num_batches)
-        self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by where it ends
+        self._background: deque[list[tuple[str, Instruction, Any, Any]]] = deque(maxlen=num_batches)  # by batch of end
         self._deferred: deque[list[tuple[Any, int]]] = deque(maxlen=num_batches)
 
     def begin_batch(self, extent: BatchExtent) -> None:
-        """Begin the segment of this batch; forget the oldest batch beyond the bound."""
+        """Begin the segment of a batch. Drop the oldest batch where more than `num_batches` are kept."""
         segment: list[tuple[Instruction, Any, Any, Any]] = []
         self._segments.append((extent, segment))
         self._background.append([])
@@ -115,15 +130,15 @@ class Tracer:
         self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
-        """Record a span of another thread, in the rank's current segment."""
+        """Record a span of another thread in the current segment."""
         self._background[-1].append((track, instruction, start, end))
 
     def record_deferred(self, num_bytes: int) -> None:
-        """Record the bytes saved between I and W from now on."""
+        """Record that `num_bytes` are saved between I and W from now on."""
         self._deferred[-1].append((self.now(), num_bytes))
 
     def deferred_bytes(self) -> tuple[tuple[float, int], ...]:
-        """The records of `record_deferred`; times as in the spans."""
+        """Return the records of `record_deferred` as (seconds since the epoch, bytes)."""
         seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         return tuple((offset + seconds(mark), num_bytes) for noted in self._deferred for mark, num_bytes in noted)
 
@@ -131,7 +146,7 @@ class Tracer:
         return tuple(extent for extent, _ in self._segments)
 
     def spans(self) -> tuple[TraceSpan, ...]:
-        """The kept spans; hosts with synchronised clocks line up."""
+        """Return the kept spans, in seconds since the epoch: ranks line up if the clocks of their hosts agree."""
         seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         spans = []
         for _, segment in list(self._segments):
@@ -147,8 +162,9 @@ class Tracer:
 
 
 def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | None:
-    """The traces of all ranks on the group's first rank, None on the others. Collective over `group` (default: all
-    ranks).
+    """Return the traces of all ranks of `group` on its first rank, None on the others.
+
+    Collective over `group` (default: all ranks).
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1:
         return [trace]
@@ -159,12 +175,11 @@ def gather_traces(trace: RankTrace, *, group: Any = None) -> list[RankTrace] | N
 
 
 def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline:
-    """The first pipeline's traces as a Timeline of the completely traced batches, in seconds from their first span.
+    """Return the first pipeline's traces as a Timeline of the kept batches, in seconds from the first span.
 
-    An instruction that another thread carries out has the span of that thread. A transfer for which a computation had
-    to wait lasts, at both ends, until the computation could continue; the span of any other transfer is its posting,
-    because its arrival is unknown.
-    Raises ValueError when nothing was traced or ranks of the pipeline are missing.
+    An instruction that another thread executes has the span of that thread. A transfer for which a computation had to
+    wait lasts, at both ends, until the computation could continue. Any other transfer has the span of its posting,
+    because its arrival is unknown. Raises ValueError if nothing was traced or ranks of the pipeline are missing.
     """
     traces = list(traces)
     if not traces or not traces[0].batches:
@@ -202,9 +217,10 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
 
 
 def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
-    """id(the span of a posted instruction) -> the background thread's span of it.
+    """Return id(span of a posted instruction) -> the background thread's span of the same instruction.
 
-    A stage is fetched twice a batch. Spans are matched from the end, since the first ones may be forgotten.
+    An instruction can occur several times, since a stage is fetched twice a batch. The occurrences are matched from
+    the last one backwards, since the first may have been dropped.
     """
     posted: dict[Instruction, list[TraceSpan]] = defaultdict(list)
     done: dict[Instruction, list[TraceSpan]] = defaultdict(list)
@@ -218,7 +234,7 @@ def _by_posting(spans: Sequence[TraceSpan]) -> dict[int, TraceSpan]:
     }
 
 
-_Brought = tuple[Tensor, int, int]  # a received tensor: its kind, the stage that needs it, the microbatch
+_Brought = tuple[Tensor, int, int]  # a transferred tensor: its kind, the stage that needs it, the microbatch
 
 
 def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
@@ -229,7 +245,10 @@ def _tensor(instruction: Instruction, graph: StageGraph) -> _Brought | None:
 
 
 def _exposed_transfers(traces: Sequence[RankTrace], graph: StageGraph) -> dict[_Brought | None, tuple[float, float]]:
-    """Start (posted by both ends) and end (the computation could continue) of transfers that a computation awaited."""
+    """Return the (start, end) of each transfer for which a computation waited.
+
+    It starts when both ends have posted it and ends when the computation could continue.
+    """
     posted: dict[_Brought, float] = {}
     waited: dict[_Brought, float] = {}
     for span in (span for trace in traces for span in trace.spans):
@@ -242,17 +261,18 @@ def _exposed_transfers(traces: Sequence[RankTrace], graph: StageGraph) -> dict[_
 
 
 def _is_from(first: BatchExtent, instruction: Instruction) -> bool:
-    """Whether an instruction belongs to the first kept batch or a later one; of earlier batches only the tail is
-    kept.
+    """Return whether an instruction belongs to the first kept batch or a later batch.
+
+    Only the tail of earlier batches is kept.
     """
-    if instruction.microbatch is None:  # weights are brought for the batch of their number, and made by the one before
+    if instruction.microbatch is None:  # version v is fetched for batch v, and made from the gradients of batch v - 1
         brings = instruction.kind.row.lane is Lane.H2D
         return instruction.version >= first.batch + (not brings)
     return instruction.microbatch >= first.first_microbatch
 
 
 def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
-    """Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
+    """Return Chrome trace events: a process per rank, a thread per track, times in microseconds from the first span."""
     traces = list(traces)
     origin = min((span.start for trace in traces for span in trace.spans), default=0.0)
     used = {span.track for trace in traces for span in trace.spans}
@@ -287,5 +307,5 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
 
 
 def write_chrome_trace(traces: Iterable[RankTrace], path: str | Path) -> None:
-    """Write the trace where Perfetto (ui.perfetto.dev) or chrome://tracing can open it."""
+    """Write the traces as a JSON file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
     Path(path).write_text(json.dumps(chrome_trace(traces)))

@@ -1,19 +1,19 @@
 """Failures: a rank that fails names itself, its instruction and its stage, and every rank of the job ends in seconds.
 
 Problem: the ranks of a job wait for each other. A rank that raises or dies leaves the others in a transfer or a
-collective until a timeout of many minutes, and what they then print is the consequence, not the cause. And a mistake of
-the user's, found by every rank, is printed once per rank, with as many tracebacks.
+collective until a timeout of many minutes. They then print the consequence, not the cause. And a mistake of the user,
+found by every rank, is printed once per rank, each time with a traceback.
 
-Solution: ranks agree on every failure, at each point of a job by what they have there.
+Solution: ranks agree on every failure, with the means available at that point of the job.
 
-- Before the run (`agreement.agree_to_start`): there is a store and no process group. Every rank tells what it refuses,
-  and all go on, or all stop with the same sentence.
+- Before the run (`agreement.agree_to_start`): there is a store but no process group. Every rank reports its problem, if
+  any. Then all continue, or all stop with the same sentence.
 - At fixed points of a run (`agreement.agreed`, `agreement.on_rank_zero`, `agreement.Agreement`): every rank tells a
-  gloo group whether it has failed, and all raise.
-- At any other point (`failure_guard`, over `failure_board`): the first rank that fails tells its story to the store,
-  and a thread on every rank reads the story, prints it and ends the process.
-- Where all ranks raise the same error (`agreement.guarded`), it is the user's to mend, and is printed once.
+  gloo group whether it has failed. If one has, all raise.
+- At any other point (`failure_guard`, over `failure_board`): the first rank that fails writes its story to the store. A
+  thread on every rank reads the story, prints it and ends the process.
+- If all ranks raise an error (`agreement.guarded`), the user has to fix it, and it is printed once.
 
-`errors` has the errors themselves and how one process ends with a sentence, without torch: mistakes in a command line
-are found before torch is imported. Exit statuses: 2 for what the user can mend, 1 for all else.
+`errors` has the error classes and ends one process with a sentence. It does not import torch, since mistakes in a
+command line are found before torch is imported. Exit statuses: 2 for errors that the user can fix, 1 for all others.
 """

@@ -1,13 +1,13 @@
-"""One verdict on all ranks: what any of them refuses, each of them raises.
+"""One verdict on all ranks: if any rank has a problem, every rank raises it.
 
-Problem: where one rank finds a wrong flag, a damaged file or a full disk and raises while the others enter a
-collective, those hang until a timeout, and the log shows the timeout instead of the cause.
+Problem: one rank finds a wrong flag, a damaged file or a full disk and raises while the others enter a collective. The
+others hang until a timeout, and the log shows the timeout instead of the cause.
 
-Solution: at fixed points every rank says whether it failed and why, and all raise. Before the process group forms they
-say it through the job's store. Later they say it over a gloo group of its own, which neither needs GPU memory nor
-queues behind training traffic, and may be used from a background thread. That group is another than the one for control
-messages: a rank that failed before a message on the latter comes to its next verdict alone, and must not be taken for
-that message's sender.
+Solution: at fixed points every rank reports whether it failed and why, and if one failed, all raise. Before the process
+group forms, they report through the job's store. Later they report over a separate gloo group. It needs no GPU memory,
+does not queue behind training traffic, and may be used from a background thread. Control messages have another gloo
+group. A rank that fails before a control message enters its next verdict while the others wait for that message; in one
+group the message and the verdict would be mixed up.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from megatron.pipeline.runtime.failure.errors import PATIENCE, AgreedError, OnTh
 
 
 def agree_to_start(store: dist.Store, *, rank: int, world_size: int, problem: str | None, timeout: timedelta) -> None:
-    """Go on only if no rank has found a problem. Collective over the job's `store`; needs no process group.
+    """Return only if no rank has found a problem. Collective over the job's `store`; needs no process group.
+
+    `problem`: this rank's problem in one sentence, or None.
 
     Raises:
-        SameEverywhere: on every rank, if any has a problem; names the ranks unless all have the same.
-        OnThisRank: some rank did not come within `timeout`.
+        SameEverywhere: on every rank, if any rank has a problem. Names the ranks unless all have the same problem.
+        OnThisRank: a rank did not report within `timeout`.
     """
     keys = [f"start/{each}" for each in range(world_size)]
     store.set(keys[rank], problem or "")
@@ -53,7 +55,10 @@ def agree_to_start(store: dist.Store, *, rank: int, world_size: int, problem: st
 
 
 def wait_for_readers(store: dist.Store, rank: int, world_size: int) -> None:
-    """Make rank 0, which may host the store, leave last. Collective over `store`, once."""
+    """Make rank 0, which may host the store, return last. Collective over `store`; only once per job.
+
+    Rank 0 waits at most `PATIENCE` seconds.
+    """
     count = store.add("start/read", 1)
     deadline = time.monotonic() + PATIENCE
     while rank == 0 and count < world_size and time.monotonic() < deadline:
@@ -63,18 +68,21 @@ def wait_for_readers(store: dist.Store, rank: int, world_size: int) -> None:
 
 # --- at fixed points: over groups of gloo -----------------------------------------------------------------------------
 
-_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]] = []  # the job's, messages, verdicts
+_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]] = []  # world, messages, verdicts
 _timeout: timedelta | None = None
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """How long ranks wait for each other, from the first `control_group` on; without it torch's default, 30 minutes."""
+    """Set how long ranks wait for each other in control messages and verdicts (default: torch's 30 minutes).
+
+    Call it before the first `control_group`, which makes the groups.
+    """
     global _timeout
     _timeout = timeout
 
 
 def control_group() -> dist.ProcessGroup:
-    """A gloo group of all ranks for control messages. The first call is collective."""
+    """Return the gloo group of all ranks for control messages. The first call is collective."""
     return _own_groups()[1]
 
 
@@ -88,8 +96,8 @@ def _own_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGro
 def agree(problem: str | None, *, patience: timedelta | None = None) -> None:
     """Collective: raise AgreedError on every rank if any rank reports a problem.
 
-    `patience`: how long one that has a problem waits for the others; default: the group's timeout. Raises RuntimeError
-    where they do not come.
+    `patience`: how long a rank with a problem waits for the others (default: the group's timeout). Raises RuntimeError
+    if they do not arrive in time.
     """
     *_, verdicts = _own_groups()
     has_failed = torch.tensor([problem is not None], dtype=torch.int32)
@@ -104,16 +112,16 @@ def agree(problem: str | None, *, patience: timedelta | None = None) -> None:
 
 @contextmanager
 def agreed(*, patience: timedelta | None = None) -> Iterator[None]:
-    """Collective: the block has succeeded on all ranks when it is left; else every rank raises CheckpointError.
+    """Collective: leave the block only when it has succeeded on all ranks; if it fails on one, all raise AgreedError.
 
-    Blocks may lie in each other; then a rank that fails between two inner ones ends the next of them on the others.
-    What a failing rank would miss must be no collective: the others wait in that until its timeout. Where one may be
-    missed, the failing rank waits no longer than `patience` for them, and raises its own error.
+    Blocks may be nested: if a rank fails between two inner blocks, the next inner block raises on the other ranks. A
+    block should contain no collective that a failing rank would miss, since the others wait in it until its timeout. If
+    it contains one, set `patience`: a failing rank waits no longer than that for the others, then raises its own error.
     """
     cause: Exception | None = None
     try:
         yield
-    except AgreedError:  # all ranks are on their way out
+    except AgreedError:  # all ranks raise it
         raise
     except Exception as error:
         cause = error
@@ -133,7 +141,7 @@ def _sentence(error: Exception) -> str:
 
 
 def on_rank_zero(function: Callable[[], object]) -> object:
-    """Collective: run `function` on rank 0 and return its (picklable) result everywhere; all raise where it fails."""
+    """Collective: run `function` on rank 0 and return its (picklable) result on all ranks; if it fails, all raise."""
     result = [None]
     with agreed():
         if dist.get_rank() == 0:
@@ -143,15 +151,15 @@ def on_rank_zero(function: Callable[[], object]) -> object:
 
 
 class Agreement:
-    """Verdicts of the ranks of a job that need not be the whole world: every rank raises an error of its own.
+    """Verdicts of a job's ranks, which need not be the whole world. If one rank fails, every rank raises an error.
 
     Args:
-        ranks: the job's, ascending.
-        group: theirs, of gloo; None: there is one rank.
-        is_one_pipeline: whether they are the ranks of one pipeline, and not of several replicas.
+        ranks: global ranks of the job, ascending.
+        group: the gloo group of these ranks; None if there is one rank.
+        is_one_pipeline: whether the ranks form one pipeline, not several replicas.
 
     Attributes:
-        refusal: the last error that all ranks of the job have raised alike, if any.
+        refusal: the last error that all ranks of the job have raised together, if any.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None, *, is_one_pipeline: bool) -> None:
@@ -159,14 +167,14 @@ class Agreement:
         self.refusal: Exception | None = None
 
     def gathered(self, value: Any) -> list[Any]:
-        """Collective: the values of all ranks of the job, in the order of their global ranks."""
+        """Collective: return the values of all ranks of the job, in the order of their global ranks."""
         return [value] if self._group is None else _gathered(value, self._group)
 
     def on(self, function: Callable[[], Any]) -> Any:
-        """Collective: the result of a function without collectives.
+        """Collective: return the result of `function`, which must contain no collective.
 
         Raises:
-            ValueError: on all ranks, where it raises on one. That one raises its own error.
+            ValueError: the function has raised on another rank. A rank where it has raised gives its own error.
         """
         result, problem = None, None
         try:
@@ -182,7 +190,7 @@ class Agreement:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """A block whose ValueErrors all ranks of the pipeline raise."""
+        """Context for a block whose ValueErrors all ranks of a pipeline raise: keep such an error as `refusal`."""
         try:
             yield
         except ValueError as error:
@@ -192,18 +200,21 @@ class Agreement:
 
 
 def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collective: the picklable values of all ranks of `group`, in the order of the ranks."""
+    """Collective: return the picklable values of all ranks of `group`, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
 
 
-# --- errors that all ranks have alike ---------------------------------------------------------------------------------
+# --- errors that all ranks share --------------------------------------------------------------------------------------
 
 
 @contextmanager
 def guarded(guard: AbstractContextManager) -> Iterator[None]:
-    """The block within `guard`, which a ValueError that all ranks have alike leaves in peace, as `SameEverywhere`."""
+    """Run the block inside `guard`, but raise a ValueError that all ranks share outside of it, as `SameEverywhere`.
+
+    So `guard` sees a normal end and does not report a failure.
+    """
     outcome = None
     with guard:
         try:
@@ -218,12 +229,11 @@ def guarded(guard: AbstractContextManager) -> Iterator[None]:
 
 
 def _raise_shared(error: ValueError) -> None:
-    """Raise `SameEverywhere` if every rank of the job has come here with an error, else `error` itself.
+    """Raise `SameEverywhere` if every rank of the job has arrived here with an error, else `error` itself.
 
-    Needs the process group's store, no collective, so a rank that hangs elsewhere costs `PATIENCE` seconds and no
-    more.
+    Uses the process group's store and no collective, so a rank that hangs elsewhere costs only `PATIENCE` seconds.
     """
-    if getattr(error, "pipeline_instruction", None) is not None:  # one stage's own trouble
+    if getattr(error, "pipeline_instruction", None) is not None:  # an error of one stage
         raise error
     if dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()

@@ -1,12 +1,12 @@
-"""Errors that end a process with one sentence: for the screen, for the launcher, and in a bus error's place. No torch.
+"""Errors that end a process with one sentence: on the screen, for the launcher, and instead of a bus error. No torch.
 
-Problem: the last lines on the screen are a launcher's traceback and summary, which say nothing, and every rank prints
-the user's mistake again. A file that is mapped into memory and then cut short ends whoever reads behind its new end by
-SIGBUS, without a word.
+Problem: the last lines on the screen are a launcher's traceback and summary, which do not name the cause. Every rank
+prints the same mistake of the user. If a file is mapped into memory and then truncated, a process that reads beyond its
+new end dies by SIGBUS without a message.
 
-Solution: rank 0 alone prints an error that all ranks know. torchrun names a file for each rank in
-TORCHELASTIC_ERROR_FILE and shows in its summary what stands there, so a rank that ends with a sentence writes the
-sentence there, too. A handler of the C library names the file that was cut short.
+Solution: only rank 0 prints an error that all ranks know. torchrun names a file for each rank in
+TORCHELASTIC_ERROR_FILE and shows its content in the summary. So a rank that ends with a sentence also writes the
+sentence there. A signal handler installed through the C library names the truncated file.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from contextlib import suppress
 from megatron.pipeline.program.instruction import Instruction
 
 USER_ERROR = 2
-"""The exit status for an error that is the user's to mend."""
+"""The exit status for an error that the user can fix."""
 PATIENCE = 3.0
-"""Seconds that ranks wait for each other's same error, and others for rank 0 to print."""
+"""Seconds that a rank waits for the others to report the same error, and that the others wait for rank 0 to print."""
 
 
 class SameEverywhere(Exception):
-    """An error that every rank knows; its text is for the user."""
+    """An error that every rank knows. Its text is for the user."""
 
 
 class OnThisRank(Exception):
-    """An error of a rank that cannot reach the others to tell them; its text is for the user."""
+    """An error of a rank that cannot tell the others. Its text is for the user."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written or read: which file or setting, why, and what to do, in one or two sentences."""
+    """A checkpoint cannot be written or read. The text names the file or setting, the reason and the remedy."""
 
 
 class AgreedError(CheckpointError):
-    """The error that every rank raises where at least one has failed."""
+    """The error that every rank raises when at least one rank has failed."""
 
 
 def annotate(error: BaseException, instruction: Instruction, where: str) -> None:
-    """Leave on `error` which instruction raised it, once: `error.pipeline_instruction`, `error.pipeline_where`, a
-    note.
+    """Mark `error` with the instruction that raised it, unless it is marked already.
+
+    Sets `error.pipeline_instruction` and `error.pipeline_where`, and adds a note.
     """
     if getattr(error, "pipeline_instruction", None) is None:
         error.pipeline_instruction = instruction
@@ -59,13 +60,16 @@ def annotate(error: BaseException, instruction: Instruction, where: str) -> None
 
 
 def number_of(name: str, default: int) -> int:
-    """The whole number that a variable of the environment holds; `default` where it holds none."""
+    """Return the whole number in an environment variable, or `default` if it holds none."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
 
 
 def environment_ranks() -> tuple[int, int, int]:
-    """(rank, world size, local rank) from the environment; (0, 1, 0) without a launcher. Raises ValueError."""
+    """Return (rank, world size, local rank) from the environment; (0, 1, 0) without a launcher.
+
+    Raises ValueError if a value is not a whole number, or the rank is not below the world size.
+    """
     values = []
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         text = os.environ.get(name, default)
@@ -82,21 +86,23 @@ def environment_ranks() -> tuple[int, int, int]:
 
 
 def write_error_file(sentence: str) -> None:
-    """Tell the launcher; without one, or where the file cannot be written, the sentence on the screen has to do."""
+    """Write the sentence to the launcher's error file. Do nothing without a launcher or if the write fails."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    stamp = {"py_callstack": sentence, "timestamp": str(int(time.time()))}  # torchrun shows the first of the two
+    stamp = {"py_callstack": sentence, "timestamp": str(int(time.time()))}  # torchrun shows `py_callstack`
     temporary = f"{path}.{os.getpid()}"
     with suppress(OSError):
         with open(temporary, "w", encoding="utf-8") as stream:
             json.dump({"message": {"message": sentence, "extraInfo": stamp}}, stream)
-        os.replace(temporary, path)  # half a file would end torchrun with an error of its own
+        os.replace(temporary, path)  # an incomplete file would make torchrun fail
 
 
 def end(prog: str, error: Exception) -> int:
-    """Print the error once in the job: rank 0 prints and ends first, and the launcher then ends the others. Each host's
-    launcher is told by one rank. Returns the exit status."""
+    """Print the error once in the job and return the exit status.
+
+    Rank 0 prints and ends first; the launcher then ends the others. One rank per host writes the launcher's error file.
+    """
     if number_of("LOCAL_RANK", 0) == 0:
         write_error_file(f"{prog}: error: {error}")
     if number_of("RANK", 0) == 0:
@@ -107,10 +113,10 @@ def end(prog: str, error: Exception) -> int:
     return USER_ERROR
 
 
-# --- a file that is cut short while it is read ------------------------------------------------------------------------
+# --- a file that is truncated while it is read ------------------------------------------------------------------------
 
 _WITH_ADDRESS = 4  # SA_SIGINFO
-_ADDRESS_OFFSET = 16  # of si_addr in siginfo_t, where pointers have 8 bytes
+_ADDRESS_OFFSET = 16  # offset of si_addr in siginfo_t, where pointers have 8 bytes
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
@@ -125,11 +131,11 @@ class _Action(ctypes.Structure):
     )
 
 
-_installed: dict[int, _Action] = {}  # by process; kept, since the C library calls into it
+_installed: dict[int, _Action] = {}  # process id -> its handler, kept alive because the C library calls it
 
 
 def end_by_bus_error(sentence: str) -> None:
-    """End this process with a sentence, from where a read stands that never ends."""
+    """End this process with a sentence, from inside a read that cannot complete."""
     write_error_file(sentence)
     sys.stderr.write(f"process {os.getpid()} stops: {sentence}\n")
     sys.stderr.flush()
@@ -137,11 +143,13 @@ def end_by_bus_error(sentence: str) -> None:
 
 
 def name_cut_files(tell: Callable[[str], None] = end_by_bus_error) -> None:
-    """From now on a bus error for the sake of a file that was cut short calls `tell` with a sentence, which has to end
-    the process. Once a process; nothing where there is no Linux of 64 bits.
+    """Install a handler that calls `tell` with a sentence when a bus error comes from a truncated file.
 
-    Python's own handlers run between two instructions of the interpreter, and the one that reads never ends. So this
-    one is the C library's. Any other bus error is left to the handler before.
+    `tell` has to end the process. Only the first call in a process has an effect. Does nothing except on 64-bit Linux.
+
+    Python runs its own signal handlers between two interpreter instructions, and here the reading instruction never
+    completes. So this handler is installed with the C library's sigaction. Any other bus error goes to the previous
+    handler.
     """
     if os.getpid() in _installed or not sys.platform.startswith("linux") or ctypes.sizeof(ctypes.c_void_p) != 8:
         return
@@ -153,14 +161,14 @@ def name_cut_files(tell: Callable[[str], None] = end_by_bus_error) -> None:
         sentence = None if address is None else _cut_file_at(address)
         if sentence is not None:
             tell(sentence)
-        sigaction(number, ctypes.byref(before), None)  # and the read, done again, ends the process
+        sigaction(number, ctypes.byref(before), None)  # the read is then repeated, and the previous handler runs
 
     action = _installed[os.getpid()] = _Action(handler=_Handler(handle), flags=_WITH_ADDRESS)
     sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(before))
 
 
 def _cut_file_at(address: int) -> str | None:
-    """A sentence about the file that is mapped at this address and ends before it; None where there is none."""
+    """Return a sentence about the file that is mapped at `address` but ends before it; None if there is none."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as mappings:
         for line in mappings:
             span, _, offset, _, _, *path = line.rstrip("\n").split(maxsplit=5)

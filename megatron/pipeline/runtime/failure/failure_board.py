@@ -1,17 +1,18 @@
-"""The notice board of a job's failure: what the ranks of a job tell each other through the store.
+"""The failure board: notices that the ranks of a job exchange through the store.
 
-It holds the story of the first failure (the first writer wins), what every rank does now and where, and who has read
-and left. The board has a connection of its own, so that looking at it never waits behind another user of the store. A
-store that fails once has lost its host and stays lost: nothing is asked of it again.
+It holds the story of the first failure (the first writer wins), the current action and host of every rank, and how many
+ranks have read the story or left. The board has its own connection to the store, so that it never waits behind another
+user of the store. A store that fails once has lost its process and stays lost: the board never asks it again.
 
-A store whose host is down, or cut off from the network, does not fail: an answer never comes, and the store's client
-waits for it for ever. So a thread asks, and whoever wants an answer waits for it at most `PATIENCE` seconds. While the
-store is silent nobody waits at all; should it answer again, all goes on.
+A store whose host is down or cut off from the network does not fail: its client waits forever for an answer. So a
+separate thread asks the store, and a caller waits at most `PATIENCE` seconds for the answer. While the store is silent,
+callers do not wait at all. If it answers again, they ask it as before.
 
-Where the host of the store is gone, c10d prints 20 lines of C++ frames on each rank that asks it, on any thread and so
-perhaps as the last lines of all, and its errors carry as many. torch has one threshold for such messages, which
-TORCH_CPP_LOG_LEVEL sets before it is loaded. It is raised while the board asks, and for good where a failure ends this
-process. Who sets the variable has it as it is.
+When the process that hosts the store is gone, c10d prints 20 lines of C++ frames on each rank that asks it, and its
+errors contain as many. These lines can come from any thread, so they may be the last lines on the screen. torch has one
+threshold for such messages, which TORCH_CPP_LOG_LEVEL sets before torch is loaded. The board raises the threshold while
+it asks, and permanently when a failure ends this process. If the user has set the variable, the threshold stays as it
+is.
 """
 
 from __future__ import annotations
@@ -35,11 +36,20 @@ import torch
 from torch.distributed import Store
 
 PATIENCE = 5.0
-"""Seconds that an answer of the store may take; it takes milliseconds."""
+"""Seconds to wait for an answer of the store, which normally takes milliseconds."""
 
 
 class FailureBoard:
-    """Reads and writes the notices of one guarded block, under `scope`; `host` is what this process's is called."""
+    """Reads and writes the notices of one guarded block.
+
+    Args:
+        store: the job's store.
+        scope: prefix of the block's keys.
+        host: the name of this process's host.
+
+    Attributes:
+        is_lost: whether the store has failed.
+    """
 
     def __init__(self, store: Store, *, scope: str, host: str) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
@@ -47,20 +57,20 @@ class FailureBoard:
         self._host = host
         self._num_told = 0
         self.is_lost = False
-        self._asked_at: float | None = None  # when the question was asked that the store is answering
+        self._asked_at: float | None = None  # the time of the question that the store has not answered yet
         self._questions: SimpleQueue[tuple[Callable[[Store], Any], Future, float] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._answer, name="failure board", daemon=True)
         self._thread.start()
 
     @property
     def silent_seconds(self) -> float:
-        """How long the store has owed an answer; 0 unless that is longer than it may take."""
+        """Seconds for which the store has not answered; 0 while they are below `PATIENCE`."""
         asked_at = self._asked_at
         waited = 0.0 if asked_at is None else time.monotonic() - asked_at
         return waited if waited >= PATIENCE else 0.0
 
     def close(self) -> None:
-        """Stop the thread, unless the store keeps it."""
+        """Stop the thread, unless it waits for a silent store."""
         self._questions.put(None)
         self._thread.join(PATIENCE)
 
@@ -71,7 +81,7 @@ class FailureBoard:
                 with silenced():
                     found = question(self._store)
                 answer.set_result(found)
-            except Exception:  # whatever the store raises, its host cannot be reached
+            except Exception:  # any error means that the store cannot be reached
                 self.is_lost = True
                 answer.set_result(None)
             self._asked_at = None
@@ -95,33 +105,36 @@ class FailureBoard:
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None, None)
 
     def story(self) -> str | None:
-        """The root cause, if a rank has told one."""
+        """Return the root cause, or None if no rank has reported one."""
         return self._read("story")
 
     def wait_for_story(self, patience: float) -> str | None:
-        """The root cause, if one is told within `patience` seconds."""
+        """Return the root cause, or None if no rank reports one within `patience` seconds."""
         deadline = time.monotonic() + patience
         while (story := self.story()) is None and time.monotonic() < deadline and not self.is_lost:
             time.sleep(0.05)
         return story
 
     def tell(self, story: str) -> str:
-        """Make `story` the root cause unless another is there; return the one that counts."""
+        """Make `story` the root cause unless the board has one already. Return the root cause."""
         return self._ask(lambda store: store.compare_set(self._key("story"), "", story).decode(), story)
 
     def set_doing(self, rank: int, name: str, doing: str, waits_for: int | None) -> None:
-        """Tell what a rank is called, what it does, and which rank it waits for; and that it is there."""
+        """Publish a rank's name, its current action, and the rank that it waits for. Each call is a sign of life."""
         self._num_told += 1
         text = json.dumps([name, doing, waits_for, self._host, self._num_told])
         self._ask(lambda store: store.set(self._key(f"doing/{rank}"), text), None)
 
     def doing(self, rank: int) -> tuple[str, str, int | None]:
-        """(name, doing, rank it waits for) as a rank told last."""
+        """Return the latest (name, action, rank it waits for) of a rank; (name, "", None) if it has published none."""
         text = self._read(f"doing/{rank}")
         return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text)[:3])
 
     def unheard(self, ranks: Iterable[int], patience: float) -> dict[str, list[int]]:
-        """Host -> those of `ranks` on it that told something once, and nothing within `patience` seconds."""
+        """Return host -> the ranks of `ranks` there that have published before, but not in the next `patience` seconds.
+
+        Blocks for that time. Returns {} if the store is lost or silent.
+        """
         before = {rank: self._read(f"doing/{rank}") for rank in ranks}
         time.sleep(patience)
         found: dict[str, list[int]] = {}
@@ -131,20 +144,20 @@ class FailureBoard:
         return found if not self.silent_seconds and not self.is_lost else {}
 
     def count(self, name: str, amount: int = 0) -> int:
-        """Add to a counter that all ranks share; 0 when the store is lost."""
+        """Add `amount` to a counter that all ranks share, and return its value; 0 if the store does not answer."""
         return self._ask(lambda store: store.add(self._key(name), amount), 0)
 
 
-# --- what torch's C++ code says of a broken connection ----------------------------------------------------------------
+# --- messages of torch's C++ code about a broken connection -----------------------------------------------------------
 
-_ERRORS_ALONE = 2  # of 0 information, 1 warnings, 2 errors, 3 fatal ones
+_ERRORS_ALONE = 2  # levels: 0 information, 1 warnings, 2 errors, 3 fatal errors
 _FRAMES = re.compile(r"\s*Exception raised from [^\n]*\(most recent call first\):(\n(frame #|<omitting )[^\n]*)*")
 _for_good = False
 
 
 @cache
 def _threshold() -> ctypes.c_int | None:
-    """torch's own; None where this build keeps it elsewhere, so that its messages are what they are."""
+    """Return torch's log threshold, or None if this build has it elsewhere; its messages then stay as they are."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -154,7 +167,7 @@ def _threshold() -> ctypes.c_int | None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """A block without warnings of C++ code, on any thread; one thread at a time has such a block."""
+    """Context without warnings of torch's C++ code on any thread. Only one thread may use it at a time."""
     threshold = None if "TORCH_CPP_LOG_LEVEL" in os.environ else _threshold()
     if threshold is None:
         yield
@@ -169,7 +182,7 @@ def silenced() -> Iterator[None]:
 
 
 def silence() -> None:
-    """No such warnings any more, since this process ends."""
+    """Suppress warnings of torch's C++ code permanently, since this process ends."""
     global _for_good
     _for_good = True
     with silenced():
@@ -177,5 +190,5 @@ def silence() -> None:
 
 
 def without_frames(text: str) -> str:
-    """The text of an error without the C++ frames that torch adds."""
+    """Return the text of an error without the C++ frames that torch adds."""
     return _FRAMES.sub("", text)

@@ -1,23 +1,23 @@
 """When one rank fails, every rank ends within seconds and says why.
 
 Problem: a rank that raises, or is killed, leaves the others blocked in transfers and collectives until a timeout of
-many minutes, and what they then print is the consequence, not the cause.
+many minutes. They then print the consequence, not the cause.
 
 Solution: a guard around the training of each rank.
 
-- A key in the job's store holds the story of the first failure; the first writer wins. A daemon thread on every rank
-  polls it and ends the process with one line that tells the root cause, even while the main thread hangs in a
-  collective.
-- The ranks form a ring, each listening on a gloo connection to its two neighbours. When a process dies without a word
-  (``kill -9``, a crash), the kernel closes its connections and the neighbours know at once: no heartbeat, no false
-  alarm. A rank that leaves the guard in peace says so before.
-- A rank whose transfer broke because its peer is gone waits a moment for the peer's own story before it tells its own.
-- A host that is cut off closes no connection. Who waits for it ends at the timeout of the transfer or collective, and
-  says of which ranks nothing is heard: each tells every `POLL` seconds what it does. Who cannot reach the store any
-  more ends once it has been silent for as long.
-- A rank that fails lingers until the others have read the story (at most `LINGER` seconds), because a launcher that
-  sees it go would end them before they could speak, and because one of them may host the store.
-- A bus error, which comes where a mapped file is cut short, is such a failure, and names the file.
+- A key in the job's store holds the story of the first failure: one line with the root cause. The first writer wins. A
+  daemon thread on every rank polls the key, prints the story and ends the process, even while the main thread hangs in
+  a collective.
+- The ranks form a ring, and each listens on a gloo connection to its two neighbours. When a process dies without
+  raising (``kill -9``, a crash), the kernel closes its connections and the neighbours notice at once. This needs no
+  heartbeat and gives no false alarms. A rank that leaves the guard normally tells its neighbours before.
+- A rank whose transfer broke because its peer is gone waits a moment for the peer's story before it writes its own.
+- A host that is cut off from the network closes no connection. A rank that waits for it ends at the timeout of the
+  transfer or collective and names the ranks that have been silent: each rank publishes its current action every `POLL`
+  seconds. A rank that cannot reach the store ends when the store has been silent for the guard's `timeout`.
+- A rank that fails stays until the others have read the story, at most `LINGER` seconds. Otherwise a launcher that sees
+  it end would end the others before they can print, and this rank may host the store.
+- A bus error from a truncated memory-mapped file is such a failure, too, and its story names the file.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from megatron.pipeline.runtime.transport.links import FOREVER, gloo_pair
 POLL = 0.3
 """Seconds between two looks at the board."""
 SILENCE_PATIENCE = 0.2
-"""How long a neighbour of a dead rank waits for that rank's own story; it is told before its connections close."""
+"""Seconds that a neighbour of a dead rank waits for that rank's story, written before its connections close."""
 CONSEQUENCE_PATIENCE = 2.0
-"""How long a rank with a broken transfer waits for somebody else's story."""
+"""Seconds that a rank with a broken transfer waits for another rank's story."""
 LINGER = 2.0
-"""How long a failed rank stays for the others to read its story."""
+"""Seconds that a failed rank stays so that the others can read its story."""
 UNHEARD_PATIENCE = 5 * POLL
-"""How long a rank may say nothing until it counts as not heard of, once something has timed out."""
+"""Seconds without a notice after which a rank counts as silent. Measured only once something has timed out."""
 _GOODBYE = timedelta(seconds=5)
 _BROKEN = (
     "connection closed by peer",
@@ -67,14 +67,12 @@ _num_guards = 0
 
 
 def active() -> Guard | None:
-    """The guard this process is in, if any."""
+    """Return the guard that this process is in, or None."""
     return _active
 
 
 def report(error: BaseException) -> None:
-    """End the job because of an error on a background thread; without a guard, leave it to the main thread to raise
-    it.
-    """
+    """End the job because of an error on a background thread. Without a guard do nothing: the main thread raises it."""
     if _active is not None:
         _active.fail(error)
 
@@ -94,14 +92,19 @@ def guard(
     host: str | None = None,
     before_exit: Callable[[], None] = lambda: None,
 ) -> Iterator[Guard | None]:
-    """Guard the block: whatever it raises, on whichever rank, ends all ranks of the job with `exit_code`.
+    """Guard the block: any error in it, on any rank, ends all ranks of the job with `exit_code`.
 
-    Collective: every rank of the default group enters it, after ``init_process_group``. `store`: the job's store
-    (default: the default group's). `store_host`: the rank whose process hosts it, where torchrun does not. With one
-    rank, or without a process group, exceptions simply pass. ``SystemExit`` with code 0 or None counts as a peaceful
-    end. `timeout`: how long the ranks may take to come here, and how long the store may be silent later; enter as soon
-    as the process group is up, for what is before the guard is not guarded. `host`: what to call this host.
-    `before_exit`: called where a failure ends this process, which unwinds nothing.
+    Collective: every rank of the default group enters it, after ``init_process_group``. Enter it as soon as the process
+    group exists, since nothing before it is guarded. With one rank, or without a process group, exceptions simply pass.
+    ``SystemExit`` with code 0 or None counts as a normal end.
+
+    Args:
+        store: the job's store (default: the default group's).
+        store_host: the rank whose process hosts the store, if torchrun does not.
+        exit_code: exit status of every rank after a failure.
+        timeout: how long the ranks may take to enter the block, and how long the store may be silent later.
+        host: name of this host in messages (default: its host name).
+        before_exit: called when a failure ends this process, since the exit runs no ``finally`` blocks.
     """
     global _active, _num_guards
     name_cut_files(_tell_of_cut_file)
@@ -136,7 +139,7 @@ def guard(
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether `error` says no more than that somebody else is gone."""
+    """Return whether `error` only says that another rank is gone."""
     while error is not None:
         if isinstance(error, TransferError):
             return not error.timed_out
@@ -148,7 +151,7 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 def sentence_of(error: BaseException, name: str) -> str:
-    """What ended a rank that is called so, in one line."""
+    """Describe in one line the error that ended the rank called `name`."""
     text = " ".join(without_frames(str(error)).split())
     if isinstance(error, TransferError):
         return text
@@ -162,7 +165,7 @@ def _is_timeout(error: BaseException) -> bool:
 
 
 class Guard:
-    """Watches over one rank of the job; made by `guard`."""
+    """The guard of one rank of the job. The function `guard` makes it."""
 
     def __init__(
         self, store: Store, *, store_host: int, scope: str, exit_code: int, timeout: timedelta, host: str,
@@ -180,7 +183,7 @@ class Guard:
         self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
         self._overdue: Callable[[], BaseException | None] = lambda: None
         self._leaving = threading.Event()
-        self._ending = threading.Lock()  # held from the end on
+        self._ending = threading.Lock()  # held once the process ends
         self._is_ending = False
         self._neighbours = self._join_ring(store, scope, timeout)
         self._listeners = [self._spawn(self._listen, *neighbour) for neighbour in self._neighbours]
@@ -194,7 +197,7 @@ class Guard:
         thread.start()
         return thread
 
-    # -- what the engine tells ----------------------------------------------------------------------------------------
+    # -- called by the engine -----------------------------------------------------------------------------------------
 
     def watch(
         self,
@@ -203,7 +206,13 @@ class Guard:
         doing: Callable[[], tuple[str, int | None]],
         overdue: Callable[[], BaseException | None],
     ) -> None:
-        """Learn this rank's name ("rank 2 (stage 2)"), how to ask what it does, and whether a transfer is overdue."""
+        """Use the engine's information about this rank from now on.
+
+        Args:
+            name: such as "rank 2 (stage 2)".
+            doing: returns (current action, the global rank that this rank waits for, or None).
+            overdue: returns the error of an overdue transfer, or None.
+        """
         self._name, self._doing, self._overdue = name, doing, overdue
         self._board.set_doing(self.rank, name, "", None)
 
@@ -227,7 +236,7 @@ class Guard:
                 self.fail(error)
 
     def _listen(self, neighbour: int, group: Any, side: int) -> None:
-        """Blocks until the neighbour says goodbye, or its process is gone."""
+        """Wait for the neighbour's goodbye. If its process ends without one, end this process with its story."""
         try:
             group.recv([torch.empty(1)], 1 - side, side).wait(FOREVER)
             return
@@ -240,11 +249,12 @@ class Guard:
         self._end(story)
 
     def _on_terminate(self, number: int, frame: Any) -> None:
-        """A launcher that saw another rank die ends this one; tell why before going. Training may set a handler of
-        its own.
+        """Handle SIGTERM: print the story before this process ends.
+
+        A launcher sends the signal when another rank has died. Training may replace this handler.
         """
         if self._is_ending:
-            return  # perhaps on the thread that is interrupted here: it goes on ending the process
+            return  # the interrupted thread may itself be ending the process: let it continue
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE)
         if story is not None:
             self._end(story)
@@ -254,7 +264,10 @@ class Guard:
     # -- stories ------------------------------------------------------------------------------------------------------
 
     def _tell(self, story: str, *, is_consequence: bool) -> str:
-        """The first story told counts. Where the store is gone, what may follow from that is put down to it."""
+        """Write the story unless the board has one, and return the one that counts.
+
+        If the store is lost and the error may be a consequence of that, return the story of the lost store.
+        """
         first = self._board.tell(story)
         return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
 
@@ -280,7 +293,7 @@ class Guard:
         return "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
 
     def _circumstances(self, peer: int | None = None) -> str:
-        """What is known where a collective, or a transfer from `peer`, did not end in time."""
+        """Describe the state of the other ranks when a collective, or a transfer from `peer`, has timed out."""
         if self._board.silent_seconds:
             return f"; {self._story_of_silent_store()}"
         unheard = self._board.unheard((rank for rank in range(self.world_size) if rank != self.rank), UNHEARD_PATIENCE)
@@ -290,7 +303,7 @@ class Guard:
         return text + self._who_waits(peer)
 
     def _who_waits(self, rank: int | None) -> str:
-        """Follow who waits for whom from `rank` on, as far as the ranks have told."""
+        """Describe who waits for whom, starting at `rank`, as far as the ranks have published it."""
         text, seen = "", {self.rank}
         while rank is not None and rank not in seen:
             seen.add(rank)
@@ -305,17 +318,21 @@ class Guard:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """End the job because of `error` on this rank. Does not return."""
+        """End the job because of `error` on this rank. Never returns."""
         consequence = is_consequence(error)
         story = self._board.wait_for_story(CONSEQUENCE_PATIENCE if consequence else 0.0)
         if story is None:
-            if not consequence:  # which a traceback of waiting would not explain; before the story, which ends the job
+            # The traceback of a consequence explains nothing. Print before the story is written, which ends the job.
+            if not consequence:
                 sys.stderr.write(without_frames("".join(traceback.format_exception(error))))
             story = self._tell(self._own_story(error), is_consequence=consequence)
         self._end(story)
 
     def _end(self, story: str) -> None:
-        """Print the root cause, let the others read it, and end the process. Only the first caller gets through."""
+        """Print the root cause, wait until the others have read it, and end the process.
+
+        Only the first caller proceeds; later callers block.
+        """
         self._is_ending = True
         silence()
         if not self._ending.acquire(blocking=False):
@@ -337,13 +354,13 @@ class Guard:
         os._exit(self._exit_code)
 
     def leave(self) -> None:
-        """Say goodbye to the neighbours and wait for theirs; a failure elsewhere still ends this process meanwhile.
+        """Say goodbye to the neighbours and wait for theirs. Meanwhile a failure elsewhere still ends this process.
 
-        The rank that hosts the store leaves last. No thread is left: one that wakes up while the interpreter shuts down
-        would abort the process.
+        The rank that hosts the store leaves last. All threads are stopped: a thread that wakes up while the interpreter
+        shuts down would abort the process.
         """
         for _, group, side in self._neighbours:
-            with suppress(RuntimeError):  # gone: the listener tells
+            with suppress(RuntimeError):  # the neighbour is gone: the listener handles that
                 group.send([torch.zeros(1)], 1 - side, 1 - side).wait(_GOODBYE)
         for listener in self._listeners:
             listener.join()
@@ -365,7 +382,10 @@ class Guard:
     # -- the ring -----------------------------------------------------------------------------------------------------
 
     def _join_ring(self, store: Store, scope: str, timeout: timedelta) -> list[tuple[int, Any, int]]:
-        """(neighbour, group, own side) of this rank's edges; edge i joins rank i (side 0) and i + 1 (side 1)."""
+        """Connect to the neighbours. Return (neighbour, group, own side) for each of this rank's edges.
+
+        Edge i joins rank i (side 0) and rank i + 1 (side 1).
+        """
         size = self.world_size
         edges = [(edge, (edge + 1) % size) for edge in range(size if size > 2 else 1)]
 
