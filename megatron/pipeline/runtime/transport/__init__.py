@@ -1,1 +1,1 @@
-"""How tensors get from rank to rank, and the lanes on which that happens beside the computation."""
+"""Transport of tensors between ranks, and the background lanes on which it runs beside the computation."""

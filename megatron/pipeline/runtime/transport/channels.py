@@ -1,10 +1,10 @@
 """Channels: the links of a rank's stages, and the errors of late or broken transfers.
 
-A channel is one link per edge of the pipeline and kind of traffic: activations from its source to its target, gradients
-back. Stages on the same rank need none: the executor hands tensors over. Two paired ranks have one more link for saved
-activations (`move_link`), which only the thread of the moves uses. All ranks make their links in one order, so that
-start-up cannot deadlock, and edges that share no rank are made at the same time (an edge colouring), so that start-up
-does not grow with the pipeline.
+Each edge of the pipeline has a link for activations, from source to target, and a link for gradients, from target to
+source. Stages on the same rank need no link: `Exchange` passes their tensors on. Two paired ranks have one more link
+for saved activations (`move_link`), which only the move thread uses. All ranks make their links in the same order, so
+that start-up cannot deadlock. Links of edges that share no rank are made at the same time (by an edge colouring), so
+that the time of start-up does not grow with the pipeline.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
 
 _num_built: Counter[tuple[int, ...]] = (
     Counter()
-)  # pipelines built in this process per list of ranks: part of the link names
+)  # list of ranks -> pipelines built for it in this process; part of the link names
 
 
-_LOOK_EVERY = 0.0005  # seconds, where a frozen stage is too far ahead
+_LOOK_EVERY = 0.0005  # polling interval in seconds, while a frozen stage is too far ahead
 
-_Awaited = tuple[Kind, int, int, None, int | None]  # what an Instruction is made of
+_Awaited = tuple[Kind, int, int, None, int | None]  # the arguments of an Instruction
 
 
 class TransferError(RuntimeError):
-    """A transfer broke or did not come in time. `peer_rank` is the global rank at its other end."""
+    """A transfer broke or timed out. `peer_rank` is the global rank at its other end."""
 
     def __init__(self, message: str, *, peer_rank: int, timed_out: bool) -> None:
         super().__init__(message)
@@ -50,7 +50,14 @@ class TransferError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
-    """A tensor for which a stream waits: the host's time of the wait, and the instruction."""
+    """A tensor for which a stream waits.
+
+    Attributes:
+        event: done when the tensor has arrived.
+        since: the host's time at the start of the wait.
+        awaited: the receive.
+        during: the instruction that waits.
+    """
 
     event: Event
     since: float
@@ -59,11 +66,10 @@ class _Arrival:
 
 
 def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> Iterator[tuple[str, int, int]]:
-    """(letter, sending stage, receiving stage) of every channel, in the order in which all ranks make their links.
-    Without `edges` the stages are a chain.
+    """Yield (letter, sending stage, receiving stage) of every link, in the order in which all ranks make their links.
 
-    Edges between the same colour of rank pairs touch disjoint ranks: with one stage per rank, first the pairs (0, 1),
-    (2, 3), ..., then (1, 2), (3, 4), ...
+    Without `edges` the stages are a chain. Edges of one colour touch disjoint ranks. With one stage per rank, first
+    come the pairs (0, 1), (2, 3), ..., then (1, 2), (3, 4), ...
     """
     colours_at: dict[int, set[int]] = {}
     coloured = []
@@ -80,11 +86,11 @@ def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> 
             yield "B", edge.target, edge.source
 
 
-_Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, and the other stage where there are several
+_Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, other stage (None if the kind has only one)
 
 
 def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
-    """The tensor of one transfer between a stage and its peer: activations (F) or gradients (B)."""
+    """Return the spec of one transfer between a stage and its peer: activations ("F") or gradients ("B")."""
     if isinstance(stage, GraphStage):
         tensors = stage.edges[peer]
         return (tensors.activations if letter == "F" else tensors.gradients).whole
@@ -94,10 +100,25 @@ def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
 class Channels:
     """The links of one rank of a pipeline.
 
-    `ranks`: global ranks of the pipeline, by pipeline rank. `rank_of_stage`: stage -> pipeline rank. `edges`: between
-    stages; none: a chain. `stages`: the stages of this rank. `timeout`: how long a transfer may take. `backend`: "gloo"
-    or "nccl". `store`: where ranks meet; needed when the pipeline has more than one rank. `moves_activations`: connect
-    the pairs, too.
+    Args:
+        ranks: global ranks of the pipeline, by pipeline rank.
+        rank_of_stage: stage -> pipeline rank.
+        edges: the edges between stages; none: a chain.
+        rank: the pipeline rank of this process.
+        stages: the stages of this rank.
+        timeout: how long a transfer may take.
+        backend: "gloo" or "nccl".
+        device: the device of the tensors.
+        store: the store through which ranks connect. Needed when the pipeline has more than one rank.
+        moves_activations: connect paired ranks, too.
+        on_error: called when a send fails on a link's thread.
+
+    Attributes:
+        bytes_sent: bytes sent to other ranks so far.
+        move_link: the link to the paired rank; None if there is no pair or nothing to move.
+
+    Raises:
+        ValueError: `backend` cannot transfer tensors of `device`.
     """
 
     def __init__(
@@ -121,9 +142,9 @@ class Channels:
         self._graph = StageGraph.of(len(self._rank_of_stage), edges)
         self._posted: dict[tuple[Kind, int, int | None, int], Receive] = {}
         self._streams = streams_of(device)
-        self._arrivals = self._streams.make()  # waits for receives only, in the order of the row
+        self._arrivals = self._streams.make()  # a stream that only waits for receives, in the order of the row
         self._arriving: deque[_Arrival] = deque()
-        self._watcher: int | None = None  # the thread that asks for overdue receives
+        self._watcher: int | None = None  # the thread that calls `check_overdue`
         self._report = on_error
         self._error: TransferError | None = None
         self.bytes_sent = 0
@@ -148,7 +169,7 @@ class Channels:
                 spec = _spec_of(own_stage, peer, letter)
                 self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=own)
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
-        self.move_link: MoveLink | None = None  # None: no pair, or nothing is to move
+        self.move_link: MoveLink | None = None
         partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
         if partner != rank:
             pair = sorted((rank, partner))
@@ -165,7 +186,7 @@ class Channels:
         self._peers[key] = peer
 
     def change_specs(self, stages: Sequence[GraphStage]) -> None:
-        """Change the tensors that this rank's transfers carry; only while no transfer is under way."""
+        """Change the specs of this rank's transfers. Call it only while no transfer is in flight."""
         own = {stage.index: stage for stage in stages}
         for key, (link, _) in self._links.items():
             kind, stage, _ = key
@@ -173,19 +194,19 @@ class Channels:
 
     @property
     def waiting(self) -> Instruction | None:
-        """The receive for which this rank waits, or the send that waits for unread ones before it."""
+        """The receive for which this rank waits, or the send that waits until earlier sends have been read."""
         waiting = self._waiting
         return None if waiting is None else Instruction(*waiting)
 
     def name_of(self, stage: int) -> str:
-        """ "rank 6 (stage 2)": the global rank that runs a stage."""
+        """Return the name of a stage with its global rank, such as "rank 6 (stage 2)"."""
         return f"rank {self.global_rank_of(stage)} (stage {stage})"
 
     def global_rank_of(self, stage: int) -> int:
         return self._ranks[self._rank_of_stage[stage]]
 
     def peer_of(self, transfer: Instruction) -> int:
-        """Global rank at the other end of a transfer's channel."""
+        """Return the global rank at the other end of a transfer."""
         return self.global_rank_of(self._peers[transfer.kind, transfer.stage, transfer.peer])
 
     def post_send(
@@ -197,8 +218,10 @@ class Channels:
         peer: int | None = None,
         spec: TensorSpec | None = None,
     ) -> None:
-        """Start sending; returns at once. The owner may free `tensor`, but not write to it. `peer`: the other stage,
-        where there are several. `spec`: that of this transfer, where it is not the edge's usual one.
+        """Start a send and return at once. The caller may then free `tensor`, but not write to it.
+
+        `peer`: the other stage where the kind has several, else None. `spec`: the spec of this transfer if it differs
+        from the edge's. Raises ValueError if `tensor` does not fit it, TransferError if a send has failed.
         """
         if self._error is not None:
             raise self._error
@@ -217,9 +240,9 @@ class Channels:
                                        error) from None  # fmt: skip
 
     def wait_until_read(self, send: Instruction, most: int) -> None:
-        """Wait until at most this many of the tensors sent before `send`, over its channel, are unread.
+        """Wait until at most `most` of the tensors sent before `send` over the same link are unread.
 
-        Raises TransferError when they are not read in time or the peer is gone.
+        Raises TransferError if they are not read in time or a send has failed.
         """
         link, _ = self._links[send.kind, send.stage, send.peer]
         if link.num_unread() <= most:
@@ -239,7 +262,7 @@ class Channels:
     def post_receive(
         self, kind: Kind, stage: int, microbatch: int, peer: int | None = None, spec: TensorSpec | None = None
     ) -> None:
-        """Start receiving; returns at once. `spec`: as for `post_send`."""
+        """Start a receive and return at once. `peer` and `spec`: as for `post_send`."""
         for link in self._ahead:
             link.drop_read()
         link, usual = self._links[kind, stage, peer]
@@ -250,7 +273,11 @@ class Channels:
                                        error) from None  # fmt: skip
 
     def wait(self, kind: Kind, stage: int, microbatch: int, during: Instruction, peer: int | None = None) -> Tensor:
-        """The tensor of a posted receive. Raises TransferError when it is late or the peer is gone."""
+        """Wait for a posted receive and return its tensor. `during`: the instruction that needs it.
+
+        Over NCCL the current stream waits, not the host. Raises TransferError if the tensor is late or the peer is
+        gone, RuntimeError if the receive was not posted.
+        """
         receive = self._posted.pop((kind, stage, peer, microbatch), None)
         awaited = kind, stage, microbatch, None, peer
         if receive is None:
@@ -269,7 +296,10 @@ class Channels:
         return tensor
 
     def _follow(self, receive: Receive, awaited: _Awaited, during: Instruction) -> Tensor:
-        """Make the current stream wait for the tensor; a late arrival can be seen without holding the tensor."""
+        """Make the current stream wait for the tensor and return it.
+
+        An event lets `check_overdue` notice a late arrival without holding the tensor.
+        """
         while self._arriving and self._streams.is_done(self._arriving[0].event):
             self._arriving.popleft()
         with self._streams.on(self._arrivals):
@@ -280,7 +310,7 @@ class Channels:
         return tensor
 
     def _meet_at_the_end(self, timeout: float) -> None:
-        """Wait until all ranks have ended their transfers: if one end leaves a group, the other end may fail."""
+        """Wait until all ranks have ended their transfers: the other end may fail once one end leaves a group."""
         deadline = time.monotonic() + timeout
         num_here = self._store.add(self._end, 1)
         while num_here < len(self._ranks) and time.monotonic() < deadline:
@@ -301,14 +331,14 @@ class Channels:
         return TransferError(message, peer_rank=self.global_rank_of(peer), timed_out=False)
 
     def _broken(self, key: _Key, error: Exception) -> None:
-        """Note a failed send, seen on the link's thread; the next send raises it."""
+        """Keep and report the error of a failed send, found on the link's thread. The next send raises it."""
         self._error = self._transfer_error(key, f"a {key[0].value} of stage {key[1]} that was not read", error)
         self._report(self._error)
 
     def check_overdue(self) -> TransferError | None:
-        """The first overdue receive, else None. For links whose waits block a stream and not the host (NCCL).
+        """Return the error of the first overdue receive, or None.
 
-        The guard's thread calls it and changes nothing.
+        For links whose waits block a stream and not the host (NCCL). The failure guard's thread calls it.
         """
         if self._watcher != threading.get_ident():
             self._watcher = threading.get_ident()
@@ -325,11 +355,14 @@ class Channels:
         return None
 
     def num_unread_sends(self) -> int:
-        """Sent tensors whose storage is still held because the peer has not read them."""
+        """Return the number of sent tensors whose storage is still held because the peer has not read them."""
         return sum(link.num_unread() for key, (link, _) in self._links.items() if key[0] in SENDS)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Wait for unread sends, stop the threads, end the groups. Links cannot be used afterwards."""
+        """Wait for unread sends, at most `timeout` seconds per link. Stop the threads and end the groups.
+
+        The links cannot be used afterwards.
+        """
         self._streams.finish(self._streams.record())
         if self._ahead:
             self._meet_at_the_end(timeout)

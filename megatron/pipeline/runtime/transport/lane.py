@@ -1,17 +1,18 @@
 """A lane: calls in order on one thread, beside the computation.
 
-Problem: copies, moves of activations and updates on the host take time in which a rank should compute, and each kind of
-them has an order of its own.
+Problem: copies, moves of activations and updates on the host take time in which a rank should compute. Each kind has
+its own order.
 
-Solution: one background thread (on CUDA with a stream of its own) runs the calls in order. A request returns at once. A
-failure is handed to `on_error` at once, since the compute thread may be blocked in a transfer, and raised by the next
-request or wait; later calls do not run.
+Solution: one background thread (on CUDA with its own stream) runs the calls in order. A request returns at once. A
+failure goes to `on_error` at once, since the compute thread may be blocked in a transfer. The next request or wait
+raises it, and later calls do not run.
 
-The queue of a rank's moves is such a lane: evictions and loads have to run beside forwards and backwards, and memory
-may only be taken when the move before has freed as much (see `program.move_order`). A call that has begun is *posted*,
-a call that has returned is *complete*. The compute thread waits for the first n moves to be complete. On CUDA a call
-returns when both hosts have reached the move and the device has it in its queue; the compute thread waits for that
-only, its stream waits for the rest (`follow`), and the tensors that the move reads are held until then.
+The queue of a rank's moves is such a lane. Evictions and loads have to run beside forwards and backwards. A move may
+take memory only when the move before has freed as much (see `program.move_order`). A call that has begun is *posted*, a
+call that has returned is *complete*. The compute thread waits until the first n moves are complete. On CUDA a call
+returns when both hosts have reached the move and the move is queued on the device. The compute thread waits only for
+that. Its stream waits until the device has done the move (`follow`), and the tensors that the move reads are held until
+then.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ _Call = Callable[[], Any]
 
 
 class LaneThread:
-    """Runs calls in order on one thread, which starts with the first call.
+    """Runs calls in order on one thread, which starts with the first request.
 
-    `track`: the thread's name in traces. `annotate(error, instruction)`: called for an error and its instruction.
+    Args:
+        track: the thread's name in traces.
+        device: on CUDA, the device of the thread's stream.
+        tracer: records a span for each call.
+        on_error: called on the thread with the error of a call.
+        annotate: called with the error and the instruction of its call, before `on_error`.
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class LaneThread:
 
     @property
     def current(self) -> Instruction | None:
-        """The instruction that runs or is next."""
+        """The instruction that runs or is next; None if nothing is requested."""
         incomplete = self._incomplete
         try:
             return incomplete[0]
@@ -75,9 +81,9 @@ class LaneThread:
     def request(
         self, instruction: Instruction, call: _Call, *, ready: _Call | None = None, traced: bool = True
     ) -> None:
-        """Queue `ready` and then `call`, behind the calls before; the request is complete when `call` has returned.
+        """Queue `ready` and then `call` behind earlier requests. The request is complete when `call` has returned.
 
-        In a trace it begins when `ready` has returned.
+        In a trace it begins when `ready` has returned. Raises the error of an earlier call.
         """
         self._raise_error()
         if self._thread is None:
@@ -88,9 +94,9 @@ class LaneThread:
         self._calls.put((instruction, call, ready, traced))
 
     def wait(self, count: int, timeout: float) -> bool:
-        """Wait until the first `count` calls are complete, at most `timeout` seconds; returns whether they are.
+        """Wait at most `timeout` seconds until the first `count` calls are complete. Return whether they are.
 
-        Raises the error of a call.
+        Raises the error of a failed call, unless these calls were complete before it.
         """
         with self._progress:
             self._progress.wait_for(lambda: self.num_complete >= count or self.error is not None, timeout)
@@ -99,7 +105,7 @@ class LaneThread:
             return self.num_complete >= count
 
     def close(self, timeout: float) -> None:
-        """Stop the thread when all requests are done, on the device too."""
+        """Stop the thread when all requests are done, also on the device. Wait at most `timeout` seconds."""
         if self._thread is not None:
             self._calls.put(None)
             self._thread.join(timeout)
@@ -116,7 +122,7 @@ class LaneThread:
             with self._streams.on(self._streams.make()), torch.no_grad():
                 while (item := self._calls.get()) is not None:
                     result = self._carry_out(*item)
-                    item = item[:1]  # and not what the call holds
+                    item = item[:1]  # drop the tensors that the call holds
                     self._note_complete(result)
                     del result
                 self._streams.finish(self._streams.record())
@@ -139,7 +145,7 @@ class LaneThread:
         return result
 
     def _note_complete(self, result: Any) -> None:
-        """Note that the call has returned `result`."""
+        """Count the oldest incomplete call as complete; it has returned `result`."""
         with self._progress:
             self._incomplete.popleft()
             self.num_complete += 1
@@ -151,7 +157,13 @@ class LaneThread:
 
 @dataclass(slots=True)
 class _Given:
-    """A move that the device works on: its number, its end, and the tensors that it reads until then."""
+    """A move that the device works on.
+
+    Attributes:
+        count: number of the move, from 1.
+        event: the move's end on the device.
+        held: the tensors that the move reads until then.
+    """
 
     count: int
     event: Event
@@ -159,8 +171,9 @@ class _Given:
 
 
 class MoveQueue(LaneThread):
-    """Runs moves in order on one thread. On CUDA a call's result is held until the device is done or a stream waits
-    for it.
+    """Runs moves in order on one thread.
+
+    On CUDA a call's result is held until the device has done the move or another stream waits for it.
     """
 
     def __init__(
@@ -175,14 +188,14 @@ class MoveQueue(LaneThread):
         self._given: deque[_Given] = deque()  # moves that the device may still work on; empty on a CPU
 
     def incomplete_move(self, count: int) -> Instruction | None:
-        """The last of the first `count` moves if it is incomplete, else None."""
+        """Return move number `count` (from 1) if it is incomplete, else None."""
         with self._progress:
             return self._incomplete[count - self.num_complete - 1] if count > self.num_complete else None
 
     def follow(self, count: int) -> None:
-        """Make the current stream wait until the device is done with the first `count` moves, which are complete.
+        """Make the current stream wait until the device has done the first `count` moves, all of them complete.
 
-        Their tensors are dropped: later users of the memory come after them on that stream.
+        Their tensors are dropped, since later users of the memory come after the moves on that stream.
         """
         if not self._given:
             return

@@ -1,16 +1,17 @@
-"""One-directional links between two ranks: how a tensor gets from one process to another.
+"""One-directional links that carry tensors between two processes.
 
-Problem: the executor wants to post a send or a receive and to compute on; only the instruction that needs a tensor
-waits for it. The way depends on the device and the transport: gloo between CPUs, NCCL between GPUs, or gloo through
-pinned host memory where NCCL cannot join the GPUs (several ranks on one GPU, as in a test).
+Problem: the executor has to post a send or a receive and continue to compute. Only the instruction that needs a tensor
+waits for it. The transport depends on the device: gloo between CPUs, NCCL between GPUs, or gloo through pinned host
+memory where NCCL cannot connect the GPUs (several ranks on one GPU, as in a test).
 
-Solution: a link class for each way, with one interface, chosen from a table (`LINKS`). Every link owns a process group
-of its two ranks, so that no transfer queues behind an independent one. A link keeps sent tensors alive until they have
-been read: it holds an alias of the tensor, so the stage may drop its own reference when the send is posted. With gloo,
-posting itself takes time (a send copies into the socket, a receive allocates its memory), and a send is known to be
-read only when ``wait()`` has returned; ``is_completed()`` does not tell. So one thread per link posts in order, waits
-for the sends and drops the aliases, and the compute thread does neither. With NCCL posting is quick and
-``is_completed()`` is right, so there is no thread: the link drops read tensors whenever it is used (`drop_read`).
+Solution: a link class for each transport, with one interface, chosen from a table (`LINKS`). Every link owns a process
+group of its two ranks, so that no transfer queues behind an independent one. A link keeps sent tensors alive until they
+have been read: it holds an alias of the tensor, so the stage may drop its own reference when the send is posted.
+
+With gloo, posting itself takes time: a send copies into the socket, a receive allocates its memory. Only the return of
+``wait()`` shows that a send has been read; ``is_completed()`` does not show it. So one thread per link posts in order,
+waits for the sends and drops the aliases. With NCCL posting is quick and ``is_completed()`` is right, so the link needs
+no thread: it drops read tensors whenever it is used (`drop_read`).
 """
 
 from __future__ import annotations
@@ -34,43 +35,43 @@ from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_real, num_holders
 
-NUM_TAGS = 4096  # tags tell microbatches apart, so that a mismatch hangs visibly instead of delivering a wrong tensor
+NUM_TAGS = 4096  # a tag names the microbatch, so that a mismatch hangs visibly instead of delivering a wrong tensor
 FOREVER = timedelta(days=3650)
 _SENDER, _RECEIVER = 0, 1
 
 
 class Receive(Protocol):
-    """A posted receive; after `wait` it holds no tensor."""
+    """A posted receive. After `wait` it holds no tensor."""
 
     def wait(self, timeout: timedelta) -> Tensor:
-        """The received tensor; RuntimeError when `timeout` has passed or the connection broke."""
+        """Return the received tensor. Raises RuntimeError after `timeout` or if the connection breaks."""
 
 
 class Link(Protocol):
-    """One direction between two ranks; both see sends and receives in the same order."""
+    """One direction between two ranks. Sends and receives must be posted in the same order."""
 
     host_waits: bool
-    """Whether ``Receive.wait`` returns when the tensor is there, and not as soon as the current stream waits for it."""
+    """Whether ``Receive.wait`` blocks the host until the tensor is there. If not, only the current stream waits."""
 
     def send(self, tensor: Tensor, tag: int) -> None: ...
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive: ...
 
     def drop_read(self) -> None:
-        """Drop the tensors that have been read; called on the thread that sends."""
+        """Drop the tensors that have been read. Called on the thread that sends."""
 
     def num_unread(self) -> int:
-        """The number of sends whose storage is still held."""
+        """Return the number of sends whose storage is still held."""
 
     def close(self, timeout: float) -> None:
-        """Wait until all sends are read, then end the link's thread and its groups."""
+        """Wait at most `timeout` seconds until all sends are read, then end the link's thread and group."""
 
 
 @lru_cache(maxsize=4)
 def _gloo_devices(interfaces: str) -> list[Any]:
-    """The process's gloo devices, on the interfaces of GLOO_SOCKET_IFNAME, or else the host's own.
+    """Return the process's gloo devices: on the interfaces of GLOO_SOCKET_IFNAME, or gloo's default device.
 
-    Shared by all links, since each device has a thread that wakes a hundred times a second.
+    All links share them, since each device has a thread that wakes a hundred times a second.
     """
     if not interfaces:
         return [ProcessGroupGloo.create_default_device()]
@@ -78,11 +79,11 @@ def _gloo_devices(interfaces: str) -> list[Any]:
 
 
 def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
-    """A gloo group of two ranks under a name that both agree on.
+    """Make a gloo group of two ranks under a name that both pass. `member`: 0 at one end, 1 at the other.
 
-    Built directly and not through ``new_group(use_local_synchronization=True)``: that derives the name from the
-    number of groups the process belongs to, which differs between neighbours in a pipeline, so that they would never
-    connect.
+    The group is built directly, not through ``new_group(use_local_synchronization=True)``. That function derives the
+    name from the number of groups of the process. The number differs between neighbours in a pipeline, so they would
+    never connect.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
@@ -133,7 +134,7 @@ class _Worker:
 
 
 class GlooReceive:
-    """A receive that the link's thread posts; `make` allocates its memory."""
+    """A receive that the link's thread posts. `make` allocates its memory."""
 
     __slots__ = ("_error", "_group", "_make", "_posted", "_tag", "_tensor", "_work")
 
@@ -150,7 +151,7 @@ class GlooReceive:
     def post(self) -> None:
         try:
             self._tensor = self._make()
-        except RuntimeError as error:  # torch's, out of memory: this rank's own, not a lost peer's
+        except RuntimeError as error:  # torch is out of memory: an error of this rank, not a lost peer
             self._error = MemoryError(str(error))
         else:
             self._post()
@@ -191,10 +192,10 @@ class _GlooEnd(abc.ABC):
 
     @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
-        """Send a tensor that `send` has queued, on the link's thread; returns when it has been read."""
+        """Send a queued tensor and return when it has been read. Runs on the link's thread."""
 
     def drop_read(self) -> None:
-        """Nothing to do: the link's thread drops them."""
+        """Do nothing: the link's thread drops read tensors."""
         return
 
     def num_unread(self) -> int:
@@ -221,7 +222,7 @@ class GlooLink(_GlooEnd):
 
 
 class HostStagedLink(_GlooEnd):
-    """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot join."""
+    """CUDA tensors over gloo, through pinned host memory: for ranks that NCCL cannot connect."""
 
     def __init__(self, name: str, store: Store, *, device: torch.device, **options: Any) -> None:
         super().__init__(name, store, device=device, **options)
@@ -251,7 +252,7 @@ class HostStagedLink(_GlooEnd):
 
 
 class _HostStagedReceive(GlooReceive):
-    """A receive into pinned memory; `wait` copies it to the device."""
+    """A receive into pinned memory. `wait` copies the tensor to the device."""
 
     __slots__ = ("device",)
 
@@ -260,7 +261,7 @@ class _HostStagedReceive(GlooReceive):
 
 
 class NcclLink:
-    """CUDA tensors over NCCL, on the group's own stream; waiting makes the current stream wait, not the host."""
+    """CUDA tensors over NCCL, on the group's own stream. A wait blocks the current stream, not the host."""
 
     host_waits = False
 
@@ -274,7 +275,7 @@ class NcclLink:
             _SENDER if sends else _RECEIVER,
             2,
             max_ctas=COMMUNICATOR_CTAS["link"],
-            timeout=timeout * 2,  # `Channels.check_overdue` speaks first, and names who waits for whom
+            timeout=timeout * 2,  # `Channels.check_overdue` reports earlier and names who waits for whom
         )
         self._on_error = on_error
         self._unread: deque[tuple[Any, Tensor]] = deque()
@@ -282,7 +283,7 @@ class NcclLink:
         self._meet(sends)
 
     def _meet(self, sends: bool) -> None:
-        """Connect now, while both ends are known to come: NCCL connects at the first use and blocks until then."""
+        """Connect now, since both ends are here. NCCL would connect at the first use, and block until both come."""
         probe = torch.zeros(1, device=self._device)
         work = self._group.send([probe], _RECEIVER, 0) if sends else self._group.recv([probe], _SENDER, 0)
         work.wait()
@@ -298,10 +299,11 @@ class NcclLink:
         return _NcclReceive(self._group.recv([as_real(tensor)], _SENDER, 0), tensor)
 
     def _free_buffer(self, spec: TensorSpec) -> Tensor:
-        """A free receive buffer, which stays with the link. The allocator would not reuse its memory before all later
-        work of the group's stream is done, and receives are posted far ahead.
+        """Return a free receive buffer, which the link keeps for reuse.
 
-        The last user has queued its work on the current stream, and NCCL waits for that stream.
+        Receives are posted far ahead, and the allocator would not reuse the memory before all later work of the group's
+        stream is done. Reuse is safe: the last user has queued its work on the current stream, and NCCL waits for that
+        stream.
         """
         for buffer in self._buffers:
             if num_holders(buffer) == 1 and buffer.shape == spec.shape and buffer.dtype == spec.dtype:
@@ -313,7 +315,7 @@ class NcclLink:
         while self._unread and self._unread[0][0].is_completed():
             work, _ = self._unread.popleft()
             try:
-                work.wait()  # returns at once, or raises why it has ended
+                work.wait()  # returns at once, or raises the error that ended the send
             except RuntimeError as error:
                 self._on_error(error)
 
@@ -339,7 +341,7 @@ class _NcclReceive:
 
     def wait(self, timeout: timedelta) -> Tensor:
         self._work.wait()
-        tensor, self._tensor, self._work = self._tensor, None, None  # the Work holds the tensor, too
+        tensor, self._tensor, self._work = self._tensor, None, None  # `_work` holds the tensor, too
         return tensor
 
 
@@ -348,4 +350,4 @@ LINKS: dict[tuple[str, str], type] = {
     ("gloo", "cuda"): HostStagedLink,
     ("nccl", "cuda"): NcclLink,
 }
-"""(backend, device type) -> link between two ranks."""
+"""(backend, device type) -> class of the links between two ranks."""

@@ -3,14 +3,15 @@
 Problem: moves are large and frequent, and must not allocate memory each time. A rank runs them one after another on a
 thread (`MoveQueue`), so a transfer may block, and one connection serves both directions.
 
-Solution: a link class per backend with one interface, chosen from a table (`MOVE_LINKS`). Send and receive return when
-the transfer is complete, so both ends have to reach it. They wait without a limit: an acceptor may reach a move long
-before the evictor does. The computation that needs the result waits with a limit (`ActivationTransfers.wait_for`). A
-lost peer is a RuntimeError at once.
+Solution: a link class for each backend and device, with one interface, chosen from a table (`MOVE_LINKS`). Send and
+receive return when the transfer is complete, so both ends have to reach it. They wait without a limit, since an
+acceptor may reach a move long before the evictor does. The computation that needs the result waits with a limit
+(`ActivationTransfers.wait_for`). A lost peer raises RuntimeError at once.
 
-The CUDA classes work on the current stream, which is the move thread's own. Through host memory they return when the
-device has done the work; over NCCL when the work is queued on the device, and the current stream waits for it. Over
-NCCL the two hosts synchronise first, so that no kernel on a device waits for a host that comes minutes later.
+The CUDA classes work on the current stream, the stream of the move thread. Through host memory they return when the
+device has done the work. Over NCCL they return when the work is queued on the device, and the current stream waits for
+it. Over NCCL the two hosts synchronise first, so that no kernel waits on a device for a host that arrives minutes
+later.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, gloo_pair
 
-_SIZE_TAG = NUM_TAGS  # no microbatch has it
+_SIZE_TAG = NUM_TAGS  # no microbatch has this tag
 
 
 class MoveLink(Protocol):
-    """One end of a link for moves. Both ends call in the same order: one sends where the other receives."""
+    """One end of a link for moves. Both ends make their calls in the same order: one sends when the other receives."""
 
     def send(self, buffer: Tensor, tag: int) -> None:
-        """Send uint8 [bytes]; afterwards the current stream may write to the buffer."""
+        """Send uint8 [bytes]. Afterwards the current stream may write to the buffer."""
 
     def receive(self, buffer: Tensor, tag: int) -> None:
         """Fill uint8 [bytes]."""
@@ -44,14 +45,14 @@ class MoveLink(Protocol):
     def receive_size(self) -> int: ...
 
     def close(self) -> None:
-        """End the link's groups; called when all moves are done."""
+        """End the link's groups. Called when all moves are done."""
 
 
 class GlooMoveLink:
     """CPU buffers over gloo."""
 
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
-        """`member`: 0 at one end, 1 at the other. `timeout`: for connecting."""
+        """`member`: 0 at one end, 1 at the other. `timeout`: how long connecting may take."""
         self._group = gloo_pair(name, store, member=member, timeout=timeout)
         self._peer = 1 - member
         self._streams = streams_of(device)
@@ -71,11 +72,11 @@ class GlooMoveLink:
         return int(size.item())
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 class HostStagedMoveLink(GlooMoveLink):
-    """CUDA buffers over gloo, through pinned host memory that is made once for each size."""
+    """CUDA buffers over gloo, through pinned host memory, allocated once for each size."""
 
     def __init__(self, name: str, store: Store, **options: Any) -> None:
         super().__init__(name, store, **options)
@@ -99,7 +100,7 @@ class HostStagedMoveLink(GlooMoveLink):
 
 
 class NcclMoveLink(GlooMoveLink):
-    """CUDA buffers over NCCL, once both hosts have come to the move."""
+    """CUDA buffers over NCCL. Each transfer starts when both hosts have reached it."""
 
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(f"{name}/hosts", store, member=member, timeout=timeout, device=device)
@@ -128,4 +129,4 @@ MOVE_LINKS: dict[tuple[str, str], type] = {
     ("gloo", "cuda"): HostStagedMoveLink,
     ("nccl", "cuda"): NcclMoveLink,
 }
-"""(backend, device type) -> link between two paired ranks."""
+"""(backend, device type) -> class of the link between two paired ranks."""
