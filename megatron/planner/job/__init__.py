@@ -1,1 +1,1 @@
-"""What is planned: a configuration, its cluster and devices, the software, and what is expected of it."""
+"""Inputs and results of planning: the configuration, the cluster and its devices, the software, and the estimate."""

@@ -1,24 +1,24 @@
 """The cluster that a search plans for.
 
-A cluster file is YAML or JSON. It names the processor, and holds a topology (docs/placement.md), in a short form where
-nodes are alike.
+A cluster file is YAML or JSON. It names the processor and describes a topology (docs/placement.md), in a short form if
+all nodes are alike.
 
-    gpu: A100-80            # a name in `DEVICES`, or a label that means one, or `cpu`; or another GPU's, with all that
-                            # `_DESCRIPTION` names
+    gpu: A100-80            # a name in `DEVICES`, a label that means such a GPU, or `cpu`; or the name of another GPU,
+                            # which needs all fields in `_DESCRIPTION`
     nodes: 6                # or a list of {name, gpus}, as in a topology
-    gpus_per_node: 8        # optional: how many are linked with one another; by default 8, of GB200 the 72 of a rack
-    gpus_per_host: 8        # optional: how many of them share a host; by default all, of GB200 the 4 of a tray
+    gpus_per_node: 8        # optional: number of GPUs linked with one another; default 8, for GB200 the 72 of a rack
+    gpus_per_host: 8        # optional: number of these GPUs on one host; default all, for GB200 the 4 of a tray
     bandwidth:              # GB/s (10^9 bytes) in one direction
-      within_node: 300      # of one GPU, to the others of its node; by default that of the GPU's data sheet
-      between_nodes: 100    # of one node to the network, shared by its GPUs; a part of them has that part of it
-    memory_gib: 79.25       # optional: what a GPU has; `cpu`: what a process may use
-    peak_teraflops: 312     # optional, of the type that training multiplies in, likewise memory_bandwidth (GB/s);
-                            # `cpu`: of one process
-    host_memory_gib: 1900   # optional: of a host's main memory, what training may use; weights on the host need it
-    host_bandwidth: 25      # optional: GB/s of one GPU to its host's memory, and from there; by default its PCIe's
-    host_optimizer_ns: 1.5  # optional: nanoseconds a parameter of the host's optimizer, of one process while all run
-    price_per_gpu_hour: 2.5 # optional: money for a GPU for an hour, its share of the node and the network included
-    currency: USD           # optional: of that price, its code of three letters
+      within_node: 300      # of one GPU to the others of its node; default: from the GPU's data sheet
+      between_nodes: 100    # of one node to the network, shared equally by its GPUs
+    memory_gib: 79.25       # optional: memory of a GPU; for `cpu`, memory that a process may use
+    peak_teraflops: 312     # optional: peak in the dtype of training's matrix products; for `cpu`, of one process
+    memory_bandwidth: 2039  # optional: GB/s of the GPU's memory; for `cpu`, of one process
+    host_memory_gib: 1900   # optional: main memory of a host that training may use; needed for weights on the host
+    host_bandwidth: 25      # optional: GB/s between one GPU and its host's memory; default: the GPU's PCIe
+    host_optimizer_ns: 1.5  # optional: nanoseconds per parameter of the host's optimizer, in one process while all run
+    price_per_gpu_hour: 2.5 # optional: price of a GPU hour, including the GPU's share of the node and the network
+    currency: USD           # optional: currency of the price, a code of three letters
 """
 
 import re
@@ -35,13 +35,13 @@ from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.planner.job.devices import DEVICES, Device, described, devices_like, edition_of, is_edition, known_device
 
 CLUSTERS = Path(__file__).parent / "clusters"
-"""The folder of the clusters that come with the package, NAME.yaml each."""
+"""The folder of the cluster files that come with the package, each NAME.yaml."""
 _DESCRIPTION = ("memory_gib", "peak_teraflops", "memory_bandwidth")
-"""The fields that a file must give for an unknown GPU, besides the links between the GPUs of a node."""
+"""The fields that a file must give for an unknown GPU, besides the bandwidth within a node."""
 MOST = 65_536
 """The most nodes, and the most GPUs of a node."""
 MOST_PRICE = 1_000_000
-"""The highest price of a GPU hour, in any currency; far above it costs of a training overflow."""
+"""The highest price of a GPU hour, in any currency. With far higher prices the cost of a training would overflow."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _CPU = Device(  # a core of a laptop
@@ -49,8 +49,8 @@ _CPU = Device(  # a core of a laptop
     host_bandwidth=5,  # a copy reads and writes
 )  # fmt: skip
 HOST_MEMORY_BANDWIDTH = 200.0
-"""GB/s that the optimizers of all processes of a host reach together, unless the file gives host_optimizer_ns. The peak
-of two sockets with six DDR4-2933 channels each is 281."""
+"""GB/s that the optimizers of all processes of a host together reach, unless the file gives host_optimizer_ns. The peak
+of two sockets with six DDR4-2933 channels each is 281 GB/s."""
 
 
 def _usual_gpus_per_node(given: dict) -> int:
@@ -58,7 +58,7 @@ def _usual_gpus_per_node(given: dict) -> int:
 
 
 def _code(currency: str) -> str:
-    """A currency's code. Raises ValueError if it is not three capital letters."""
+    """Return the currency code. Raises ValueError unless it has three capital letters."""
     if not re.fullmatch("[A-Z]{3}", currency):
         raise ValueError(f"currency {shown(currency)} is no code of three capital letters; write USD, EUR or the like")
     return currency
@@ -72,7 +72,7 @@ class _Links(BaseModel):
 
 
 def _processor(label: str) -> str:
-    """The name in `DEVICES`, or `cpu`; for an unknown GPU, the label. Raises ValueError if the label is no name."""
+    """Return the label's name in `DEVICES`, or `cpu`, or the label of an unknown GPU. Raises ValueError if invalid."""
     name = label if label == "cpu" else known_device(label)
     if name is None and not re.fullmatch(r"[\w .,()/+-]{1,60}", label):
         raise ValueError(_no_gpu(label, [*_DESCRIPTION], "a name of letters and digits, "))
@@ -80,7 +80,7 @@ def _processor(label: str) -> str:
 
 
 class Cluster(BaseModel):
-    """A cluster with the fields of a cluster file. Raises pydantic's ValidationError, a ValueError."""
+    """A cluster with the fields of a cluster file (see the module). Raises pydantic's ValidationError, a ValueError."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -119,9 +119,9 @@ class Cluster(BaseModel):
 
     @cached_property
     def device(self) -> Device:
-        """The processor; values of the file replace those of the data sheet."""
+        """The processor, with the values of the file in place of the data sheet's."""
         known, eighth = self._known, self._known.peak_teraflops_fp8
-        if eighth and self.peak_teraflops:  # peaks of a kind of GPU go with its clock and its multiprocessors
+        if eighth and self.peak_teraflops:  # all peaks of a GPU scale with its clock and number of multiprocessors
             eighth *= self.peak_teraflops / known.peak_teraflops
         return replace(
             known,
@@ -136,7 +136,7 @@ class Cluster(BaseModel):
 
     @property
     def is_known(self) -> bool:
-        """Whether `DEVICES` has the processor, or it is a CPU."""
+        """Whether the processor is in `DEVICES` or a CPU."""
         return self.is_cpu or self.gpu in DEVICES
 
     @property
@@ -145,7 +145,7 @@ class Cluster(BaseModel):
             return _CPU
         if self.gpu in DEVICES:
             return DEVICES[self.gpu]
-        fastest = self.bandwidth.within_node or self.bandwidth.between_nodes  # of a GPU that is alone in its node
+        fastest = self.bandwidth.within_node or self.bandwidth.between_nodes  # the latter if each node has one GPU
         rates = {name: getattr(self, name) for name in _DESCRIPTION}
         return described(**rates, link_bandwidth=fastest or self.memory_bandwidth)
 
@@ -162,7 +162,7 @@ class Cluster(BaseModel):
 
     @cached_property
     def gpus_of_hosts(self) -> tuple[int, ...]:
-        """The number of GPUs of each host, in slot order; a node has one host or several."""
+        """The number of GPUs of each host, in slot order. A node has one or more hosts."""
         found: list[int] = []
         for node in self.topology.nodes:
             most = self.gpus_per_host or self._known.gpus_per_host or node.gpus
@@ -172,11 +172,14 @@ class Cluster(BaseModel):
 
     @cached_property
     def host_of_slot(self) -> tuple[int, ...]:
-        """Index of each slot's host."""
+        """The index of each slot's host."""
         return tuple(host for host, count in enumerate(self.gpus_of_hosts) for _ in range(count))
 
     def optimizer_ns(self, state_bytes: int) -> float:
-        """Nanoseconds of the host's optimizer for a parameter, of which it reads and writes `state_bytes` bytes."""
+        """Return the nanoseconds of the host's optimizer for a parameter.
+
+        `state_bytes`: the bytes that the optimizer reads and writes for it.
+        """
         if self.host_optimizer_ns:
             return self.host_optimizer_ns
         together = max(self.gpus_of_hosts)
@@ -184,7 +187,7 @@ class Cluster(BaseModel):
 
     @cached_property
     def topology(self) -> Topology:
-        """The nodes and the links of the cluster, for a placement."""
+        """The nodes and links of the cluster."""
         nodes = self.nodes
         if isinstance(nodes, int):
             nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
@@ -195,10 +198,10 @@ class Cluster(BaseModel):
         )
 
     def network_of(self, gpus: int) -> float | None:
-        """GB/s to the network of a part of a node with so many GPUs; None: the bandwidth of a node is not known.
+        """Return GB/s to the network for `gpus` GPUs of one node; None if the bandwidth of a node is not known.
 
-        Each GPU brings an equal share of the adapters, as in a DGX, where each GPU has its own. The most is the
-        bandwidth of the whole node.
+        Each GPU has an equal share of the node's bandwidth, as in a DGX, where each GPU has its own adapter. The result
+        is at most the bandwidth of the whole node.
         """
         whole, of_node = self.bandwidth.between_nodes, max(node.gpus for node in self.topology.nodes)
         return None if whole is None else whole * min(gpus / of_node, 1)
@@ -209,12 +212,12 @@ class Cluster(BaseModel):
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Load a cluster from its file. Raises ValueError, naming the file and the field."""
+    """Load a cluster from its file. Raises ValueError that names the file and the field."""
     return make_cluster(read_document(path), str(path))
 
 
 def make_cluster(document: object, source: str) -> Cluster:
-    """Make a cluster from the content of its file. Raises ValueError: one sentence with the source and the field."""
+    """Make a cluster from the content of its file. Raises ValueError that names `source` and the field."""
     try:
         return Cluster.model_validate(document)
     except ValidationError as error:
@@ -222,10 +225,10 @@ def make_cluster(document: object, source: str) -> Cluster:
 
 
 def _problem(error: ValidationError, document: object) -> str:
-    """The first fault of a cluster file, in one sentence."""
+    """Describe the first fault of a cluster file in one sentence."""
     faults = error.errors(include_url=False)
     nodes = document.get("nodes") if isinstance(document, dict) else None
-    wanted = _LIST if isinstance(nodes, (list, tuple)) else _NUMBER  # of the two that `nodes` may be
+    wanted = _LIST if isinstance(nodes, (list, tuple)) else _NUMBER  # `nodes` may be either
     faults = [each for each in faults if each["loc"][:1] != ("nodes",) or each["loc"][1:2] in ((), (wanted,))]
     first = faults[0]
     if first["type"] == "value_error":
@@ -246,7 +249,10 @@ def _problem(error: ValidationError, document: object) -> str:
 
 
 def _no_gpu(name: str, missing: list[str], more: str = "") -> str:
-    """The refusal of an unknown GPU. `missing`: fields that would describe it; `more`: another one, before them."""
+    """Return the error text for an unknown GPU.
+
+    `missing`: the fields that would describe the GPU. `more`: text of a further requirement, listed before them.
+    """
     edition, alike = edition_of(name), devices_like(name)
     if edition and alike and not is_edition(alike[0], edition):
         return (
@@ -264,4 +270,4 @@ def _no_gpu(name: str, missing: list[str], more: str = "") -> str:
 
 
 _FORM = "see docs/grid_search.md for the form of a cluster"
-_NUMBER, _LIST = "constrained-int", "tuple[Node, ...]"  # what pydantic calls the two kinds of nodes
+_NUMBER, _LIST = "constrained-int", "tuple[Node, ...]"  # pydantic's names for the two types of `nodes`

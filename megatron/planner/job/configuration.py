@@ -1,8 +1,8 @@
 """A configuration: one way to train a model on a number of GPUs. A search chooses one, an estimate prices one.
 
-Each field says once how it is written elsewhere (`Setting`): as a flag of the training programs, as a variable of a
-script, in the name of a run, in a sentence. Whatever lists settings asks these records, so that a new setting is a
-field here, with its rules, beside what prices it.
+Each field has a `Setting`, the only place that says how the field is written elsewhere: as a flag of the training
+programs, as a variable of a script, in the name of a run, and in a sentence. All code that lists settings reads these
+records. So a new setting needs only a field here with its rules, and code that prices it.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from megatron.planner.memory.hosted import Hosting
 PROVISIONAL_MODES = ("off", "stage", "uniform")
 
 Flags = dict[str, int | str]
-"""Value by flag; True for a switch."""
+"""Flag -> value; the value of a switch is True."""
 
 _RECOMPUTE: dict[RecomputeScope, Flags] = {
     RecomputeScope.NONE: {},
@@ -38,12 +38,13 @@ class Setting:
     """How a field of a configuration is written elsewhere.
 
     Attributes:
-        short: the letters of a size, which is at least 1.
-        flag: the flag of the training programs, a switch for yes or no; or the flags that follow from a configuration.
-        variable: the variable of examples/cluster/job.sh. What has none stands among the flags of a script.
-        word: what stands before the value in the name of a run.
-        always: the flag and the name of a run have the default, too.
-        remark: a clause on a configuration where the field is true.
+        short: the abbreviation of a size, such as t. Every field with one is a number of at least 1.
+        flag: the flag of the training programs (a switch for a boolean field), or a function from a configuration to
+            flags with their values.
+        variable: the variable of examples/cluster/job.sh. A field without one is written as a flag in a script.
+        word: text before the value in the name of a run.
+        always: whether flag and name of a run are written for the default value, too.
+        remark: a clause about a configuration in which the field is true.
     """
 
     short: str = ""
@@ -55,7 +56,7 @@ class Setting:
 
 
 def _stage_flags(configuration: "Configuration") -> Flags:
-    """The flags of stages: a layout says how many there are, too."""
+    """Return the flags of the stages: a layout if layers are given, since it also implies the number of stages."""
     if configuration.layers is not None and configuration.num_stages > 1:
         stages = "|".join("t" * count for count in configuration.layers)
         return {"--pipeline-model-parallel-layout": f"E{stages}L"}
@@ -79,32 +80,32 @@ def _fetch_flags(configuration: "Configuration") -> Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """Parallel degrees, batch sizes, schedule, and which activations are recomputed.
+    """Parallel degrees, batch sizes, schedule, recomputation, and further choices for training a model.
 
     Attributes:
-        tensor, pipeline, data: t, p, d. Their product, times `context`, is the number of GPUs.
-        virtual: v, stages on each rank (interleaved only).
+        tensor, pipeline, data: t, p, d. Their product times `context` is the number of GPUs.
+        virtual: v, the number of stages on each rank; above 1 only with an interleaved schedule.
         micro_batch_size: sequences in a microbatch of one pipeline.
         global_batch_size: sequences in a batch of all pipelines.
         recompute: none, attention (the core of attention) or layer (whole layers), in BPipe's words.
         schedule: a name in `PRESETS`.
-        balance: saved activations move between the stages of a pair, even if the preset itself does not balance.
+        balance: saved activations move between the ranks of a pair, even if the preset itself does not balance.
         sequence_parallel: activations that are not split by heads or columns are split along the sequence.
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
         layers: number of layers of each of the p * v stages; None: equal numbers, as in Megatron.
-        provisional: which gradients 2bw predicts weights from: "stage" (of the microbatches that each stage has done),
-            "uniform" (of the same number of microbatches on all stages), or "off" (no predictions).
+        provisional: the gradients from which 2bw predicts weights: "stage" (those of the microbatches that each stage
+            has done), "uniform" (those of the same number of microbatches on all stages), or "off" (no predictions).
         provisional_microbatches: the number of microbatches for "uniform".
         provisional_reduce: replicas predict from the mean of their gradients.
         resident_stages: K, with weights on the host (l2l): the most stages of a rank on the device at once.
         host_update: when the host updates a stage: eager or deferred (`Residency`).
         stash: with weights on the host, where inputs of stages wait for their recompute: device or host.
-        gathers_fetch: replicas on a node fetch a share of a stage's weights each, and gather the rest from one another.
-        single_gradient_buffer: 2bw without its second gradient buffer: the first backward of a batch waits until the
-            gradients of the batch before are reduced, and those are clipped by the norm of the batch before them.
-        sharding: weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO); None:
-            they are whole.
+        gathers_fetch: each replica on a node fetches a share of a stage's weights and gathers the rest from the others.
+        single_gradient_buffer: 2bw without its second gradient buffer. The first backward of a batch waits until the
+            gradients of the previous batch are reduced. These are clipped by the norm of the batch before it.
+        sharding: how weights, gradients and optimizer state are split over replicas, without a pipeline (FSDP, ZeRO);
+            None: they are not split.
         context: context parallel size (cp): the number of ranks that share the sequences of a microbatch.
         expert: expert parallel size (ep): the number of ranks of a stage that hold different experts of a layer.
         expert_tensor: expert tensor parallel size (etp): the number of ranks that hold a part of each expert; None: t.
@@ -254,8 +255,10 @@ class Configuration:
 
     @property
     def replicas(self) -> int:
-        """The number of ranks with the same weights, which reduce their gradients: d times cp. In Megatron's order of
-        ranks the context rank changes before the data rank."""
+        """The number of ranks with the same weights, which reduce their gradients: d times cp.
+
+        In Megatron's order of ranks the context rank changes faster than the data rank.
+        """
         return self.data * self.context
 
     @property
@@ -272,7 +275,7 @@ class Configuration:
 
     @property
     def num_microbatches(self) -> int:
-        """The microbatches of one pipeline in a batch, m."""
+        """m, the number of microbatches of one pipeline in a batch."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
     @property
@@ -286,7 +289,7 @@ class Configuration:
 
     @property
     def hosting(self) -> Hosting | None:
-        """The settings of weights on the host that memory depends on; None: weights live on the device."""
+        """The settings of weights on the host on which memory depends; None: weights live on the device."""
         if not self.is_hosted:
             return None
         return Hosting(stages=self.resident_stages, stash=self.stash, num_microbatches=self.num_microbatches)
@@ -297,7 +300,7 @@ class Configuration:
         return self.provisional != "off"
 
     def flags(self, *names: str) -> Flags:
-        """The flags of the training programs that mean these fields; without names, all fields."""
+        """Return the flags of the training programs for the fields `names` (default: all fields)."""
         return {flag: value for name in names or SETTINGS for flag, value in self._flags_of(name).items()}
 
     def _flags_of(self, name: str) -> Flags:
@@ -307,28 +310,28 @@ class Configuration:
         return {setting.flag: value} if setting.flag and (setting.always or value != DEFAULTS[name]) else {}
 
     def argv(self, *names: str) -> tuple[str, ...]:
-        """`flags` as words of a command line."""
+        """Return `flags` as words of a command line."""
         pairs = self.flags(*names).items()
         return tuple(str(word) for flag, value in pairs for word in ((flag,) if value is True else (flag, value)))
 
     @property
     def degrees(self) -> Degrees:
-        """With the ranks that share sequences among those with the same weights."""
+        """The parallel degrees. Ranks that share sequences count among the replicas (`replicas`)."""
         return Degrees(tensor=self.tensor, pipeline=self.pipeline, data=self.replicas)
 
     @property
     def preset(self) -> Preset:
-        """What the schedule's name stands for, moves of activations that are asked for besides included."""
+        """The preset of the schedule's name, with moves of activations if `balance` is set."""
         preset = PRESETS[self.schedule]
         return replace(preset, balance=True) if self.balance else preset
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes backwards in halves. Raises ValueError as `pipeline_schedule`."""
+        """Whether the schedule splits backwards into I and W. Raises ValueError as `pipeline_schedule`."""
         return self.pipeline_schedule(tied_embeddings=False).splits_backward
 
     def pipeline_schedule(self, *, tied_embeddings: bool) -> Schedule:
-        """The schedule whose programs would run. Raises ValueError where the choices do not go together."""
+        """Return the schedule whose programs would run. Raises ValueError if the choices do not fit together."""
         return _schedule(
             self.schedule, meaning(PRESETS[self.schedule]), num_stages=self.num_stages,
             num_virtual_stages=self.virtual, balance=self.balance,
@@ -354,16 +357,16 @@ CHOSEN = (
 
 
 def remarks(chosen: object) -> tuple[str, ...]:
-    """The clauses on what is chosen, of a configuration or of a part of its fields."""
+    """Return the remarks on a configuration, or on another object with some of its fields."""
     return tuple(each.remark for name, each in SETTINGS.items() if each.remark and getattr(chosen, name, False))
 
 
 def meaning(preset: Preset) -> tuple[object, ...]:
-    """A preset first, with what the names of its order, policy and placement stand for now (tables may grow)."""
+    """Return the preset with its current order, policy and placement, as a cache key: the tables can change."""
     return preset, ORDERS.get(preset.order), preset.policy, PLACEMENTS.get(preset.placement)
 
 
 @lru_cache(maxsize=1024)
 def _schedule(name: str, _: tuple[object, ...], **choices: Any) -> Schedule:
-    """The schedule of a preset, cached: a search asks ten times for each configuration."""
+    """Return the schedule of a preset, cached since a search asks ten times for each configuration."""
     return Schedule.preset(name, **choices)

@@ -1,5 +1,6 @@
-"""The processors that are known, with the rates of their data sheets, and the labels that mean one of them:
-"A100-SXM4-80GB", "NVIDIA H100 PCIe", "32x V100-16GB (4 servers)".
+"""The known processors with the rates of their data sheets, and labels that mean one of them.
+
+Examples of labels: "A100-SXM4-80GB", "NVIDIA H100 PCIe", "32x V100-16GB (4 servers)".
 """
 
 import re
@@ -10,22 +11,22 @@ from megatron.documents.faults import shown
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A processor as its maker states it. Bandwidths count one direction.
+    """A processor with its maker's rates, and the fractions of them that kernels reach. Bandwidths count one direction.
 
     Attributes:
         memory_gib: the memory that CUDA reports to programs.
         peak_teraflops: 10^12 operations per second of a dense matrix product of 16-bit numbers, summed in FP32.
-        peak_teraflops_fp8: the same for 8-bit floating-point numbers; None: it has no FP8.
-        peak_teraflops_fp32: the same in FP32, without TF32, which is torch's default.
+        peak_teraflops_fp8: the same for 8-bit floating-point numbers; None: the processor has no FP8.
+        peak_teraflops_fp32: the same in FP32. Without TF32, as is torch's default.
         memory_bandwidth: GB/s of its memory.
         link_bandwidth: GB/s to the other GPUs of its node, over NVLink or else PCIe.
         host_bandwidth: GB/s to and from its host's memory.
-        has_bfloat16: it multiplies bfloat16; other GPUs emulate it, many times slower.
+        has_bfloat16: whether it multiplies bfloat16. Other GPUs emulate bfloat16, many times slower.
         gpus_per_node: number of GPUs that these links usually connect.
         gpus_per_host: number of these GPUs on one host; None: all.
         product_part, product_part_fp8: fraction of the peak that its fastest matrix product reaches, in 16 and 8 bits.
-            Power limits it, and newer GPUs have less power for each unit.
-        attention_part: fraction of the rate of 16-bit products that flash attention's kernels for this GPU reach.
+            Power limits this fraction, and newer GPUs have less power per unit.
+        attention_part: fraction of `product_rate` in 16 bits that the flash-attention kernels for this GPU reach.
         older_attention_part: the same for FlashAttention-2, which was written for A100.
     """
 
@@ -46,48 +47,48 @@ class Device:
 
     @property
     def has_nvlink(self) -> bool:
-        """Whether GPUs are linked by NVLink: a slower link is PCIe."""
+        """Whether GPUs are linked by NVLink (or another link as fast). A slower link is PCIe."""
         return self.link_bandwidth >= SLOWEST_NVLINK
 
     def peak(self, element_bytes: int) -> float:
-        """Operations per second of a product of numbers of 2 or 4 bytes."""
+        """Return the peak operations per second of a product of numbers of 2 or 4 bytes."""
         return 1e12 * (self.peak_teraflops if element_bytes == 2 else self.peak_teraflops_fp32)
 
     def product_rate(self, element_bytes: int) -> float:
-        """Operations per second of the fastest product of numbers of 1, 2 or 4 bytes."""
+        """Return the operations per second that the fastest product of numbers of 1, 2 or 4 bytes reaches."""
         if element_bytes == 1:
             return 1e12 * self.peak_teraflops_fp8 * self.product_part_fp8
         return self.peak(element_bytes) * self.product_part
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = (16 * rate * 128 / 130 / 8 for rate in (8, 16, 32))
-"""GB/s of 16 lanes in one direction: gigatransfers of a bit each a second, of 130 bits 128 data (PCI-SIG)."""
+"""GB/s of 16 PCIe lanes in one direction, at 8, 16 and 32 Gbit/s per lane. 128 of 130 bits are data (PCI-SIG)."""
 
 _XGMI = 7 * 64.0
-"""GB/s of an MI300X in one direction to the seven others of its node together, over a link of 64 to each."""
+"""GB/s of an MI300X in one direction to all seven others of its node, over a link of 64 GB/s to each."""
 
 _NVLINK_C2C = 225.0
-"""GB/s of one of the two GPUs of a Grace CPU in one direction: half of 450, which is half of 900 (GB200's sheet)."""
+"""GB/s in one direction of one GPU. GB200's sheet gives 900 for a Grace CPU in both directions; two GPUs share them."""
 
 SLOWEST_NVLINK = 100.0
-"""GB/s in one direction, of a GPU with NVLink to all others of its node."""
+"""GB/s in one direction to all other GPUs of the node, above which a link counts as NVLink."""
 
-_RACKS = {name: {"gpus_per_node": 72, "gpus_per_host": 4} for name in ("GB200", "GB300")}  # NVL72, of 18 trays
+_RACKS = {name: {"gpus_per_node": 72, "gpus_per_host": 4} for name in ("GB200", "GB300")}  # NVL72 has 18 trays
 
 _AMPERE = 271.2 / 312
 _HOPPER, _HOPPER_FP8 = 794.5 / 989, 1402.6 / 1979
-_PRODUCT_PARTS = {  # 16 bits, and FP8
+_PRODUCT_PARTS = {  # (16 bits, FP8)
     "A100-PCIe-80": (252.9 / 312, None),
     "A100-PCIe-40": (252.9 / 312, None),
     "H200": (_HOPPER, 1453.4 / 1979),
     "B200": (1745.0 / 2250, 3432.5 / 4500),
     "GB200": (1822.0 / 2500, 3615.6 / 5000),
-    "GB300": (1822.0 / 2500, 3615.6 / 5000),  # as GB200, whose peaks it has
-    "MI300X": (668.4 / 1307.4, 668.4 / 1307.4 * (_HOPPER_FP8 / _HOPPER)),  # in FP8 none was
+    "GB300": (1822.0 / 2500, 3615.6 / 5000),  # taken from GB200, which has the same peaks
+    "MI300X": (668.4 / 1307.4, 668.4 / 1307.4 * (_HOPPER_FP8 / _HOPPER)),  # FP8 was not measured
 }
-"""Of the fastest product that was measured, over the peak: "Maximum Achievable Matmul FLOPS" of the Machine Learning
-Engineering Open Book, compute/accelerator. Of other GPUs none was: they are taken as H100 where they multiply in FP8,
-and else as A100."""
+"""GPU -> rate of the fastest measured product over the peak. Source: "Maximum Achievable Matmul FLOPS" in the Machine
+Learning Engineering Open Book, compute/accelerator. Other GPUs were not measured: those with FP8 get the values of
+H100, and the others those of A100."""
 
 
 def _product_parts(name: str, eighth: float | None) -> dict[str, float | None]:
@@ -99,10 +100,13 @@ _NEWER_ATTENTION = {"B200": 0.59, "GB200": 0.59, "GB300": 0.59}
 
 
 def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
-    """FlashAttention-2 reaches 73% of A100's peak forward and 63% backward at its best, which would be 0.8 of products;
-    0.7 is taken, since with a mask and shorter sequences it reaches less (Dao 2023). Of H100's peak it has 35% (Shah
-    et al. 2024). In a step of Llama 3.1 8B FlashAttention-3 does 447 TFLOP/s on H200, FlashAttention-4 834 on B200, not
-    counting what a backward computes again, which makes 7 of 6 (insights/when-to-upgrade-gpus of the same book).
+    """Return `attention_part` and `older_attention_part` of a GPU, where they differ from the defaults.
+
+    FlashAttention-2 at its best reaches 73% of A100's peak in the forward and 63% in the backward (Dao 2023). That is
+    0.8 of `product_rate`. The default is 0.7, since FlashAttention-2 reaches less with a mask and shorter sequences. On
+    H100 it reaches 35% of the peak (Shah et al. 2024). In a step of Llama 3.1 8B, FlashAttention-3 reaches 447 TFLOP/s
+    on H200 and FlashAttention-4 reaches 834 TFLOP/s on B200 (insights/when-to-upgrade-gpus of the same book). These
+    numbers do not count the operations that a backward repeats; with them they grow by 7/6.
     """
     if eighth is None:
         return {}
@@ -142,13 +146,13 @@ DEVICES: dict[str, Device] = {
         ("GTX1080Ti", 10.92, None, 11.3, 11.3, 484, 16, _PCIE_3, False),
     )
 }  # fmt: skip
-"""GPUs by name, from their makers' data sheets (docs/planner_devices.md); SXM where the name says nothing else. Sheets
-state peaks with sparsity, of which half is dense. A PCIe card has the memory of the SXM module with the same chips. The
-1080 Ti multiplies 16-bit numbers in FP32."""
+"""GPU name -> GPU, from the makers' data sheets (docs/planner_devices.md). A name without an edition means SXM. Sheets
+state peaks with sparsity; a dense peak is half of that. A PCIe card has the memory of the SXM module with the same
+chips. The 1080 Ti multiplies 16-bit numbers in FP32."""
 
 
 def described(*, memory_gib: float, peak_teraflops: float, memory_bandwidth: float, link_bandwidth: float) -> Device:
-    """An unknown GPU with the given rates. Its products reach the fraction of its peak that they reach on A100."""
+    """Make an unknown GPU with the given rates. Its products reach the same fraction of its peak as on A100."""
     return Device(
         memory_gib=memory_gib, peak_teraflops=peak_teraflops, peak_teraflops_fp32=peak_teraflops,
         memory_bandwidth=memory_bandwidth, link_bandwidth=link_bandwidth, host_bandwidth=link_bandwidth,
@@ -157,7 +161,7 @@ def described(*, memory_gib: float, peak_teraflops: float, memory_bandwidth: flo
 
 
 def device_gib(text: str) -> float:
-    """The memory of a GPU by its name in `DEVICES`, or a number of GiB. Raises ValueError."""
+    """Return a GPU's memory in GiB, from its name in `DEVICES` or from a number. Raises ValueError for other text."""
     if text in DEVICES:
         return DEVICES[text].memory_gib
     try:
@@ -174,37 +178,38 @@ _FAMILIES = (
     "1080TI", "4090", "3090", "H20", "L4",
 )  # fmt: skip
 _ANOTHER = r"(?![\dT]| ?D\b| LAPTOP| MAX-Q)"
-"""What behind a family means another card: of 4090 the D, of 3090 the Ti (whose blank `_spelled` takes out), L40."""
+"""Matches only if no text behind a family's name makes it another card: 4090 D, 3090 Ti (`_spelled` removes the blank),
+or L40 for L4."""
 _BEFORE = dict.fromkeys(("H20", "L4"), "(?<![A-Z])")  # NVL4 is no L4
 _EDITIONS = {
     r"PCI[-_ ]?E": "PCIe", r"(?<![A-Z])NVL(?![A-Z0-9])": "NVL", r"(?<![A-Z])GH200": "Grace Hopper",
     r"(?<![A-Z])A100X": "A100X",
 }  # fmt: skip
-_OTHER_MEMORY = 0.05  # a GPU with so much more or less than the nearest that is known is another edition
+_OTHER_MEMORY = 0.05  # if memory differs by more than this fraction from the nearest known GPU, it is another edition
 _SOLD_AS = {
     "L40S": 48,
     "L4": 24,
     "B200": 192,
-}  # GB on labels, of which error correction and stacks in reserve take as much
-_REPORTED = 0.99  # part of the GB on the label that CUDA reports, in GiB
+}  # GB on labels; error correction and spare stacks take the difference to the memory that CUDA reports
+_REPORTED = 0.99  # GiB that CUDA reports for each GB on the label
 
 
 def edition_of(label: str) -> str | None:
-    """The edition in a GPU's label, unless it is SXM. Other editions have other rates, and mostly no NVLink."""
+    """Return the edition in a GPU's label; None for SXM. Other editions have other rates, and mostly no NVLink."""
     return next((name for pattern, name in _EDITIONS.items() if re.search(pattern, label.upper())), None)
 
 
 def is_edition(name: str, edition: str | None) -> bool:
-    """Whether the GPU of that name in `DEVICES` is of this edition."""
+    """Return whether the GPU of that name in `DEVICES` is of the given edition."""
     known = edition_of(name)
     return known == edition or (edition == "PCIe" and known is None and not DEVICES[name].has_nvlink)
 
 
 def device_of(label: str, memory_gb: float | None, edition: str | None = None) -> tuple[str, float | None, bool]:
-    """The name in `DEVICES` (or `cpu`), the GiB of an edition with other memory, and whether the edition was guessed.
+    """Return (name in `DEVICES` or `cpu`, GiB if the memory differs from it else None, whether the edition is a guess).
 
-    `edition`: in place of the label's. Of one that is not known, the name is that of the SXM module.
-    Raises ValueError where the label names no processor that is known.
+    `edition`: replaces the edition in the label. For an unknown edition the name is that of the SXM module. Raises
+    ValueError if the label names no known processor.
     """
     if label.strip().lower() == "cpu":
         return "cpu", memory_gb, False
@@ -222,8 +227,10 @@ def device_of(label: str, memory_gb: float | None, edition: str | None = None) -
 
 
 def known_device(label: str) -> str | None:
-    """The name of the one GPU of `DEVICES` that a label means, such as "NVIDIA A100-SXM4-80GB"; None: it says more, or
-    could mean none or several."""
+    """Return the name in `DEVICES` of the GPU that a label means, such as "NVIDIA A100-SXM4-80GB".
+
+    Returns None if the label has other text, or could mean none or several of these GPUs.
+    """
     if label in DEVICES:
         return label
     if not devices_like(label):
@@ -238,7 +245,7 @@ def known_device(label: str) -> str | None:
 
 
 def devices_like(label: str, edition: str | None = None) -> list[str]:
-    """Names in `DEVICES` of the label's family and edition; of an edition that is not known, the SXM modules."""
+    """Return the names in `DEVICES` of the label's family and edition; the SXM modules if the edition is unknown."""
     family = _family(label)
     names = [name for name in DEVICES if family and _family(name) == family]
     edition = edition or edition_of(label)
@@ -247,7 +254,7 @@ def devices_like(label: str, edition: str | None = None) -> list[str]:
 
 
 def domain_of(label: str) -> int | None:
-    """The number of GPUs that NVLink connects by the label, such as 72 for NVL72; None: the label does not say."""
+    """Return the number of GPUs that NVLink connects according to the label, such as 72 for NVL72; None without it."""
     found = re.search(r"(?<![A-Z])NVL(\d+)", label.upper())
     return int(found[1]) if found else None
 
@@ -262,7 +269,7 @@ def _spelled(label: str) -> str:
 
 
 def _split(label: str) -> tuple[str, str]:
-    """What stands before and behind the family, in capitals."""
+    """Return the text before and behind the family's name, in capitals."""
     before, _, behind = _spelled(label).partition(_family(label))
     return before, behind
 
@@ -272,12 +279,12 @@ def _differs(gigabytes: float, name: str) -> bool:
 
 
 def _without_edition(text: str) -> str:
-    """In capitals."""
+    """Return the text in capitals, without PCIe and NVL."""
     return re.sub(r"[-_ ]?(PCI[-_ ]?E|NVL)", "", text.upper())
 
 
 def _gigabytes(label: str) -> float | None:
-    """The number of the first word such as 80GB, if there is one."""
+    """Return the number in the first word such as 80GB, or None."""
     words = label.replace("-", " ").replace("(", " ").replace(")", " ").split()
     numbers = {word: word.rstrip("GIB") for word in words}
     return next((float(each) for word, each in numbers.items() if each != word and each.isdecimal()), None)

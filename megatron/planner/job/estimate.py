@@ -1,17 +1,18 @@
-"""The estimate of a configuration: seconds of an iteration, where they go, memory, and whether that fits a GPU.
+"""The estimate of a configuration: seconds of an iteration, MFU, pipeline bubble, memory, and whether it fits a GPU.
 
-An estimate of memory counts tensors. Beside them stand the CUDA context, communicators that are not counted, and what
-the allocator loses between blocks: `LOST` of a GPU's memory while the pipeline computes.
+An estimate of memory counts tensors. The CUDA context, uncounted communicators and fragmentation of the allocator need
+memory, too. While the pipeline computes, they take the fraction `LOST` of a GPU's memory.
 
-Where sequences are split over tensor ranks, collectives gather what is split and scatter sums of it. Their operands,
-`OPERANDS_OF_LAYER` a layer, are as large as the residual stream of all tensor ranks together. They wait on a stream of
-their own, and the allocator cannot give them to others while the host is layers ahead. A run needs room for those of
-`FEWEST` layers. What does not leave that, and what is lost, does not fit; it is borderline where its tensors alone do.
+Where sequences are split over tensor ranks, collectives gather activations and scatter their sums. A layer has
+`OPERANDS_OF_LAYER` operands of such collectives, each as large as the residual stream of all tensor ranks together.
+They wait on a separate stream, and the allocator cannot reuse their memory while the host is layers ahead. A run needs
+room for the operands of `FEWEST` layers. A configuration that leaves too little room for the lost memory and for these
+operands does not fit. It is borderline if its tensors alone fit.
 
-A layer that is recomputed as a whole asks for all of its activations at once, and leaves them a moment later. Where the
-operands of a host that is far ahead, by `MOST` layers, have no room beside all else that was ever held, the allocator
-waits for the device, gives its blocks back and asks for them anew, in one backward after the other ("PyTorch
-periodically vacates the cache allocator", BPipe, appendix B). Such a rank is slowed: `Constants.pressed_efficiency`.
+A layer that is recomputed as a whole allocates all of its activations at once and frees them soon after. A host can be
+far ahead, by `MOST` layers. If the operands of that many layers have no room beside everything that was ever held, the
+allocator waits for the device, returns its blocks and allocates them again, in every backward ("PyTorch periodically
+vacates the cache allocator", BPipe, appendix B). Such a rank is slowed (`Constants.pressed_efficiency`).
 """
 
 from collections.abc import Sequence
@@ -25,13 +26,13 @@ from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.node_memory import HostVerdict
 
 LOST = 0.09
-"""The part of a GPU's memory that no tensor gets while the pipeline computes. From 8.5 to 9.5% none of the 56 runs of
-GPT-3 96B of which BPipe says whether they ran is judged wrongly."""
+"""The fraction of a GPU's memory that no tensor gets while the pipeline computes. BPipe says for 56 runs of GPT-3 96B
+whether they ran. Any value from 8.5% to 9.5% judges all of them rightly."""
 OPERANDS_OF_LAYER = 8
-"""Two sums in the forward, as many where it is recomputed, and four in the backward (time/work.py)."""
+"""Two sums in the forward, two when it is recomputed, and four in the backward (time/work.py)."""
 FEWEST, MOST = 4, 6.75
-"""Layers whose operands wait at least, and of a host that is far ahead. The same runs bear 28 to 32 operands for the
-one, beside `LOST`; of those that were slowed and those that were not, 53 to 55 tell one from the other."""
+"""The least number of layers whose operands wait, and that number for a host that is far ahead. The same runs agree
+with 28 to 32 operands for the first, beside `LOST`. A limit of 53 to 55 operands separates slowed runs from others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,10 @@ class Verdict:
     """The verdict on the memory of a pipeline, by the rank with the least free memory.
 
     Attributes:
-        spare_gib: free GiB of that rank after `LOST` and waiting operands; missing GiB if negative.
-        free_gib: free GiB of the GPU of the rank with the largest tensors; missing GiB if negative, and `rank` is then
-            that rank.
-        slowed: ranks whose allocator returns blocks and requests them again.
+        rank: the rank with the least free memory. If `free_gib` is negative, the rank with the largest tensors.
+        spare_gib: free GiB of `rank` after `LOST` and waiting operands. If negative, the missing GiB.
+        free_gib: free GiB of the rank with the largest tensors, when only tensors count. If negative, the missing GiB.
+        slowed: ranks whose allocator returns blocks and allocates them again.
     """
 
     rank: int
@@ -56,12 +57,12 @@ class Verdict:
 
     @property
     def is_borderline(self) -> bool:
-        """Whether it fits only without fragmentation and waiting operands."""
+        """Whether the pipeline fits only without fragmentation and waiting operands."""
         return self.spare_gib < 0 <= self.free_gib
 
     @property
     def under_pressure(self) -> bool:
-        """Whether it is borderline, or ranks are slowed for want of memory, even if the pipeline does not fit."""
+        """Whether memory is borderline or slows ranks. Ranks may be slowed even if the pipeline does not fit."""
         return self.is_borderline or bool(self.slowed)
 
     @property
@@ -77,9 +78,9 @@ def judge(
     shape: Architecture | None = None,
     setting: ActivationSetting | None = None,
 ) -> Verdict:
-    """The verdict on GPUs with `memory_gib` GiB.
+    """Return the verdict on the memory of a pipeline's ranks, on GPUs with `gib` GiB.
 
-    `shape`, `setting`: the model and its activations; None: no operands of collectives wait.
+    `shape`, `setting`: the model and how its activations are saved. If either is None, no operands of collectives wait.
     """
     is_known = shape is not None and setting is not None
     lost = lost_gib(gib, waiting=waiting_gib(shape, setting) if is_known else 0.0)
@@ -101,26 +102,29 @@ def judge(
 
 
 def judge_fullest(num_bytes: float, gib: float, *, rank: int, waiting: float = 0.0) -> Verdict:
-    """The verdict where nothing but this is known: what the fullest rank takes, and which one it is.
+    """Return the verdict if only the fullest rank and its bytes are known. Does not judge whether ranks are slowed.
 
-    `waiting`: GiB of operands that wait (`waiting_gib`); whether a rank is slowed is not judged.
+    `waiting`: GiB of waiting operands (`waiting_gib`).
     """
     free = gib - num_bytes / GIB
     return Verdict(rank=rank, spare_gib=free - lost_gib(gib, waiting=waiting), free_gib=free)
 
 
 def lost_gib(gib: float, *, waiting: float = 0.0) -> float:
-    """GiB of a GPU that no tensor can use: fragmentation and the like (`LOST`), and the operands that wait."""
+    """Return the GiB of a GPU that no other tensor can use: the fraction `LOST`, and waiting operands."""
     return LOST * gib + waiting
 
 
 def waiting_gib(shape: Architecture, setting: ActivationSetting) -> float:
-    """The least GiB of operands of collectives that wait while the pipeline computes."""
+    """Return the least GiB of operands of collectives that wait while the pipeline computes."""
     return FEWEST * OPERANDS_OF_LAYER * operand_gib(shape, setting)
 
 
 def operand_gib(shape: Architecture, setting: ActivationSetting) -> float:
-    """GiB of an operand of a tensor-parallel collective that waits; 0 where whole sequences are summed, in place."""
+    """Return the GiB of a waiting operand of a tensor-parallel collective.
+
+    0 without sequence parallelism, where sums are made in place.
+    """
     if setting.tensor == 1 or not setting.sequence_parallel:
         return 0.0
     tokens = setting.micro_batch_size * (shape.sequence_length // setting.context)
@@ -135,9 +139,9 @@ class Estimate:
         seconds: seconds of one iteration, a global batch.
         mfu: operations of the model in an iteration, without recomputation, over the operations at the GPUs' peak.
         bubble: fraction of an iteration in which the busiest rank of the pipeline does not compute, 0 to 1.
-        memory: memory by rank of the pipeline.
-        verdict: whether the fullest rank fits.
-        host: whether the fullest node has the memory; None unless weights live on the host and the hosts' memory is
+        memory: memory of each rank of the pipeline.
+        verdict: whether the memory fits the GPUs.
+        host: whether the memory fits the fullest host. None unless weights live on the host and the hosts' memory is
             known.
     """
 
@@ -151,15 +155,15 @@ class Estimate:
 
     @cached_property
     def memory_gib(self) -> float:
-        """The memory of the fullest GPU."""
+        """GiB of tensors on the fullest GPU."""
         return max(rank.total for rank in self.memory) / GIB
 
     @property
     def fits(self) -> bool:
-        """Whether GPUs and hosts have the memory."""
+        """Whether GPUs and hosts have enough memory."""
         return self.verdict.fits and (self.host is None or self.host.fits)
 
     @property
     def under_pressure(self) -> bool:
-        """Whether it is borderline, or ranks are slowed for want of memory, which `seconds` includes."""
+        """Whether memory is borderline or slows ranks. `seconds` includes the slowdown."""
         return self.verdict.under_pressure

@@ -1,9 +1,10 @@
-"""Configurations that the planner refuses: degrees by which ranks cannot share the sequences or the experts of a model,
-and FP8 recipes that are not modelled.
+"""Configurations that the planner refuses.
 
-The modelled recipe is that of Transformer Engine with a scale for each tensor. The linears of layers multiply at the
-FP8 peak (work.py); the attention's core, norms, embedding and head stay in 16 bits, and so do weights, gradients and
-what ranks send.
+They have context or expert degrees that do not fit the model, or FP8 training that is impossible or not modelled.
+
+The modelled FP8 recipe is that of Transformer Engine with a scale for each tensor. The linears of layers multiply at
+the FP8 peak (work.py). The attention's core, norms, embedding and head stay in 16 bits. Weights, gradients and the
+tensors that ranks send stay in 16 bits, too.
 """
 
 from megatron.planner.job.configuration import Configuration
@@ -13,12 +14,15 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 OVERLAPPED = ("flush", "interleaved")
-"""Schedules whose microbatches megatron.core merges, so that copies of one's tokens go beside another: the first on one
-stage alone."""
+"""Schedules whose microbatches megatron.core merges: token copies of one microbatch are sent while another computes.
+megatron.core merges them under `flush` only without a pipeline."""
 
 
 def refuse_shares(model: Architecture, configuration: Configuration, software: Software) -> None:
-    """Raise ValueError for shared sequences or experts that megatron.core refuses or the planner does not model."""
+    """Raise ValueError for context or expert parallelism that megatron.core refuses or the planner does not model.
+
+    Also raised for Muon with weights on the host.
+    """
     _refuse_context(model, configuration, software)
     _refuse_experts(model, configuration, software)
     if configuration.is_hosted and software.training_state(configuration).muon is not None:
@@ -32,7 +36,7 @@ def _refuse_context(model: Architecture, configuration: Configuration, software:
     context, length = configuration.context, model.sequence_length
     if context == 1:
         return
-    if length % (2 * context):  # of a causal mask each rank has a part of the beginning and one of the end
+    if length % (2 * context):  # each rank has a part of the beginning and a part of the end, for a causal mask
         raise ValueError(
             f"sequences of {length} do not divide into two parts for each of {context} context parallel ranks; change "
             "context"
@@ -93,14 +97,14 @@ def _refuse_overlap(configuration: Configuration) -> None:
 
 
 FP8_RECIPES = ("delayed", "tensorwise", "mxfp8")
-"""Of Transformer Engine: a scale for each tensor, from earlier batches or from this one; or one for 32 elements, which
-Blackwell's units multiply by themselves. None has a price of its own."""
+"""Recipes of Transformer Engine: a scale for each tensor, from earlier batches (`delayed`) or from this one
+(`tensorwise`), or a scale for every 32 elements (`mxfp8`), which Blackwell's units apply. All have the same price."""
 _SCALES_BLOCKS = ("B200", "GB200", "GB300")
-_WIDTH, _TOKENS = 16, 8  # what divides rows and columns of a product in FP8
+_WIDTH, _TOKENS = 16, 8  # divisors of the columns and rows of a product in FP8
 
 
 def refuse_recipe(recipe: str | None, gpu: str) -> None:
-    """Raise ValueError if the GPU's units do not have the scales of the FP8 recipe."""
+    """Raise ValueError if the GPU's units do not support the scales of the FP8 recipe."""
     if recipe == "mxfp8" and gpu not in _SCALES_BLOCKS:
         raise ValueError(
             f"config.fp8_recipe is 'mxfp8', which {gpu} does not multiply; give one of {', '.join(_SCALES_BLOCKS)}, or "

@@ -13,7 +13,9 @@ _FLASH_BACKENDS = ("auto", "flash", "fused")
 
 
 def has_flash_attention(transformer_impl: str, attention_backend: str, element_bytes: int) -> bool:
-    """Whether attention never writes its scores. The kernels are Transformer Engine's and take 16-bit numbers only.
+    """Return whether attention never writes its scores to memory.
+
+    The kernels are those of Transformer Engine and take only 16-bit numbers.
 
     Args:
         transformer_impl: the resolved value of `--transformer-impl`.
@@ -29,44 +31,49 @@ class Software:
 
     Attributes:
         element_bytes: bytes of an element of a weight or an activation.
-        gradient_bytes: bytes of an element of a gradient, as it is kept and reduced.
-        transformer_impl: whose layers are trained, a value of `--transformer-impl`; only for software with that flag.
-        flash_attention: scores are never written; else they are, by matrix products and a softmax of their own.
-        fuses_softmax: unfused attention has Megatron's kernel that scales, masks and normalizes 16-bit scores in one
-            pass. It takes only numbers of sequences times heads of a rank that 4 divides.
-        fuses_gradient_accumulation: matrix products add weight gradients to their buffer; else a separate pass does.
+        gradient_bytes: bytes of an element of a gradient that is kept and reduced.
+        transformer_impl: the implementation of layers, a value of `--transformer-impl`; only for software with that
+            flag.
+        flash_attention: attention never writes scores to memory. If not, matrix products and a separate softmax write
+            them.
+        fuses_softmax: unfused attention uses Megatron's kernel that scales, masks and normalizes 16-bit scores in one
+            pass. The kernel requires that 4 divides the number of sequences times heads of a rank.
+        fuses_gradient_accumulation: matrix products add weight gradients to their buffer. If not, a separate pass does.
         overlaps_tensor: the backward of a matrix split by columns sums its input's gradient over tensor ranks while
             the weight's gradient is computed.
         overlaps_transfers: stages compute while activations and gradients move between them.
         splits_transfers: each tensor rank sends a part of an activation that all of them hold.
-        keeps_gradient_copies: the FP32 copies of gradients with which the optimizer steps stay from step to step.
+        keeps_gradient_copies: the optimizer's FP32 copies of gradients stay in memory from step to step.
         overlaps_gradients: gradients are reduced over replicas beside the last backward (time/links.py), where
             batches drain.
-        overlaps_weights: likewise, weights of the distributed optimizer are gathered beside the first forward.
+        overlaps_weights: weights of the distributed optimizer are gathered beside the first forward, where batches
+            drain.
         own_communicators: ranks have the communicators of this project's runtime, over NCCL on CUDA devices.
-        fuses_elementwise: norms, residuals, rotary embeddings and activations are fused kernels, or compiled; else each
-            operator of PyTorch is a pass.
-        keeps_every_other_product: the recompute scope `attention` is torchtitan's selective recomputation by operators:
-            the results of attention and of every other matrix product are kept, all else is computed again.
-        fuses_loss: the loss needs the softmax of the logits alone; else, as in PyTorch, gradients of it in FP32 too.
-        compiles_loss: torch.compile, where it is used, fuses the loss, too.
-        operands_wait: collectives of tensor ranks hold their operands on a stream of their own (estimate.py).
-        dispatcher: how copies of tokens get to experts: `alltoall` (each copy by itself) or `flex` (DeepEP, HybridEP:
-            one copy for a node, or a rank, however many of its experts want it).
+        fuses_elementwise: norms, residuals, rotary embeddings and activations are fused or compiled kernels. If not,
+            each operator of PyTorch is a pass.
+        keeps_every_other_product: the recompute scope `attention` means torchtitan's selective recomputation by
+            operators: the results of attention and of every other matrix product are kept, all else is recomputed.
+        fuses_loss: the loss needs only the softmax of the logits. If not, as in PyTorch, it also needs FP32 gradients
+            of the logits.
+        compiles_loss: torch.compile fuses the loss, too, where it is used.
+        operands_wait: collectives of tensor ranks hold their operands on a separate stream (estimate.py).
+        dispatcher: how copies of tokens get to experts: `alltoall` (each copy separately) or `flex` (DeepEP, HybridEP:
+            one copy for a node or rank, however many of its experts need the token).
         overlaps_experts: copies of tokens are sent beside the computation of another microbatch in the other direction
             (`--overlap-moe-expert-parallel-comm`).
         cuda_graphs: whole layers or iterations are CUDA graphs, so that the host issues none of their kernels.
-        fp8_weights: with `fp8`, linears' weights are kept and gathered in FP8 alone (`--fp8-param-gather`).
+        fp8_weights: with `fp8`, weights of linears are kept and gathered only in FP8 (`--fp8-param-gather`).
         sharding: how the software gathers weights that are split over replicas.
-        fp8: linears of layers multiply in FP8, as in Transformer Engine; the rest is in `element_bytes` (refusals.py).
-        flash_attention_2: flash attention has FlashAttention-2's kernels, as in PyTorch, even on later GPUs.
+        fp8: linears of layers multiply in FP8, as in Transformer Engine. All else is in `element_bytes` (refusals.py).
+        flash_attention_2: flash attention uses FlashAttention-2's kernels, as in PyTorch, even on later GPUs.
         overlaps_in_pieces: with split sequences, products of layers are computed in pieces, while inputs of other
             pieces are gathered and their results scattered, by Transformer Engine's user buffers (`--tp-comm-overlap`).
-        blocks_launches: the host waits for each kernel before it issues the next one (CUDA_LAUNCH_BLOCKING=1).
-        sums_beside_gradients: where gradients are added up in FP32, a backward's own 16-bit ones stand beside these
-            sums, both whole on each replica, however the optimizer is divided (DeepSpeed's BF16_Optimizer).
-        gathers_keys: context parallel ranks gather keys and values of whole sequences before attention; else they pass
-            keys and values round a ring beside attention.
+        blocks_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
+        sums_beside_gradients: if gradients are added up in FP32, the 16-bit gradients of a backward are kept beside
+            these sums. Each replica holds both completely, however the optimizer is divided (DeepSpeed's
+            BF16_Optimizer).
+        gathers_keys: context parallel ranks gather keys and values of whole sequences before attention. If not, they
+            pass keys and values round a ring beside attention.
     """
 
     element_bytes: int = 2
@@ -101,16 +108,16 @@ class Software:
 
     @property
     def layers(self) -> str:
-        """The layers and the attention, as a table's cell: `TE, flash`."""
+        """The layers and the attention, as the cell of a table, such as `TE, flash`."""
         return f"{_LAYERS.get(self.transformer_impl, self.transformer_impl)}, {self.attention}"
 
     @property
     def attention(self) -> str:
-        """The kind of attention in a word: `flash` or `unfused`."""
+        """The kind of attention: `flash` or `unfused`."""
         return "flash" if self.flash_attention else "unfused"
 
     def of(self, configuration: Configuration) -> "Software":
-        """The software that trains a configuration: this one, unless the schedule needs other layers."""
+        """Return the software that trains a configuration. A subclass may return software with other layers."""
         return self
 
     def activation_setting(self, configuration: Configuration) -> ActivationSetting:
@@ -152,40 +159,39 @@ class Software:
 MEGATRON_CORE = Software()
 
 MEGATRON_V3 = Software(gradient_bytes=2, overlaps_transfers=False, splits_transfers=True)
-"""Megatron-LM v3 (2022), which BPipe and Korthikanti et al. measured, in FP16 with 20 bytes a parameter."""
+"""Megatron-LM v3 (2022), measured by BPipe and Korthikanti et al., in FP16 with 20 bytes per parameter."""
 
 MEGATRON_2021 = Software(
     gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False,
     splits_transfers=True,
 )  # fmt: skip
-"""Megatron-LM of Narayanan et al. 2021: tensor ranks wait for every sum; a pass of its own adds weight gradients."""
+"""Megatron-LM of Narayanan et al. 2021: tensor ranks wait for every sum, and a separate pass adds weight gradients."""
 
 MEGATRON_2020 = Software(
     gradient_bytes=2, fuses_gradient_accumulation=False, overlaps_tensor=False, overlaps_transfers=False,
     keeps_gradient_copies=True,
 )  # fmt: skip
-"""Megatron-LM of 2020, without pipelines. Its optimizer, Apex's, makes FP32 copies of gradients once."""
+"""Megatron-LM of 2020, without pipelines. Its optimizer, from Apex, allocates FP32 copies of gradients only once."""
 
 MEGATRON_DEEPSPEED = replace(MEGATRON_2021, sums_beside_gradients=True)
-"""Microsoft's Megatron-DeepSpeed of 2021, which vTrain measured, is Megatron-LM of that time but for bfloat16."""
+"""Microsoft's Megatron-DeepSpeed of 2021, measured by vTrain. It is Megatron-LM of that time except for bfloat16."""
 
 BIGSCIENCE = replace(MEGATRON_DEEPSPEED, blocks_launches=True)
-"""Megatron-DeepSpeed as BigScience ran it in 2022: its jobs of many nodes hung unless every launch was waited for."""
+"""Megatron-DeepSpeed as run by BigScience in 2022: jobs on many nodes hung unless the host waited for each kernel."""
 
 PIPEDREAM_2BW = Software(
     gradient_bytes=2, fuses_softmax=False, fuses_gradient_accumulation=False, overlaps_tensor=False,
     keeps_gradient_copies=True,
 )  # fmt: skip
-"""PipeDream-2BW's software, adapted from Megatron-LM of 2020 (section 5): 2BW computes while it sends."""
+"""PipeDream-2BW's software, adapted from Megatron-LM of 2020 (section 5). It computes while it sends."""
 
 TORCHTITAN = Software(
     flash_attention=True, flash_attention_2=True, fuses_softmax=False, fuses_gradient_accumulation=False,
     overlaps_tensor=False, fuses_elementwise=False, keeps_every_other_product=True, fuses_loss=False,
     operands_wait=False, sharding=FSDP2,
 )  # fmt: skip
-"""torchtitan of December 2024, eager: its norms and rotary embeddings are PyTorch's operators (norms.py, model.py), its
-gradients are reduced in FP32 (`mixed_precision_reduce`), and its functional collectives are waited for on the stream
-that computes."""
+"""torchtitan of December 2024, eager. Its norms and rotary embeddings are operators of PyTorch (norms.py, model.py).
+Gradients are reduced in FP32 (`mixed_precision_reduce`). The compute stream waits for its functional collectives."""
 
 TORCHTITAN_2025 = replace(TORCHTITAN, compiles_loss=True)
 """torchtitan of June 2025, whose loss is compiled (components/loss.py)."""

@@ -1,4 +1,4 @@
-"""The planner's time: what the instructions of a configuration cost, and how long an iteration of them takes."""
+"""The time model of the planner: the costs of a configuration's instructions, and the seconds of an iteration."""
 
 from megatron.planner.time.closed_forms import CLOSED_FORMS
 from megatron.planner.time.iteration import CostModel, IterationTime, closed_form, priced, simulated

@@ -1,28 +1,28 @@
-"""What shows of the reductions and the update at the end of a batch.
+"""The part of the reductions and of the update at the end of a batch that shows, that is, lengthens the batch.
 
-w is a microbatch's forward and backward at a stage, f and b the one and the other, of a batch of m microbatches on p
-stages.
+Notation: w is a microbatch's forward and backward at a stage, f the forward, b the backward. A batch has m
+microbatches, the pipeline p stages.
 
-After the last backward come the reductions and the optimizer's step; a stage that ends early reduces early. Policies
-that overlap updates (2bw: delay k = 1) hide them behind the batches that follow. Batch j's last backward at stage s
-comes p - 1 - s microbatches after its last forward there: in batch j + q, r microbatches after that batch began, where
-(p - 1 - s) = (q - 1) m + r and 1 <= r <= m. The first stage needs the STEP when batch j + k + 1 begins, n = k + 1 - q
-batches after batch j + q. So of the chain of stage s only what exceeds n (m w + step) - step - r w - s f shows, once in
-n batches; and one chain runs at a time, so a batch takes as long as one at least. Of 2bw the window is
-(m - p + 1) w + s b; its last stage ends its batches before the wait (q = 0), which so makes room for its reductions as
-well, and what exceeds there shows in every other batch.
+After the last backward come the reductions and the optimizer's step. A stage that ends early reduces early. Policies
+that overlap updates (2bw: delay k = 1) hide the reductions behind the next batches. Batch j's last backward at stage s
+comes p - 1 - s microbatches after its last forward there. This is in batch j + q, r microbatches after the beginning of
+that batch, where (p - 1 - s) = (q - 1) m + r and 1 <= r <= m. The first stage needs the STEP when batch j + k + 1
+begins, which is n = k + 1 - q batches after batch j + q. So the chain of stage s is hidden in a window of
+n (m w + step) - step - r w - s f. The excess shows once in n batches. Only one chain runs at a time, so a batch takes
+at least as long as a chain. With 2bw the window is (m - p + 1) w + s b. The last stage of 2bw ends its batches before
+the wait (q = 0). So the wait hides its reductions as well, and its excess shows in every other batch.
 
-Weights that predict add PREDICT to a stage's batch, and HOLD where it stands. The last stage's chain begins behind its
-PREDICT, so q = 1 and r = 0 there: n = 1 at all stages, and HOLD lies in the window, too. What replicas or both ends
-reduce for a prediction begins where the backwards that it reads are done and the chain before has ended, and runs
-beside what is computed until then and the STEP; the rest shows.
+Weights that predict add PREDICT to a stage's batch, and HOLD at its place. The last stage's chain begins behind its
+PREDICT, so q = 1 and r = 0 there. Then n = 1 at all stages, and HOLD lies in the window, too. The reductions for a
+prediction, over replicas or between both ends, begin when the backwards that it reads are done and the chain before has
+ended. They run beside the computation until the STEP and beside the STEP. The rest shows.
 """
 
 from megatron.planner.time.stage_times import StageTimes
 
 
 def end_of_batch(stages: StageTimes) -> float:
-    """Seconds from the last backward, which is the first stage's, to the STEP. Later stages have ended before."""
+    """Return the seconds from the last backward, at the first stage, to the STEP. Later stages have ended before."""
     schedule, reduce, ends, earlier = stages.schedule, stages.by_rank(stages.reduce), [], 0.0
     for stage in range(schedule.num_ranks):
         ends.append(reduce[schedule.rank_of_stage[stage]] - earlier)
@@ -31,11 +31,11 @@ def end_of_batch(stages: StageTimes) -> float:
 
 
 class Chain:
-    """A batch where the STEP may have to wait for the reductions of a stage; see the module.
+    """The reductions of one stage, for which a batch's STEP may have to wait; see the module.
 
     Attributes:
-        late: seconds from where the STEP could be to the end of the reductions; negative: they end before.
-        seconds: of the batch.
+        late: seconds by which the reductions end after the earliest time of the STEP; negative if they end before.
+        seconds: seconds of the batch.
     """
 
     def __init__(self, stages: StageTimes, stage: int, m: int) -> None:
@@ -52,13 +52,16 @@ class Chain:
 
 
 def partial_shown(stages: StageTimes, m: int, late: float) -> float:
-    """Seconds for which predictions wait for their reductions behind the STEP. `late`: the most of any chain."""
+    """Return the seconds for which predictions wait, behind the STEP, for their reductions.
+
+    `late`: the largest `Chain.late`.
+    """
     if not any(stages.partial):
         return 0.0
     read = stages.schedule.provisional_microbatches
     shown, earlier = 0.0, 0.0
     for stage, unread in enumerate(stages.schedule.remaining_backwards(m)):
-        left = 0 if read is None else m - unread - read  # backwards behind those that are read
+        left = 0 if read is None else m - unread - read  # backwards behind those that the prediction reads
         begin = max(-left * stages.work[stage], min(0.0, late) - earlier)
         if stage == 0 or stages.schedule.reduce_partial:
             shown = max(shown, begin + stages.partial[stage] - stages.step[stage])

@@ -1,6 +1,7 @@
-"""The constants of the time model: which part of a data sheet's rates programs reach. And their files, calibrations.
+"""The constants of the time model, such as the fraction of a data sheet's rates that programs reach, and their files.
 
-A calibration is a JSON file. Some come with the package (`NAMES`); `tools/grid_search.py calibrate` writes others:
+A calibration is a JSON file with the constants. Some come with the package (`NAMES`). `tools/grid_search.py calibrate`
+writes others:
 
     {"name": "a100", "about": "...", "date": "2026-11-21", "entries": [ids that were fitted],
      "unexplained": {id: relative error}, "mean_error": 0.007, "constants": {"product_efficiency": 0.82, ...}}
@@ -20,23 +21,26 @@ from megatron.documents.files import read_document
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """The constants of one kind of processor. Some are fitted (`FITTED`), the others are stated here.
+    """The constants of one kind of processor. Some are fitted (`FITTED`), the others have the defaults below.
 
     Attributes:
         product_efficiency: fraction of the rate of the GPU's fastest matrix product that large products reach.
-        product_overhead: seconds that each matrix product takes besides: filling and draining the processor, partial
-            waves of tiles, gaps between kernels. It makes small products slow.
-        memory_efficiency: fraction of the memory's bandwidth that kernels reach which read and write tensors.
+        product_overhead: additional seconds of each matrix product: filling and draining the processor, partial waves
+            of tiles, gaps between kernels. It makes small products slow.
+        memory_efficiency: fraction of the memory's bandwidth that kernels other than matrix products reach.
         tensor_efficiency: fraction of the bandwidth within a node that collectives of tensor ranks reach.
-        link_efficiency: fraction of the bandwidth within a node that bulk transfers reach: of stages, pairs and
-            gradients. BPipe's Tables 3 and 4 have 181 to 266 of 300 GB/s.
+        link_efficiency: fraction of the bandwidth within a node that bulk transfers reach: transfers between stages and
+            between pairs, and gradients. BPipe's Tables 3 and 4 have 181 to 266 of 300 GB/s.
         network_efficiency: fraction of the bandwidth between nodes that all traffic reaches.
-        contention: fraction of a collective's time that simultaneous products lose: the collective takes a quarter of
-            the processor.
+        contention: fraction of a collective's time that simultaneous products lose, since the collective occupies a
+            part of the processor.
         launch: seconds in which the host launches one kernel, Python included. Host and device work in parallel, so the
-            slower one decides; this matters for small layers only.
-        pressed_efficiency: fraction of its speed that a rank keeps whose allocator returns blocks and requests them
+            slower of them determines the time. This matters only for small layers.
+        pressed_efficiency: fraction of its speed that a rank keeps if its allocator returns blocks and allocates them
             again in every backward (planner/job/estimate.py).
+
+    Raises:
+        ValueError: a value is negative, or an efficiency is not in (0, 1].
     """
 
     product_efficiency: float
@@ -60,7 +64,7 @@ FITTED = ("product_efficiency", "product_overhead", "memory_efficiency", "tensor
 """The names of the constants that `calibrate` fits."""
 
 START = Constants(product_efficiency=0.92, product_overhead=10e-6, memory_efficiency=0.65, tensor_efficiency=0.6)
-"""Where a fit begins, from what is commonly seen on GPUs."""
+"""The initial values of a fit, common for GPUs."""
 
 
 _CONSTANTS = tuple(field.name for field in fields(Constants))
@@ -73,10 +77,10 @@ class Calibration(BaseModel):
     """A calibration file.
 
     Attributes:
-        entries: ids of the measurements of the fit, unexplained ones included.
-        unexplained: ids of the measurements that the fit left out, with their relative errors: predicted over measured
-            time, less 1.
-        mean_error: mean size of the relative errors of the other measurements.
+        entries: ids of the measurements of the fit, including unexplained measurements.
+        unexplained: id -> relative error of each measurement that the fit left out: predicted over measured time, minus
+            1.
+        mean_error: mean absolute value of the relative errors of the other measurements.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -98,13 +102,13 @@ class Calibration(BaseModel):
 
 
 def constants_as_dict(constants: Constants) -> dict[str, float]:
-    """The constants as a file holds them."""
+    """Return the constants in the form of a calibration file."""
     return asdict(constants)
 
 
 @cache
 def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
-    """Load a calibration by its name in `NAMES`, or from a file. Raises ValueError naming the file."""
+    """Load a calibration by its name in `NAMES`, or from a file. Raises ValueError that names the file."""
     path = _FOLDER / f"{name}.json" if name in NAMES else Path(name)
     if name not in NAMES and not path.is_file():
         raise ValueError(f"there is no calibration {name!r}; give a file, or one of {', '.join(NAMES)}")
@@ -124,5 +128,5 @@ def load_calibration(name: str = DEFAULT_NAME) -> Calibration:
 
 
 def default_constants() -> Constants:
-    """The constants of the calibration that comes with the package, fitted to runs on A100."""
+    """Return the constants of the package's default calibration (`DEFAULT_NAME`), fitted to runs on A100."""
     return load_calibration().fitted

@@ -1,26 +1,27 @@
-"""What one GPU does for one microbatch in a layer with experts.
+"""The work of one GPU for one microbatch in a layer with experts.
 
-Beside the attention, which is as in any layer, and a shared expert, which is an MLP: a rank routes the tokens of its
-part of the sequence, sends a copy to each expert that a token goes to, computes the copies that come, and sends them
-back. As many come as leave, since balanced load is assumed. With n tokens to route, k copies of each and experts of M
-matrix elements, E of them in a layer and E/ep on a rank, in the forward:
+Attention is as in any layer, and a shared expert is an MLP. Beside these, a rank routes the tokens of its part of the
+sequence and sends a copy of a token to each expert chosen for it. The rank computes the copies that arrive and sends
+the results back. As many copies arrive as leave, since balanced load is assumed. With n tokens to route, k copies of
+each token, M matrix elements of an expert, and E experts in a layer of which E/ep are on a rank, the forward has:
 
     router             a product of 2 n h E operations; its softmax and choice in FP32, 6 passes over E numbers
-    experts            2 n k M operations, or the bytes of the matrices that they read if that takes longer. Each matrix
-                       of each expert of the rank is a product of its own, so `product_overhead` counts E/ep times:
-                       small experts are slow
-    copies             read and written: made, sorted by expert, sorted back and summed, (2 + 2 k + 4 k etp) e h bytes
-    between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank. With etp the ranks with
-                       parts of the same experts gather and scatter, 2 n k (etp - 1) e h
+    experts            2 n k M operations, or the bytes of the matrices if reading them takes longer. Each matrix of
+                       each expert on the rank is a separate product, so `product_overhead` counts E/ep times: small
+                       experts are slow
+    copies             made, sorted by expert, sorted back and summed: (2 + 2 k + 4 k etp) e h bytes read and written
+                       for each token
+    between ranks      2 all-to-alls of n k e h bytes, of which (ep - 1) / ep leave the rank. With etp, the ranks with
+                       parts of the same experts gather and scatter 2 n k (etp - 1) e h bytes
 
-Where the dispatcher is DeepEP's or HybridEP's (`flex`), a token is sent once to each rank that has one of its experts,
-in place of k times: to r < k ranks, where all choices are alike likely. It is copied where it arrives, and the results
-are summed there before they go back: (2 r + 2 k) etp e h bytes are read and written.
+With DeepEP's or HybridEP's dispatcher (`flex`), a token is sent once to each rank that has one of its experts, not k
+times. These are r < k ranks on average, if all choices are equally likely. The token is copied where it arrives, and
+the results are summed there before they go back: (2 r + 2 k) etp e h bytes are read and written for each token.
 
-In FP8 the copies of each expert are padded to what its products take, and so are copied once more on their way in and
-out, 4 k etp e h bytes, unless a capacity makes them alike.
+In FP8 the copies for each expert are padded to the sizes that its products require. So they are copied once more before
+and after the products, 4 k etp e h bytes, unless a capacity makes their numbers equal.
 
-The backward moves as much, and computes twice as much.
+The backward moves as much and computes twice as much.
 """
 
 from megatron.planner.job.software import FLEX, Software
@@ -28,14 +29,14 @@ from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 from megatron.planner.time.work import LayerWork, Work
 
 _FP32 = 4
-_CHOICES = 6 * _FP32  # bytes of an expert's probability for a token: softmax, choice, scattered
-_KERNELS = 20  # of router and dispatcher, in each direction, as megatron.core has them
+_CHOICES = 6 * _FP32  # bytes moved for an expert's probability for a token: softmax, choice, scatter
+_KERNELS = 20  # number of kernels of megatron.core's router and dispatcher, in each direction
 
 
 class ExpertLayerWork(LayerWork):
     """The work of one microbatch on one of t tensor ranks, in a layer with experts.
 
-    `degrees` says how experts lie on ranks; all other arguments are those of `LayerWork`.
+    `degrees`: how experts are distributed over ranks. All other arguments are those of `LayerWork`.
     """
 
     def __init__(self, shape: Architecture, software: Software, *, degrees: ExpertDegrees, **options: object) -> None:
@@ -87,7 +88,7 @@ class ExpertLayerWork(LayerWork):
 
     @property
     def _moved(self) -> float:
-        """The number of copies of a token that kernels read and write in one direction of the computation."""
+        """How often a token's hidden state is read or written for its copies, in one direction of the computation."""
         k, etp = self.experts.copies, self.degrees.tensor
         padded = 4 * k * etp * (self.software.fp8 and self.experts.capacity_factor is None)
         if self.software.dispatcher == FLEX:
@@ -96,7 +97,7 @@ class ExpertLayerWork(LayerWork):
 
     @property
     def _sent(self) -> float:
-        """The number of times that a token is sent to experts."""
+        """The number of times that a token is sent to ranks with its experts."""
         if self.software.dispatcher == FLEX:
             return min(self.experts.copies, self.experts.reached(self.degrees.parallel))
         return self.experts.copies

@@ -1,9 +1,9 @@
 """The time of an iteration: in closed form, to rank thousands of configurations, or by simulating the program itself.
 
-`priced` takes the closed form of the schedule's order and weight policy (closed_forms.py); for 1F1B that does not
-drain, the slowest cycle of dependencies (steady.py). Where there is no closed form, or it does not hold for these
-times, the rows of the schedule are timed (event_graph.py), which equals a simulation but builds no program. A schedule
-without an event graph is simulated. Of a long batch fewer microbatches are simulated.
+`priced` uses the closed form of the schedule's order and weight policy (closed_forms.py). For 1F1B that does not drain
+it uses the slowest cycle of dependencies (steady.py). If there is no closed form, or the form does not hold for these
+costs, the rows of the schedule are timed (event_graph.py). This equals a simulation but builds no program. A schedule
+without an event graph is simulated. A long batch is extrapolated from batches with fewer microbatches.
 
 `CostModel` is the interface between predictions of costs (first principles, or a profile) and the users of costs.
 """
@@ -33,18 +33,18 @@ class CostModel(Protocol):
     """Predicts the costs of a configuration's instructions, for one model on one cluster.
 
     Attributes:
-        pressed_efficiency: the fraction of its speed that a rank keeps which is short of memory, as in `Constants`.
+        pressed_efficiency: the fraction of its speed that a rank short of memory keeps, as in `Constants`.
     """
 
     @property
     def pressed_efficiency(self) -> float: ...
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
-        """Seconds and bytes with one number for each stage (or edge).
+        """Return the costs of a configuration, with one number for each stage or edge.
 
-        `forward` and `backward` include tensor-parallel communication, and `backward` includes recomputation, since
-        programs do not recompute the scopes of a configuration by instructions. Both include transfers that do not
-        overlap with computation; other transfers are in `bandwidth` and the bytes.
+        `forward` and `backward` include tensor-parallel communication. `backward` includes the recomputation of the
+        configuration's scope, since programs have no instructions for it. Both include transfers that do not overlap
+        with computation. All other transfers are in `bandwidth` and the bytes.
 
         Args:
             configuration: degrees, microbatch, recompute scope, schedule, mapping.
@@ -56,26 +56,26 @@ class CostModel(Protocol):
         ...
 
 
-_MOST_SIMULATED = 60_000  # computations; beyond, an iteration is extrapolated from some that have fewer microbatches
-_MOST_PRICED = 4_000  # the same for a price, of which a search asks hundreds
-_STEADY = 2e-3  # by how much what further microbatches add may change, where no closed form says that it does not
+_MOST_SIMULATED = 60_000  # computations of a batch; a longer batch is extrapolated from batches of fewer microbatches
+_MOST_PRICED = 4_000  # the same in `priced`, which a search calls hundreds of times
+_STEADY = 2e-3  # largest relative change of the time per further microbatch with which a batch is extrapolated
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationTime:
-    """The time of one batch. `bubble`: the fraction in which the busiest rank does not compute, 0 to 1."""
+    """The time of one batch. `bubble`: the fraction of it in which the busiest rank does not compute, 0 to 1."""
 
     seconds: float
     bubble: float
 
     @property
     def busy(self) -> float:
-        """Seconds for which the busiest rank computes or steps."""
+        """Seconds in which the busiest rank computes or steps."""
         return (1 - self.bubble) * self.seconds
 
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
-    """The time of a batch in closed form; if no closed form holds, the time of its rows or programs."""
+    """Return the time of a batch in closed form, or if no closed form holds, the time of its rows or programs."""
     m = configuration.num_microbatches
     if has_cycles(schedule):
         return _time(steady_seconds(costs, schedule, m), _busy(StageTimes(costs, schedule), m))
@@ -86,7 +86,7 @@ def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> It
 
 
 def closed_form(costs: Costs, configuration: Configuration) -> IterationTime | None:
-    """The time of a batch in closed form; None: the schedule has none, or it does not hold for these costs."""
+    """Return the time of a batch in closed form; None if the schedule has none or it does not hold for these costs."""
     return _closed(costs, configuration, configuration.pipeline_schedule(tied_embeddings=False))
 
 
@@ -104,12 +104,12 @@ def _closed(costs: Costs, configuration: Configuration, schedule: Schedule) -> I
 def simulated(
     costs: Costs, configuration: Configuration, schedule: Schedule, *, most: int | None = None
 ) -> IterationTime:
-    """The time of a batch by simulating its program, or a steady period if batches do not drain.
+    """Return the time of a batch by simulating its program. If batches do not drain, simulate a steady period.
 
     If a batch has more than `most` computations, its time is extrapolated from batches with fewer microbatches: in a
-    full pipeline each further group of p microbatches adds nearly the same time. Only the part of a batch's reductions
-    that later batches hide grows with the number of microbatches; that part comes from the closed form. Without a
-    closed form extrapolations are compared, and where they differ the whole batch is simulated.
+    full pipeline each further group of p microbatches adds nearly the same time. Only the hidden part of a batch's
+    reductions grows with the number of microbatches. If batches do not drain, the part that shows comes from the closed
+    form. Without a closed form two extrapolations are compared. If they differ, the whole batch is simulated.
     """
     most = _MOST_SIMULATED if most is None else most
     m, p = configuration.num_microbatches, schedule.num_ranks
@@ -137,11 +137,11 @@ def simulated(
 
 
 _Run = Callable[[Costs, Schedule, int], tuple[float, float]]
-"""Returns the seconds of a batch of so many microbatches, and the seconds in which the busiest rank computes."""
+"""(costs, schedule, microbatches of a batch) -> (its seconds, the seconds in which the busiest rank computes)."""
 
 
 def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run) -> IterationTime:
-    """What a run says, of a batch or of smaller ones that tell."""
+    """Return the time of a batch by `run`, extrapolated from smaller batches if it is long and they agree."""
     groups = _num_groups(schedule, most)
     if m * schedule.num_stages <= most or m <= groups * schedule.num_ranks:
         return _time(*run(costs, schedule, m))
@@ -149,15 +149,15 @@ def _extrapolated(costs: Costs, schedule: Schedule, m: int, most: int, run: _Run
 
 
 def _num_groups(schedule: Schedule, most: int) -> int:
-    """Of how many groups of p microbatches a batch is that stands for a larger one."""
+    """Return the number of groups of p microbatches in a batch that stands for a larger batch."""
     return max(4, min(16, most // (schedule.num_stages * schedule.num_ranks)))
 
 
 def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) -> tuple[float, float] | None:
-    """What a run says, extrapolated from three batches of so many groups of p microbatches and fewer; None: they do not
-    tell.
+    """Extrapolate the result of `run` from three batches of at most `groups` groups of p microbatches.
 
-    Where batches do not drain, they are doubled until they hide their reductions, as longer ones then do.
+    Returns None if the three do not agree. If batches do not drain, the three are doubled until they hide their
+    reductions, since longer batches then hide them, too.
     """
     drains, p, hidden = schedule.weights.drains, schedule.num_ranks, without_reductions(costs)
     while sizes := representative_sizes(schedule, m, least=groups // 2 * p, step=groups // 4 * p, count=3):
@@ -177,13 +177,12 @@ def _steady(costs: Costs, schedule: Schedule, m: int, groups: int, run: _Run) ->
 
 
 def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float, float] | None:
-    """What `_simulate` says of weights on the host, extrapolated where a batch is long; None: it is not, or the batches
-    that are looked at do not tell.
+    """Extrapolate the result of `_simulate` for a long batch with weights on the host.
 
-    Here further microbatches do not just add to a batch: they hide what is copied and updated once. But where copies,
-    reductions and updates grow with the batch, nothing that overlaps changes its part, and what a microbatch more adds
-    is always as much. So batches of fewer microbatches are looked at, with so much shorter copies and updates; three
-    sizes have to agree.
+    Returns None if the batch is short, or if the simulated batches do not agree. With weights on the host further
+    microbatches hide more of the copies and updates that happen once a batch, so the added time is not constant. It is
+    constant if copies, reductions and updates grow in proportion to the batch. So batches of fewer microbatches are
+    simulated with copies and updates shortened in proportion. Three sizes have to agree.
     """
     p = schedule.num_ranks
     sizes = (2 * p, 3 * p, 4 * p)
@@ -197,7 +196,7 @@ def _relayed(costs: Costs, schedule: Schedule, m: int, most: int) -> tuple[float
 
 
 def _shortened(costs: Costs, part: float) -> Costs:
-    """The costs with what is done once a batch taking this part of its time."""
+    """Return the costs with the fraction `part` of the time of all work done once a batch."""
     names = ("fetch", "store", "update", "reduce_grad", "reduce_embed", "reduce_norm", "step")
     return replace(costs, **{name: _times(getattr(costs, name), part) for name in names})
 
@@ -207,9 +206,10 @@ def _times(value: PerStage, factor: float) -> PerStage:
 
 
 def _hides_reductions(costs: Costs, schedules: Sequence[Schedule], sizes: Sequence[int], run: _Run) -> bool:
-    """Whether batches of the last of these sizes show nothing of their reductions.
+    """Return whether batches of the last size hide their reductions completely.
 
-    Where the weights predict, they show as much as those of the first: each prediction waits for reductions of its own.
+    If the weights are predicted, each prediction waits for its own reductions. Then return whether batches of the last
+    size show as much of their reductions as batches of the first size.
     """
     hidden = without_reductions(costs)
 
@@ -229,7 +229,7 @@ def _time(seconds: float, busy: float) -> IterationTime:
 
 
 def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
-    """Seconds of a batch, and those in which the busiest rank computes."""
+    """Return the seconds of a batch, and the seconds in which the busiest rank computes, by simulation."""
     is_small = num_microbatches * schedule.num_stages <= _MOST_PRICED
     programs, periods, counts = (_small_programs if is_small else _programs)(schedule, num_microbatches)
     ends = [_end(simulate(program, costs)) for program in programs]
@@ -241,7 +241,7 @@ def _simulate(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[
 
 
 def _time_rows(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple[float, float]:
-    """The same without programs. The schedule `has_event_graph`."""
+    """Return the results of `_simulate` without programs. Requires `has_event_graph` of the schedule."""
     runs, periods = _runs(schedule, num_microbatches)
     graphs = [event_graph(schedule, batches) for batches in runs]
     ends, stages = [graph.seconds(costs) for graph in graphs], StageTimes(costs, schedule)
@@ -253,7 +253,7 @@ def _time_rows(costs: Costs, schedule: Schedule, num_microbatches: int) -> tuple
 
 
 def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ...]], int]:
-    """The batches of one run that drains, or of two that do not, and by how many periods the second is longer."""
+    """Return the batches of one run that drains or of two that do not, and by how many periods the second is longer."""
     if schedule.weights.drains:
         return [(num_microbatches,)], 1
     count = _num_periods(schedule, num_microbatches)
@@ -261,16 +261,16 @@ def _runs(schedule: Schedule, num_microbatches: int) -> tuple[list[tuple[int, ..
 
 
 def _busy(stages: StageTimes, num_microbatches: int) -> float:
-    """Seconds of a batch in which the rank that computes most computes, predicts or steps."""
+    """Return the seconds of a batch in which the busiest rank computes, predicts or steps."""
     by_rank = zip(stages.by_rank(stages.work), stages.by_rank(stages.updates(num_microbatches)), strict=True)
     return max(num_microbatches * work + update for work, update in by_rank)
 
 
-_Counts = tuple[Mapping[tuple[Kind, int], float], ...]  # by rank, how often a batch has a computation of a stage
+_Counts = tuple[Mapping[tuple[Kind, int], float], ...]  # by rank: (kind, stage) -> its computations in a batch
 
 
 def _busy_with_halves(stages: StageTimes, costs: Costs, counts: _Counts) -> float:
-    """The same where some backwards are split: by what stands in the program."""
+    """Return the result of `_busy` if some backwards are split, from the program's counts of computations."""
     seconds = costs.seconds(stages.schedule.num_stages)
     by_rank = zip(counts, stages.by_rank(stages.step), strict=True)
     return max(
@@ -280,7 +280,7 @@ def _busy_with_halves(stages: StageTimes, costs: Costs, counts: _Counts) -> floa
 
 
 def _counts(programs: Sequence[Program], periods: int) -> _Counts:
-    """What the last of some programs computes more than the first, by period; or what the only one does."""
+    """Return the computations by which the last program exceeds the first, per period; or those of the only program."""
     counts = [
         [Counter((each.kind, each.stage) for each in row if each.kind in COMPUTATIONS) for row in program.rows]
         for program in programs
@@ -294,7 +294,7 @@ def _per_period(counts: Sequence[Sequence[Counter[tuple[Kind, int]]]], periods: 
 
 
 def _end(timeline: Timeline) -> float:
-    """The end of the last computation or STEP; those of a rank follow one another."""
+    """Return the end of the last computation or STEP. Only the last of each rank is looked at."""
     ends = [0.0]
     for row, of_row in zip(timeline.rows, timeline.ends, strict=True):
         ends += islice((end for each, end in zip(reversed(row), reversed(of_row), strict=True) if each.kind in BUSY), 1)
@@ -302,15 +302,17 @@ def _end(timeline: Timeline) -> float:
 
 
 def _build(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int, _Counts | None]:
-    """A batch; or two runs of several that do not drain, and by how many periods the second is longer. And where some
-    backwards are split, how often a batch has each computation.
+    """Return (programs, periods, counts) of a batch.
+
+    There is one program if batches drain, else two, of which the second is `periods` longer. `counts`: how often a
+    batch has each computation, if some backwards are split, else None.
     """
     programs, periods = _build_programs(schedule, num_microbatches)
     return programs, periods, _counts(programs, periods) if schedule.splits_backward else None
 
 
 def _build_programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Program, ...], int]:
-    if schedule.residency:  # the first batch's weights are there, and later ones wait for updates
+    if schedule.residency:  # the first batch finds its weights ready, and later batches wait for updates
         return tuple(schedule.build((num_microbatches,) * count) for count in (2, 3)), 1
     runs, count = _runs(schedule, num_microbatches)
     if len(runs) == 1:
@@ -320,17 +322,17 @@ def _build_programs(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Pr
 
 
 def _num_periods(schedule: Schedule, num_microbatches: int) -> int:
-    """As many periods as fill the pipeline twice, and as many more as bring back each wait for reductions.
+    """Return a number of periods that fill the pipeline twice, rounded up to a multiple of delay + 1 batches.
 
-    Waits may come once in every delay + 1 batches.
+    A wait for reductions may occur only once in delay + 1 batches.
     """
     delay, in_flight = schedule.weights.delay, schedule.max_in_flight
     if delay is None:  # batches are single microbatches
-        return 4 * schedule.num_ranks  # a stage that is slower than those before it holds them up late
-    if in_flight is None:  # nobody says of how many batches: as if each rank worked on another
+        return 4 * schedule.num_ranks  # it takes long until a slow stage delays the stages before it
+    if in_flight is None:  # unknown: assume that each rank works on a different batch
         in_flight = schedule.num_ranks * num_microbatches
     return (delay + 1) * -(-2 * in_flight // ((delay + 1) * num_microbatches))
 
 
-_programs = lru_cache(maxsize=2)(_build)  # kept for those who ask on several costs in turn
+_programs = lru_cache(maxsize=2)(_build)  # kept for callers that simulate several costs in turn
 _small_programs = lru_cache(maxsize=64)(_build)

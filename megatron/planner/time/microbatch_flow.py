@@ -1,17 +1,20 @@
-"""How long microbatches take through the stages of a pipeline: from one to the next, and all of a batch.
+"""The time of microbatches in the stages of a pipeline: from one microbatch to the next, and of a whole batch.
 
-w is a microbatch's forward and backward at a stage, f and b the one and the other, c a transfer (bytes / bandwidth +
-latency) over an edge.
+Notation: w is a microbatch's forward and backward at a stage, f the forward, b the backward, and c a transfer over an
+edge (bytes / bandwidth + latency).
 
-Stage s of 1F1B has a = p - s forwards ahead, of its first backward included. It waits for that one if its trip T, (sum
-of w and 2 c from s on), is longer than the a forwards and the backward; and in the mirror image, for its last one. The
-rate without a drain is the largest w, or the largest round trip: between stages s and e it is (sum of w + 2 c) over the
-number of these stages, for as many microbatches are in flight there. A receive stands one computation ahead, so a rate
-is also f + c and b + c at least. All w equal and c = 0 gives the known bubble, (p - 1) / m of the ideal time, and
-(p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2). Of interleaved 1F1B the first group of
-microbatches passes all stages, each rank p times through one of its stages before it turns to the next: each edge
-counts, there and back. A form does not hold, and is None, where a round trip or a receive is slower than the slowest
-stage, a move of saved activations slower than a computation, or ranks wait for the slow stages of others.
+1F1B: stage s does a = p - s forwards before its first backward. It waits for that backward if the microbatch's trip T,
+the sum of w and 2 c from s on, is longer than the a forwards and the backward. By symmetry it waits for its last
+backward. The rate without a drain is the largest w or the largest round trip. A round trip between stages s and e is
+(sum of w + 2 c) over the number of these stages, since as many microbatches are in flight there. A receive is posted
+one computation ahead, so a rate is also at least f + c and b + c. Equal w and c = 0 give the known bubble, (p - 1) / m
+of the ideal time, and (p - 1) / (v m) with interleaving (Narayanan et al. 2021, section 2.2).
+
+Interleaved 1F1B: the first group of microbatches passes all stages. Each rank runs p microbatches through one of its
+stages before it turns to its next stage. So each edge counts, forward and backward.
+
+A closed form does not hold (and returns None) if a round trip or a receive is slower than the slowest stage, if a move
+of saved activations is slower than a computation, or if ranks wait for slow stages of other ranks.
 """
 
 from itertools import accumulate
@@ -20,36 +23,38 @@ from operator import add
 from megatron.planner.time.stage_times import StageTimes
 
 _SLACK = 0.01
-"""The part of the time of a microbatch by which something may exceed it that a form leaves out."""
+"""The fraction of a microbatch's time by which a time that a closed form ignores may exceed it."""
 
 
 def flow(seconds: list[float], arrival: list[float], occupation: float) -> list[float]:
-    """By stage, from one microbatch to the next of those that only pass in one direction. A receive is posted two
-    computations ahead.
+    """Return, by stage, the seconds from one microbatch to the next while microbatches pass only in one direction.
+
+    A receive is posted two computations ahead.
     """
     return [max(own, occupation, (own + there) / 2) for own, there in zip(seconds, arrival, strict=True)]
 
 
 def passage(stages: StageTimes) -> list[float]:
-    """What a microbatch takes at each stage and over the edge behind it, there and back."""
+    """Return the seconds of a microbatch at each stage and over the edge behind it, forward and backward."""
     there, back = [*stages.arrival_forward[1:], 0.0], stages.arrival_backward
     return [sum(each) for each in zip(stages.work, there, back, strict=True)]
 
 
 def round_trips(stages: StageTimes, between: list[float] | None = None) -> float:
-    """Seconds from one microbatch to the next of 1F1B, once the pipeline is full: as the slowest stage, edge or
-    receive, or round trip between any two stages, in which as many microbatches are in flight as it has stages.
+    """Return the seconds from one microbatch to the next of 1F1B in a full pipeline.
 
-    `between`: of each stage, what stands between a backward and the next forward.
+    This is the time of the slowest stage, edge, receive or round trip. On a round trip between two stages as many
+    microbatches are in flight as it has stages. `between`: for each stage, the seconds between a backward and the next
+    forward.
     """
     p, once = len(stages.work), passage(stages)
     between = between or [0.0] * p
     rate = max(
-        *map(add, stages.forward, stages.arrival_forward),  # a receive is posted behind the forward before
+        *map(add, stages.forward, stages.arrival_forward),  # a receive is posted behind the previous forward
         *map(add, stages.backward, stages.arrival_backward),
         stages.occupation,
     )
-    while True:  # each turn finds the stages that are slowest together, if any are slower
+    while True:  # each pass finds the round trip that exceeds the rate most, if any does
         most, mean, total, first = 0.0, rate, 0.0, 0
         for stage in range(p):
             if total <= between[stage]:
@@ -68,9 +73,10 @@ def keeps_up(rate: float, row: float) -> bool:
 
 
 def busy_at(stages: StageTimes, m: int) -> list[float]:
-    """By stage, seconds from the beginning of a batch to its last backward if this stage computes all the time that it
-    can: all but before its first forward, while its first and last microbatch pass the stages behind it, and behind its
-    last backward.
+    """Return, by stage, the seconds from the beginning of a batch to its last backward if this stage is the slowest.
+
+    The stage then computes all the time except before its first forward, behind its last backward, and while its first
+    and its last microbatch pass the stages behind it.
     """
     p, once = len(stages.work), passage(stages)
     before = list(accumulate(once, initial=0.0))
@@ -87,12 +93,13 @@ def busy_at(stages: StageTimes, m: int) -> list[float]:
 
 
 def busy_at_rank(stages: StageTimes, m: int, ranks: list[int]) -> list[float]:
-    """The same by rank, where ranks have several stages: between its first backward and its last forward a rank
-    computes all the time. What is before takes the way of the first group of microbatches, and what is behind that of
-    the last group, which is the same backwards.
+    """Return `busy_at` for each of `ranks`, where ranks have several stages.
+
+    Between its first backward and its last forward a rank computes all the time. The time before follows the first
+    group of microbatches through the stages. The time behind follows the last group, which is the mirror image.
     """
     p, v = stages.schedule.num_ranks, stages.schedule.num_virtual_stages
-    arrival = [0.0, *stages.arrival_backward[:-1]]  # over the edge before each stage, too
+    arrival = [0.0, *stages.arrival_backward[:-1]]  # of gradients, over the edge before each stage
     ways = [(stages.forward, stages.arrival_forward), (stages.backward, arrival)]
     begins = [_first_group(*each, p) for each in ways]
     works, found = stages.by_rank(stages.work), []
@@ -109,8 +116,9 @@ def busy_at_rank(stages: StageTimes, m: int, ranks: list[int]) -> list[float]:
 
 
 def _first_group(seconds: list[float], arrival: list[float], p: int) -> list[float]:
-    """By stage, when the first microbatch comes to it, where each rank takes p microbatches through one of its stages
-    before it turns to the next.
+    """Return, by stage, the time at which the first microbatch arrives there.
+
+    Each rank runs p microbatches through one of its stages before it turns to its next stage.
     """
     begins, ends = [0.0], [p * seconds[0]]
     for stage in range(1, len(seconds)):

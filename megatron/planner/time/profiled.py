@@ -1,13 +1,13 @@
-"""Costs from a profile: the times that were measured on the machine, composed for a configuration.
+"""Costs from a profile: times measured on the machine, composed for a configuration.
 
 Problem: on a CPU a microbatch takes longer while other ranks compute, since ranks share memory, caches and clock. In a
-pipeline that fills and drains some ranks wait. So the cost of an instruction depends on the timeline, and the timeline
+pipeline that fills and drains, some ranks wait. So the cost of an instruction depends on the timeline, and the timeline
 depends on the costs.
 
-Solution: a fixed point (`settle`). Simulate with the costs of ranks that all compute; find for each kind of work of
-each stage which share of its duration passes while how many ranks compute; blend the costs by these shares; repeat. If
-work spends the shares s_k of its duration while k ranks compute, and would take T_k if k ranks computed throughout, the
-work takes 1 / sum(s_k / T_k).
+Solution: a fixed point (`settle`). Start with the costs measured while all ranks compute, and simulate. For each kind
+of work at each stage, find the share of its duration during which k ranks compute, for each k. Blend the costs by these
+shares, and repeat. If the share is s_k, and the work would take T_k with k ranks computing throughout, the work takes
+1 / sum(s_k / T_k).
 """
 
 from bisect import bisect_right
@@ -32,18 +32,19 @@ from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 _ROUNDS = 4
 
 Times = Mapping[tuple[str, int], float]
-"""Seconds of a kind of work at a stage."""
+"""(kind of work, stage) -> seconds."""
 
 
 def settle(
     program: Program, times_at_work: Mapping[int, Times], costs_of: Callable[[Times], Costs], *, batches: range
 ) -> Costs:
-    """The costs of `program` whose ranks slow each other down, by the timeline of the program itself.
+    """Return the costs of `program`, whose ranks slow each other down, from its own timeline.
 
     Args:
-        batches: the batches that count; if batches do not drain, without the first and the last of the program.
-        times_at_work: from the number of pipeline ranks at work, 1 to all, to the times of work in that case.
+        program: the program to simulate.
+        times_at_work: number of pipeline ranks at work, from 1 to all -> times of work in that case.
         costs_of: makes a table of costs from times of work.
+        batches: the batches that count. If batches do not drain, leave out the first and last of the program.
     """
     times = times_at_work[max(times_at_work)]
     for _ in range(_ROUNDS):
@@ -61,10 +62,10 @@ def _blend(shares: Mapping[int, float], times_at_work: Mapping[int, Times], key:
 
 
 def _shares_at_work(timeline: Timeline, program: Program, batches: range) -> dict[tuple[str, int], dict[int, float]]:
-    """The seconds in `batches` of each cost and stage, by the number of ranks at work."""
+    """Return (cost, stage) -> number of ranks at work -> seconds of that work in `batches`."""
     spans = [span for span in timeline.spans if span.instruction.kind in BUSY and span.end > span.start]
     borders = sorted([(span.start, 1) for span in spans] + [(span.end, -1) for span in spans])
-    events: list[tuple[float, int]] = []  # from when on how many are at work
+    events: list[tuple[float, int]] = []  # (time, number of ranks at work from then on)
     count = 0
     for time, change in borders:
         count += change
@@ -95,14 +96,14 @@ _SMALL = 256  # bytes of the norm's reduction
 
 
 def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
-    """The profile's model with `num_layers` layers, its vocabulary padded for the tensor ranks as in training."""
+    """Return the profile's model with `num_layers` layers and a vocabulary padded for `tensor` ranks, as in training."""
     multiple = _number(profile, "--make-vocab-size-divisible-by", 128) * tensor
     rows = -(-profile.model.vocabulary_size // multiple) * multiple
     return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)
 
 
 def vocab_size_of(profile: Profile) -> int | None:
-    """The value of --vocab-size, if it was given, without padding and a tokenizer's additions."""
+    """Return the value of --vocab-size, without padding and a tokenizer's additions; None if it was not given."""
     return _number(profile, "--vocab-size", None)
 
 
@@ -116,7 +117,7 @@ def _word(profile: Profile, flag: str) -> str | None:
 
 
 def software_of(profile: Profile) -> Software:
-    """The software of the profiled program, as far as memory depends on it."""
+    """Return the software of the profiled program, as far as memory depends on it."""
     size = _BYTES[profile.dtype]
     has_flash = has_flash_attention(
         profile.transformer_impl, _word(profile, "--attention-backend") or "auto", element_bytes=size
@@ -125,17 +126,17 @@ def software_of(profile: Profile) -> Software:
 
 
 PASS_OF_STEP = 0.75
-"""The time of a prediction in one pass, of the step of torch's AdamW: 0.70 to 0.75 of 13 million FP32 parameters on one
-thread. Operators bound it, not memory: of the step's bytes it moves half."""
+"""The time of a prediction in one pass over the time of torch's AdamW step: measured 0.70 to 0.75, for 13 million FP32
+parameters on one thread. Operators bound the pass, not memory: it moves half of the step's bytes."""
 
 
 class ProfiledCosts:
-    """A `CostModel` of one model on machines like that of the profile, whose processes it may fill.
+    """A `CostModel` of one model on machines like that of the profile.
 
     Args:
         profile: the measured times.
-        model: the shape of the model; number of layers and padding of the vocabulary may differ from the profile's.
-        software: the software that trains; default: that of the profile.
+        model: the shape of the model. Number of layers and padding of the vocabulary may differ from the profile.
+        software: the software that trains (default: the profile's).
 
     Raises:
         ValueError: the profile is of another model or precision.
@@ -157,19 +158,19 @@ class ProfiledCosts:
 
     @property
     def pressed_efficiency(self) -> float:
-        """The fraction of its speed that a rank short of memory keeps: 1 on a CPU, on GPUs that of published runs."""
+        """The fraction of its speed that a rank short of memory keeps: 1 on a CPU, fitted to published runs on GPUs."""
         return 1.0 if self.profile.shares_processor else default_constants().pressed_efficiency
 
     def costs(self, configuration: Configuration, layers: Sequence[int]) -> Costs:
-        """See `CostModel`. Raises ValueError for what was not profiled."""
+        """Return the costs as `CostModel.costs` does. Raises ValueError for times that were not profiled."""
         self._refuse(configuration)
-        group = configuration.tensor * configuration.data  # the ranks that do the same at the same time
+        group = configuration.tensor * configuration.data  # ranks with the same work at the same time
         if not self.profile.shares_processor or configuration.pipeline == 1:
             return self._table(configuration, layers, self._times(configuration, layers, configuration.num_gpus))
         counts = range(1, configuration.pipeline + 1)
         at_work = {count: self._times(configuration, layers, count * group) for count in counts}
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
-        # Where batches do not drain, enough of them that those in the middle neither see the fill nor the drain.
+        # If batches do not drain, simulate so many that fill and drain do not affect the middle one.
         around = schedule.settling_batches
         program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
         return settle(
@@ -190,7 +191,7 @@ class ProfiledCosts:
     # --- by stage
 
     def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
-        """Seconds of each cost and stage while `working` processes work throughout."""
+        """Return the seconds of each cost and stage while `working` processes compute throughout."""
         splits = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).splits_backward
         times = {}
         for stage, count in enumerate(layers):
@@ -206,7 +207,7 @@ class ProfiledCosts:
                         "W, of which half a backward is no price; write it anew with tools/profile_model.py"
                     )
                 times["backward_input", stage], times["backward_weight", stage] = seconds.halves
-            if not configuration.is_hosted:  # where the host's optimizer steps
+            if not configuration.is_hosted:  # otherwise the host's optimizer steps
                 times["step", stage] = self._update(configuration, layers, stage, working)
             if configuration.predicts:
                 times["predict", stage] = self._prediction(configuration, layers, stage, working)
@@ -214,10 +215,11 @@ class ProfiledCosts:
         return times
 
     def _update(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """Seconds of each stage's update, the norm included. With a distributed optimizer a replica steps its share and
-        gathers the other shares in STEP, or in PREDICT if there is one.
+        """Return the seconds of a stage's update, including the norm.
 
-        If updates overlap with later batches, the norm is computed on the same core, so its time is the stage's.
+        With a distributed optimizer a replica steps its share and gathers the other shares, in STEP or, if weights are
+        predicted, in PREDICT. If updates overlap with later batches, the norm is computed on the same core, so its time
+        counts at the stage.
         """
         replicas = configuration.data if configuration.distributed_optimizer else 1
         seconds = self._part_of_update(configuration, layers, stage, working, lambda found: found.seconds(replicas))
@@ -230,9 +232,11 @@ class ProfiledCosts:
         return self._blocks.all_reduce(configuration.data, count * self.software.element_bytes) / 2
 
     def _prediction(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """The measured step, times what a prediction takes of it: on a CPU a pass, on a GPU what a step on copies moves
-        of what the step itself moves. Before it the norm of all gradients, by which a stage clips that predicts from
-        what it knows, and in FP16 looks for overflows; of the mean of replicas a shard's owner has its part.
+        """Return the seconds of a stage's prediction, from the measured step.
+
+        On a CPU a prediction is one pass (`PASS_OF_STEP`). On a GPU the step is scaled by the bytes that a step on
+        copies moves over the bytes of the step itself. Before it comes the norm of all gradients, if a stage clips by
+        its own norm ("stage") or looks for overflows (FP16). If replicas average, each computes the norm of its shard.
         Whether a run clips at all is not known here.
         """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
@@ -248,7 +252,7 @@ class ProfiledCosts:
         return seconds + self._gather(configuration, layers, stage)
 
     def _hold(self, configuration: Configuration, layers: Sequence[int], stage: int, working: int) -> float:
-        """A copy of the gradients reads and writes what zeroing them writes."""
+        """Return the seconds of HOLD: a copy of the gradients reads and writes as many bytes as zeroing writes."""
         return self._part_of_update(configuration, layers, stage, working, lambda found: 2 * found.zero.median)
 
     def _part_of_update(
@@ -278,8 +282,9 @@ class ProfiledCosts:
         )  # fmt: skip
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
-        """Where weights live on the host, what copies and updates take while all processes do so. Replicas, which are
-        on one machine here, share a store: each brings and steps its share.
+        """Return the seconds of copies and updates for weights on the host, while all processes copy and update.
+
+        Replicas are on one machine here and share a store: each stores and steps its share.
         """
         if not configuration.is_hosted:
             return {}
@@ -322,7 +327,7 @@ class ProfiledCosts:
     def _reductions(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float] | float]:
         t, d, size = configuration.tensor, configuration.data, self.software.gradient_bytes
         found: dict[str, list[float] | float] = {}
-        if d > 1:  # a reduce-scatter, of the distributed optimizer, sends half of what an all-reduce sends
+        if d > 1:  # the distributed optimizer's reduce-scatter sends half as much as an all-reduce
             share = 0.5 if configuration.distributed_optimizer else 1.0
             counts = stage_parameters(self.model, t, layers)
             found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]

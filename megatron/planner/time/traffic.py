@@ -1,8 +1,8 @@
-"""What the ranks of a job send each other in an iteration, in bytes, from the shape of its model.
+"""The bytes that the ranks of a job send each other in an iteration, from the shape of the model.
 
-How often they send is counted in the program (`placement.traffic`), and what it costs depends on who sits where
-(`placement.cost`). How much goes each time follows from what memory is counted by: a move carries what a microbatch
-saves at a stage, and replicas reduce the gradients of a stage's parameters.
+`placement.traffic` counts in the program how often ranks send. `placement.cost` prices the traffic, given the placement
+of the ranks. This module has the bytes of each message, from the formulas that also count memory: a move carries the
+activations that a microbatch saves at a stage, and replicas reduce the gradients of a stage's parameters.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class CutModel:
-    """A model that is cut into the stages of a schedule.
+    """A model cut into the stages of a schedule.
 
     Attributes:
         model: the shape of the model.
@@ -35,12 +35,12 @@ class CutModel:
     layers: Sequence[float]
 
     def traffic(self, counts: MessageCounts, *, gradient_bytes: int = 4, boundary: float | None = None) -> Traffic:
-        """The traffic of one iteration.
+        """Return the traffic of one iteration.
 
         Args:
             counts: how often the ranks of the pipeline send in a batch.
             gradient_bytes: bytes of an element of a gradient when it is reduced.
-            boundary: bytes of an activation between two stages; None: a rank's whole part of it.
+            boundary: bytes that a rank sends of an activation between two stages; None: all that the rank holds of it.
         """
         model, setting, ranks = self.model, self.setting, self.schedule.rank_of_stage
         saved, sent = self._saved, self._activations.boundary
@@ -61,13 +61,15 @@ class CutModel:
 
     @property
     def moved_bytes(self) -> tuple[float, ...]:
-        """The most bytes of a move by rank of a pipeline: the saved activations of a microbatch at a stage."""
+        """For each rank of a pipeline, the most bytes of a move: the saved activations of a microbatch at a stage."""
         saved = self._saved
         return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
 
     def forward_seconds(self, *, teraflops: float) -> float:
-        """Seconds of a microbatch's forward through the largest stage, without embedding and output layer, on a GPU
-        that sustains `teraflops` (10^12 operations per second)."""
+        """Return the seconds of a microbatch's forward through the largest stage, without embedding and output layer.
+
+        `teraflops`: 10^12 operations per second that the GPU sustains.
+        """
         operations = self.model.forward_operations(max(self.layers), self.setting.micro_batch_size)
         return operations / self.setting.tensor / (teraflops * _TERA)
 
@@ -87,8 +89,10 @@ class CutModel:
         return [[stage for stage in own if stage >= self.schedule.num_frozen] for own in stages]
 
     def _reduced(self, stages: Sequence[int]) -> float:
-        """Bytes of a microbatch that tensor ranks all-reduce in these stages: two activations in a layer's forward, two
-        in its backward, and two more if the forward is recomputed."""
+        """Return the bytes of a microbatch that tensor ranks all-reduce in the given stages.
+
+        A layer reduces two activations in its forward, two in its backward, and two more if the forward is recomputed.
+        """
         setting, recompute = self.setting, self.setting.recompute
         if setting.tensor == 1:
             return 0.0

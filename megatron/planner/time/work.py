@@ -1,7 +1,8 @@
-"""What one GPU does for one microbatch, in operations, bytes and kernels: a layer, the embedding and the head.
+"""The work of one GPU for one microbatch, in operations, bytes and kernels: a layer, the embedding and the head.
 
-Counted for megatron.core's and Megatron-LM's kernels, of T tokens with e bytes an element, and N scores of a rank. A
-pass over a tensor counts what it reads and what it writes.
+The counts are for the kernels of megatron.core and Megatron-LM. Notation: e bytes per element, h the hidden size, f the
+feed-forward size, q and k the columns of queries and keys, N the number of attention scores of a rank. A pass over a
+tensor counts the bytes that it reads and the bytes that it writes. Bytes are per token, except those with N.
 
     forward                               bytes            backward                              bytes
     norm                                  2 e h            norm, twice over its input            5 e h
@@ -12,15 +13,16 @@ pass over a tensor counts what it reads and what it writes.
     softmax, fused with scale and mask    2 e N            the same                              3 e N
     dropout                               (2 e + 1) N      the same                              (2 e + 1) N
 
-Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, a pass each.
-These are 37 N bytes of 16-bit scores, and 41 N in the backward. Flash attention leaves no scores; its products run at
-the speed of others. Norms, dropout and residuals are split over tensor ranks with sequence parallelism only. A backward
-adds the weights' gradients to their buffer. Rows of the scores' products have a head's width: where that is no multiple
-of 16 bytes, cuBLAS has no kernel for the units for matrices that loads them whole, and numbers are widened one by one.
+Without the fused kernel the softmax widens scores to FP32, scales, masks, normalizes and narrows them, each in one
+pass. With 16-bit scores these are 37 N bytes, and 41 N bytes in the backward. Flash attention writes no scores; its
+rate is a fraction of other products' rate (`Device.attention_part`). Norms, dropout and residuals are split over tensor
+ranks only with sequence parallelism. A backward adds the weights' gradients to their buffer. Rows in the products of
+scores are as wide as a head. If that is no multiple of 16 bytes, cuBLAS has no kernel that loads whole rows for the
+matrix units, and numbers are widened one by one.
 
-Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator: an RMSNorm widens its input to FP32, squares,
-averages, multiplies, narrows it and multiplies by its weight, rotary embeddings widen queries and keys, turn and narrow
-them, and keys and values are repeated for every query. With 4 bytes of FP32 and k columns of keys:
+Eager PyTorch (not `fuses_elementwise`) takes a pass for each operator. An RMSNorm widens its input to FP32, squares,
+averages, multiplies, narrows the result and multiplies by its weight. Rotary embeddings widen queries and keys, rotate
+and narrow them. Keys and values are repeated for every query. With 4 bytes for FP32:
 
     forward                               bytes            backward                              bytes
     norm                                  (4 e + 24) h     the derivative of each operator       (7 e + 60) h
@@ -28,40 +30,43 @@ them, and keys and values are repeated for every query. With 4 bytes of FP32 and
     rotary embeddings                     (2 e + 16)(q + k)  the same                            (2 e + 16)(q + k)
     repeated keys and values              2 e (q + k)      sums of them                          2 e (q + k)
 
-In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward, each by a kernel
-of its own that reads e bytes an element and writes two copies of a byte, one of them transposed. So does Transformer
-Engine with delayed scaling, where the cast is not fused with the kernel before it. Weights are cast once a batch, for
-all of its microbatches. What tensor ranks send stays in 16 bits.
+In FP8 the inputs of linears are cast in a forward, and the gradients of their outputs in a backward. Each cast is a
+separate kernel that reads e bytes per element and writes two copies of one byte, one of them transposed. Transformer
+Engine with delayed scaling does the same when the cast is not fused with the kernel before. Weights are cast once a
+batch, for all of its microbatches. Tensor ranks send 16-bit numbers.
 
-Where a backward is split, W has the products of the linears that give gradients of weights, and what adds these to
-their buffer; with split sequences it gathers the inputs for them. All else is in I: the other products, the attention's
-core, norms, activations, the embedding, and what is recomputed. So operations and bytes of both are those of the whole;
-but what tensor ranks send beside products of weights in a whole backward has none to hide behind in either half.
+If a backward is split, W has the products of linears that give gradients of weights, and adds these to their buffer.
+With split sequences it also gathers the inputs for them. I has all other work: the other products, the attention's
+core, norms, activations, the embedding, and recomputation. So operations and bytes of both halves add up to those of
+the whole. But transfers of tensor ranks that a whole backward hides behind weight products are hidden in neither half.
 
-With context parallelism a rank has 1/cp of the tokens, and their scores with whole sequences. Its kernels compute them
-in cp steps, which are alike, since each rank has a part of the beginning and one of the end. A step's keys and values
-come while the one before is computed; in a backward their gradients come along. Each step's result is added to what is
-there: 3 passes over it, or in a backward over the gradients of queries, keys and values.
+With context parallelism a rank has 1/cp of the tokens, and the scores of these tokens with whole sequences. The kernels
+compute the scores in cp equal steps, since each rank has a part of the beginning and a part of the end of a sequence. A
+step's keys and values arrive while the previous step is computed; in a backward their gradients arrive with them. Each
+step's result is added to the sum so far. This takes 3 passes over the result, or in a backward over the gradients of
+queries, keys and values.
 
-`Work` holds amounts of work by kind, each of which has a resource of its own:
+`Work` holds amounts of work by kind. Each kind has its own resource:
 
-    products      matrix products, (operations, calls), bound by arithmetic; those in FP8 apart, at a peak of their own;
-                  `unaligned` are operations of those whose rows do not begin at multiples of 16 bytes
+    products      matrix products (`operations`, `calls`), bound by arithmetic. FP8 products (`fp8_operations`) have
+                  another peak, and flash attention's products (`attended`) another rate. `unaligned` are operations of
+                  products whose rows do not begin at multiples of 16 bytes
     traffic       bytes that other kernels read and write, bound by memory
     exchanged     bytes that a tensor rank sends to the others while it computes nothing
     overlapped    bytes that it sends beside matrix products
+    launches      `kernels` other than products, and `collectives`, which the host launches
 
-Ranks that share sequences or experts send over links of their own:
+Ranks that share sequences or experts send over separate links:
 
     ring          bytes of keys and values that a context parallel rank passes on beside the attention's core, in all
-                  steps but the last; `ring_operations` and `ring_calls` are those of the core beside them
+                  steps but the last; `ring_operations` and `ring_calls` belong to the core in these steps
     gathered      bytes that it sends to gather keys and values, while it computes nothing
-    dispatched    bytes of tokens on their way to experts and back, likewise
-    spread        of these between ranks that have parts of the same experts, likewise
+    dispatched    bytes of tokens on their way to experts and back, while it computes nothing
+    spread        bytes of these tokens between ranks that have parts of the same experts, while it computes nothing
 
-and experts multiply in groups:
+Experts multiply in groups:
 
-    grouped       operations of their products, and bytes of the matrices that these read
+    grouped       operations of their products (`grouped_operations`), and bytes of the matrices that these read
 """
 
 from __future__ import annotations
@@ -77,7 +82,7 @@ from megatron.planner.memory.parameters import FP8_COPY_BYTES
 
 @dataclass(frozen=True)
 class Work:
-    """Amounts of work by kind, as the module says."""
+    """Amounts of work by kind; see the module."""
 
     operations: float = 0.0
     calls: float = 0.0
@@ -116,11 +121,11 @@ class Work:
 
 _FP32 = 4
 _ALIGNED = 16
-"""Bytes at whose multiples rows of matrices begin that units for matrices load."""
+"""Bytes. The GPU's matrix units load rows that begin at multiples of it."""
 
 
 class LayerWork:
-    """The work of one microbatch on one of t tensor ranks, in a layer without experts."""
+    """The work of one microbatch on one of t tensor ranks: in a layer without experts, the embedding and the head."""
 
     def __init__(
         self,
@@ -173,7 +178,7 @@ class LayerWork:
 
     @cached_property
     def backward_weight(self) -> Work:
-        """W of a backward in halves."""
+        """The W of a split backward."""
         sums = self._num_sums * self.sequence_parallel
         return self._linear(1) + Work(
             traffic=self._accumulated(self._matrices), exchanged=sums * self._all_reduce / 2, collectives=float(sums)
@@ -181,7 +186,7 @@ class LayerWork:
 
     @cached_property
     def backward_input(self) -> Work:
-        """I of a backward in halves, without recomputation."""
+        """The I of a split backward, without recomputation."""
         return _rest(self.backward, self.backward_weight)
 
     def recomputed(self, scope: RecomputeScope) -> Work:
@@ -199,7 +204,7 @@ class LayerWork:
         h, e = self.shape.hidden_size, self.e
         passes = self.tokens * h * (6 * e + self._mask)
         operations = 2.0 * self.tokens * h * self.shape.patch_elements
-        exchanges = self.t > 1 and not self.shape.patch_elements  # a vocabulary is cut, patches are not
+        exchanges = self.t > 1 and not self.shape.patch_elements  # tensor ranks split a vocabulary, but not patches
         forward = Work(
             operations=operations, traffic=passes, kernels=6, exchanged=self._all_reduce * exchanges,
             collectives=float(exchanges),
@@ -208,7 +213,7 @@ class LayerWork:
 
     @cached_property
     def head(self) -> tuple[Work, Work]:
-        """Forward and backward of the last stage's norm, output layer and loss, whose softmax is in FP32."""
+        """Forward and backward of the last stage's norm, output layer and loss. The loss has a softmax in FP32."""
         h, e, t, vocabulary = self.shape.hidden_size, self.e, self.t, self.shape.output_rows
         logits = self.tokens * vocabulary / t
         width = h * vocabulary / t
@@ -227,7 +232,7 @@ class LayerWork:
 
     @cached_property
     def head_halves(self) -> tuple[Work, Work]:
-        """I and W of the head's backward: W has the output layer's product, and not that of BERT's dense layer."""
+        """I and W of the head's backward. W has the product of the output layer, but not that of BERT's dense layer."""
         backward = self.head[1]
         width = self.shape.hidden_size * self.shape.output_rows / self.t
         weight = Work(
@@ -243,7 +248,10 @@ class LayerWork:
         return 1 if self.shape.hidden_dropout else 0
 
     def _accumulated(self, num_weights: float) -> float:
-        """Bytes read and written to add gradients of weights to their buffer; without fusion they are made first."""
+        """Return the bytes read and written to add gradients of weights to their buffer.
+
+        Without fusion the gradients are also written and read once before.
+        """
         passes = self.software.gradient_bytes + (0 if self.software.fuses_gradient_accumulation else self.e)
         return 2 * num_weights * passes
 
@@ -254,7 +262,7 @@ class LayerWork:
 
     @property
     def _num_sums(self) -> int:
-        """The number of results that tensor ranks sum: one of the projections and one of the MLP, cut by rows."""
+        """The number of results that tensor ranks sum: those of the attention's projection and of the MLP."""
         return 2
 
     def _linear(self, times: int) -> Work:
@@ -264,7 +272,7 @@ class LayerWork:
         return Work(operations=operations, calls=4 * times)
 
     def _casts(self, *, backward: bool) -> Work:
-        """The work of casts to FP8: of the inputs of linears, or in a backward of the gradients of their outputs."""
+        """Return the work of casts to FP8: of inputs of linears, or in a backward of the gradients of their outputs."""
         if not self.software.fp8:
             return Work()
         q, k = self.shape.query_width, self.shape.key_width
@@ -273,18 +281,21 @@ class LayerWork:
         return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=2 + kernels)
 
     def _mlp_casts(self, backward: bool) -> tuple[float, int]:
-        """The elements and the kernels of casts for an MLP."""
+        """Return the numbers of elements and kernels of the casts for an MLP."""
         return self._cast_elements(self.shape.ffn_hidden_size, backward), 2
 
     def _cast_elements(self, width: int, backward: bool) -> float:
-        """The elements of the two cast tensors of an MLP with so many columns."""
+        """Return the number of elements of the two cast tensors of an MLP with `width` columns."""
         columns = width * (1 + self.shape.gated * backward)
         return self.tokens * (self.shape.hidden_size / self.shared + columns / self.t)
 
     @property
     def _all_but_kept(self) -> Work:
-        """A forward without the attention and without the products whose results are kept: each second product of q,
-        k, v, projection, (gate,) up, down, from the first on. The last of an even number is not needed, and counts."""
+        """A forward without the attention and without the products whose results are kept.
+
+        Every other product of q, k, v, projection, (gate,) up, down is kept, beginning with the first. Of an even
+        number of products the last is not needed, but counts.
+        """
         h, q, k, f = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.shape.ffn_hidden_size
         again = h * (k + q + f)  # keys, projection, and up of a gated MLP or else down
         operations = 2.0 * self.tokens * again / self.t
@@ -292,7 +303,7 @@ class LayerWork:
         return replace(self.forward, **kind, calls=3)
 
     def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
-        """Bytes of a token: of a norm by column, of the activation, and around attention; see the module."""
+        """Return the bytes per token of a norm (per column), of the activation, and around attention; see the module."""
         e, shape = self.e, self.shape
         plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
         if self.software.fuses_elementwise:
@@ -305,7 +316,7 @@ class LayerWork:
         return norm, gated if shape.gated else plain, turned + repeated
 
     def _mlp_traffic(self, *, backward: bool) -> float:
-        """Bytes that an MLP's kernels move between its products."""
+        """Return the bytes that an MLP's kernels move between its products."""
         return self.tokens / self.t * self._elementwise(backward=backward)[1]
 
     def _activation_bytes(self, passes: int, width: int) -> float:
@@ -319,25 +330,32 @@ class LayerWork:
 
     @property
     def _shared_groups(self) -> Work:
-        """The exchange in which ranks of one query group gather queries, keys and values, or scatter gradients."""
+        """The exchange in which tensor ranks that share a query group gather queries, keys and values, or scatter
+        gradients.
+        """
         width = (self.shape.query_width + 2 * self.shape.key_width) * (self.shape.num_query_groups < self.t)
         return Work(exchanged=(self.t - 1) / self.t * self.tokens * width * self.e, collectives=float(width > 0))
 
     def _in_pieces(self, num_bytes: float) -> tuple[float, float]:
-        """The bytes of sums that are sent alone, and those sent beside products. If products are computed in as many
-        pieces as there are tensor ranks, all pieces but one are sent beside them."""
+        """Split the bytes of sums into those sent while nothing is computed and those sent beside products.
+
+        If products are computed in pieces, one for each tensor rank, all pieces but one are sent beside products.
+        """
         if not (self.software.overlaps_in_pieces and self.sequence_parallel):
             return num_bytes, 0.0
         return num_bytes / self.t, num_bytes * (self.t - 1) / self.t
 
     @property
     def _all_reduce(self) -> float:
-        """Bytes that a rank sends to sum the residual stream over tensor ranks, or to scatter and gather it."""
+        """Bytes that a tensor rank sends to all-reduce the residual stream, or to scatter and gather it."""
         return 2 * (self.t - 1) / self.t * self.tokens * self.shape.hidden_size * self.e
 
     def _backward_exchange(self) -> Work:
-        """With split sequences gradients are gathered before products, exposed; then the inputs are gathered again and
-        the gradients scattered, under products. Software that hides neither waits for all, in pieces or not."""
+        """Return the transfers of tensor ranks in a backward.
+
+        With split sequences gradients are gathered before products, which nothing hides. Then the inputs are gathered
+        again and the gradients scattered, beside products. Software without `overlaps_tensor` waits for all of them.
+        """
         exposed, beside = self._in_pieces(self._num_sums * self._all_reduce / 2 * self.sequence_parallel)
         hidden = self._num_sums * self._all_reduce + beside
         if not self.software.overlaps_tensor:
@@ -357,7 +375,7 @@ class LayerWork:
 
     @property
     def _widening(self) -> int:
-        """Bytes to widen a score to FP32 and narrow it again."""
+        """Bytes moved to widen a score to FP32 and to narrow it again."""
         return 2 * (self.e + _FP32) if self.e < _FP32 else 0
 
     def _core_products(self, times: float) -> Work:
@@ -366,7 +384,7 @@ class LayerWork:
         return Work(calls=2 * times, **{kind: 2 * times * operations})
 
     def _flash(self, times: float) -> Work:
-        """The products of flash attention, which leaves out blocks of scores of later tokens."""
+        """Return the products of flash attention, which under a causal mask skips blocks of later tokens."""
         operations = 4.0 * times * self._scores * self.shape.kv_channels
         return Work(attended=operations / 2 if self.shape.is_causal else operations, calls=2 * times)
 
@@ -388,8 +406,11 @@ class LayerWork:
         return self._core_products(2) + Work(traffic=(5 * e + softmax + dropout) * self._scores, kernels=8)
 
     def _in_steps(self, core: Work, width: int, *, passed: int) -> Work:
-        """The attention's core with the keys and values that context parallel ranks pass on, and with gradients if
-        twice as much is `passed`. `width`: the columns of the results to which each step adds."""
+        """Return the attention's core with the transfers of context parallel ranks.
+
+        `passed`: 1 if ranks pass on keys and values, 2 if they also pass on their gradients. `width`: the columns of
+        the results to which each step adds.
+        """
         if self.cp == 1:
             return core
         keys = (self.cp - 1) * passed * 2 * self.shape.key_width * self.e * self.tokens / self.t
@@ -404,7 +425,7 @@ class LayerWork:
 
 
 def _rest(whole: Work, weight: Work) -> Work:
-    """I of a backward whose W is `weight`. I sends by itself what W does not send under products."""
+    """Return the I of a backward whose W is `weight`. I has the other transfers of `whole`, and hides none of them."""
     exchanged = whole.exchanged + whole.overlapped - weight.exchanged
     left = whole + weight * -1.0
     return replace(left, exchanged=exchanged, overlapped=0.0, collectives=whole.collectives)
