@@ -1,9 +1,10 @@
-"""Times of stages, updates, transfers and all-reduces of any size, from those that a profile holds.
+"""Times of stages, updates, transfers and all-reduces of any size, from the times in a profile.
 
-A profile times stages of few layers. A stage of n layers takes as long as the profiled stage, and n - few times as long
-as one layer, which is the difference of the two middle stages. Times are interpolated between the microbatch sizes, the
-numbers of working processes and the numbers of bytes that the profile has. Nothing is extrapolated, with one exception:
-a transfer or an all-reduce of more bytes than the largest continues at the bandwidth of the largest.
+A profile has times of stages with few layers. The time of a layer is the difference between two middle stages of
+different length, divided by the difference of their lengths. A stage of n layers takes the time of the profiled stage
+and of the additional layers. Times are interpolated between the microbatch sizes, the numbers of working processes and
+the numbers of bytes in the profile. Only times of transfers, all-reduces and copies are extrapolated, at the bandwidth
+between the two largest sizes in the profile. Below the smallest size they have its time.
 """
 
 from bisect import bisect_left
@@ -18,7 +19,7 @@ from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a microbatch. `halves`: seconds of I and W, if the profile has them for everything looked up."""
+    """Seconds of a microbatch. `halves`: seconds of I and W; None unless the profile has them for all parts."""
 
     forward: float
     backward: float
@@ -39,24 +40,27 @@ class Seconds:
 
 
 class Blocks:
-    """Looks up times in a profile. Each method raises ValueError, with the remedy, if the profile lacks the time."""
+    """Looks up times in a profile. Each method raises ValueError with a remedy if the profile lacks the time.
+
+    `stage` returns the `Seconds` of a microbatch through a stage (see `_stage`), cached.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self.stage = lru_cache(maxsize=None)(self._stage)
 
-    # --- of a microbatch
+    # --- times of a microbatch
 
     def _stage(
         self, place: StagePosition, num_layers: int, *, tensor: int, size: int, recompute: RecomputeScope, working: int
     ) -> Seconds:
-        """Seconds of `size` sequences through a stage, while so many processes work."""
+        """Return the seconds of `size` sequences through a stage, while `working` processes compute."""
         few, _ = self._layers
         whole = self._timed(place, few, tensor, size, recompute, working)
         return whole + self.layer(tensor=tensor, size=size, recompute=recompute, working=working) * (num_layers - few)
 
     def layer(self, *, tensor: int, size: int, recompute: RecomputeScope, working: int) -> Seconds:
-        """Seconds of one layer."""
+        """Return the seconds of one layer."""
         few, many = self._layers
         less, more = (self._timed(StagePosition.MIDDLE, each, tensor, size, recompute, working) for each in (few, many))
         return (more - less) * (1 / (many - few))
@@ -93,7 +97,7 @@ class Blocks:
             raise ValueError("the profile has middle stages of one length, so no layer; profile two (--layers)")
         return counts[0], counts[-1]
 
-    # --- of a batch
+    # --- times of a batch
 
     def update(
         self,
@@ -105,8 +109,10 @@ class Blocks:
         working: int,
         seconds: Callable[[UpdateTime], float] = UpdateTime.seconds,
     ) -> float:
-        """Seconds in which gradients of a stage are zeroed, measured, clipped and applied; or the result of `seconds`
-        for these times."""
+        """Return the seconds in which gradients of a stage are zeroed, measured, clipped and applied.
+
+        `seconds`: another function of the profiled times, to return instead.
+        """
         few, many = self._layers
         weights = self._profiled_like(weight_policy(weights))
         whole = self._timed_update(place, few, tensor, weights, working, seconds)
@@ -116,8 +122,10 @@ class Blocks:
         return whole + (num_layers - few) * (more - less) / (many - few)
 
     def _profiled_like(self, weights: WeightPolicy) -> str:
-        """The policy of this name in the profile; or a policy whose steps write alike, in place or into another buffer
-        than the one in use."""
+        """Return the policy's name if the profile has it, else a profiled policy whose steps write in the same way.
+
+        Steps write either in place or into a buffer that is not in use.
+        """
         known = sorted({each.weights for each in self.profile.updates})
         alike = (name for name in known if name in POLICIES and POLICIES[name].drains == weights.drains)
         return weights.name if weights.name in known else next(alike, weights.name)
@@ -147,14 +155,14 @@ class Blocks:
     # --- between ranks
 
     def transfer(self, num_bytes: float) -> float:
-        """Seconds of a transfer from one rank to the next on the same machine."""
+        """Return the seconds of a transfer from one rank to the next on the same machine."""
         found = {each.num_bytes: each.seconds.median for each in self.profile.transfers}
         if not found:
             raise ValueError("the profile has no transfers; profile with --processes 2 or more")
         return _of_bytes(found, num_bytes)
 
     def all_reduce(self, ranks: int, num_bytes: float) -> float:
-        """Seconds of an all-reduce over `ranks` processes of one machine."""
+        """Return the seconds of an all-reduce over `ranks` processes of one machine."""
         found = {each.num_bytes: each.seconds.median for each in self.profile.all_reduces if each.ranks == ranks}
         if not found:
             raise ValueError(f"the profile has no all-reduce over {ranks} ranks; profile with --processes {ranks}")
@@ -163,7 +171,7 @@ class Blocks:
     # --- between a device and its host
 
     def copy(self, direction: str, num_bytes: float, *, working: int) -> float:
-        """Seconds of a copy "to device" or "from device", while so many processes copy."""
+        """Return the seconds of a copy "to device" or "from device", while `working` processes copy."""
         found: dict[int, dict[int, float]] = {}
         for each in self.profile.copies:
             if each.direction == direction:
@@ -171,7 +179,7 @@ class Blocks:
         return self._on_host({count: _of_bytes(sizes, num_bytes) for count, sizes in found.items()}, working)
 
     def host_update(self, kernel: str, *, working: int) -> float:
-        """Seconds a parameter of the host's optimizer, while so many processes step."""
+        """Return the seconds per parameter of the host's optimizer, while `working` processes step."""
         found = {each.working: each.seconds.median / each.num_parameters
                  for each in self.profile.host_updates if each.kernel == kernel}  # fmt: skip
         return self._on_host(found, working)
@@ -189,7 +197,7 @@ class Blocks:
 
 
 def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Callable[[], str]) -> "Seconds | float":
-    """The value at `wanted`, or on the line between its neighbours. Raises ValueError outside of all values."""
+    """Return the value at `wanted`, interpolated linearly. Raises ValueError outside the known range."""
     if wanted in found:
         return found[wanted]
     known = sorted(found)
@@ -202,8 +210,11 @@ def _between(found: Mapping[int, "Seconds | float"], wanted: int, refusal: Calla
 
 
 def _of_bytes(found: Mapping[int, float], num_bytes: float) -> float:
-    """Seconds of a number of bytes. Below the least number: its seconds. Between two numbers: on the line. Beyond the
-    largest number: at the rate between the last two."""
+    """Return the seconds for a number of bytes, interpolated linearly.
+
+    Below the smallest known number the result is its seconds. Above the largest known number it grows at the rate
+    between the last two.
+    """
     known = sorted(found)
     if num_bytes <= known[0]:
         return found[known[0]]

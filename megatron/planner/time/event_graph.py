@@ -1,15 +1,15 @@
-"""How long rows take, without lowering them to a program: the longest path through their events.
+"""The time of a schedule's rows without lowering them to a program: the longest path through their events.
 
-Each computation, move, reduction and update is an event. It ends its own time after the latest of the events that it
-waits for: the one before it on its rank, what brings its input or gradient, the moves that make room for it, the
-reductions of its version. Who waits for whom depends on no time, so the graph of a schedule is found once, in an order
-in which all that an event waits for stands before it; on any costs its ends then are one loop. This is the folded form
-of `megatron.pipeline.graph`, and a test holds both against each other to the last digit. What a search saves is the
-program: versions and transfers.
+Each computation, move, reduction and update is an event. An event waits for the event before it on its rank, the event
+that makes its input or gradient, the moves that make room for it, and the reductions of its version. It starts when the
+latest of these ends. The dependencies do not depend on costs, so the graph of a schedule is built once. Every event
+stands behind all events for which it waits, so the ends of all events under any costs follow in one loop. This is the
+folded form of `megatron.pipeline.graph`, and a test requires both to agree to the last digit. A search saves the time
+to build the program with its versions and transfers.
 
-A transfer is no event of its own. It starts when its tensor is made, its receive is posted (before the computation that
-precedes the one that needs it, see `passes.communication`) and its channel is free, and belongs to the computation that
-waits for it.
+A transfer is no separate event. It belongs to the computation that waits for it. The transfer starts when its tensor is
+made, its receive is posted and its channel is free. The receive is posted before the computation that precedes the
+waiting one (see `passes.communication`).
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ class EventGraph:
     """The events of the rows of a schedule.
 
     Attributes:
-        num_stages: of the schedule.
-        crossing: whether an edge between two stages lies between two ranks.
-        events: columns of the event before each on its rank, what it takes (an index of `takes`), the event that makes
-            its tensor, that behind which the receive of this stands, the channel, and what else it waits for. An event
-            stands behind all that it waits for; the first is number 1.
-        takes: what events take.
-        last: of each rank, its last computation or update.
+        num_stages: number of stages of the schedule.
+        crossing: by edge between two stages, whether these are on different ranks.
+        events: columns with one entry for each event: the event before it on its rank, its duration (an index into
+            `takes`), the event that makes its tensor, the event behind which the receive of the tensor is posted, the
+            channel, and further events for which it waits. An event stands behind all events for which it waits. The
+            first event has number 1.
+        takes: the durations of events, as sums or maxima of costs of stages.
+        last: by rank, the event of its last computation or update.
         shared: (kind, version) of each reduction that several ranks share -> its event.
-        own: (kind, rank, version) of each update and each reduction that predictions wait for -> its event.
+        own: (kind, rank, version) of each update, and of each reduction that predictions wait for -> its event.
         done: by microbatch, the event of the first stage's backward.
-        counts: of each rank, how often it has each computation of a stage.
+        counts: by rank, (kind, stage) -> the number of these computations.
     """
 
     num_stages: int
@@ -74,23 +75,28 @@ class EventGraph:
 
     @staticmethod
     def of(schedule: Schedule, batches: Sequence[int]) -> EventGraph:
-        """The graph of some batches, from a drained state to a drained state. The schedule `has_event_graph`."""
+        """Build the graph of batches from a drained state to a drained state. Requires `has_event_graph`.
+
+        `batches`: the number of microbatches of each batch.
+        """
         return _FoldedExecution(schedule, schedule.segments_without_transfers(batches), sum(batches)).graph()
 
     def seconds(self, costs: Costs) -> float:
-        """The end of the last computation or update. Transfers run beside computations."""
+        """Return the end of the last computation or update, in seconds."""
         ends = self.ends(costs)
         return max(ends[each] for each in self.last)
 
     def ends(self, costs: Costs) -> Sequence[float]:
-        """When each event ends; the first one is that before all others, at 0."""
+        """Return the end of each event by its number. Entry 0 is the start of all rows, at 0."""
         clock = _Clock(self, costs, START)
         clock.run(len(self.events[0]))
         return clock.ends
 
     def returns(self, costs: Costs, since: int, until: Sequence[int]) -> list[float]:
-        """How long after the event `since` each of these ends, for nothing but that one: minus infinity if it does not
-        wait for it, or only by way of those before it in `until`, which ascends."""
+        """Return for each event of `until` (ascending) the longest path from the event `since` to its end, in seconds.
+
+        Paths through earlier events of `until` do not count. The result is minus infinity if there is no path.
+        """
         clock, found = _Clock(self, costs, since), []
         for event in until:
             clock.run(event)
@@ -99,7 +105,7 @@ class EventGraph:
         return found
 
     def channels(self, costs: Costs) -> tuple[list[float], list[float]]:
-        """Occupation and latency of each channel: two for each edge, forward and backward."""
+        """Return the occupation and the latency of each channel. An edge has two channels, forward and backward."""
         occupations, latencies = [], []
         for forward, backward, latency, crosses in zip(*costs.edges(self.num_stages - 1), self.crossing, strict=True):
             occupations += [forward * crosses, backward * crosses]
@@ -108,10 +114,10 @@ class EventGraph:
 
 
 class _Clock:
-    """Events that end, one after another.
+    """Computes the ends of events, one after another.
 
     Attributes:
-        ends: of the events so far. That of `since` ends at 0, and what is before it never.
+        ends: the ends of the events so far. The event `since` ends at 0, and the events before it at minus infinity.
     """
 
     def __init__(self, graph: EventGraph, costs: Costs, since: int) -> None:
@@ -126,7 +132,7 @@ class _Clock:
         self.ends = [-math.inf] * since + [0.0]
 
     def run(self, until: int) -> None:
-        """All up to this event, which is included."""
+        """Compute the ends of all events up to and including `until`."""
         takes, occupation, latency, free_at = self._takes, self._occupation, self._latency, self._free_at
         ends, add = self.ends, self.ends.append
         columns = [each[len(ends) - 1 : until] for each in self._events]
@@ -149,27 +155,29 @@ class _Clock:
 
 
 def has_event_graph(schedule: Schedule) -> bool:
-    """Whether its rows can be timed without lowering: a chain of trained stages that step together, with nothing on the
-    host and no recomputations of its own.
+    """Return whether the schedule's rows can be timed without lowering.
+
+    They can if its stages form a chain, are all trained and step together, no weights are on the host, and the program
+    has no recomputes.
     """
     host = schedule.residency is not None or schedule.recompute
     return not (host or schedule.edges or schedule.num_frozen or schedule.weights.updates_alone)
 
 
 _Meaning = tuple[int, int, int, int]
-"""Of the computations of a kind at a stage: what they take; where among all tensors the one is that microbatch 0 needs,
-and the one that it makes; the channel of the former. -1: there is none."""
+"""For computations of one kind at one stage: the index of their duration in `takes`, the index of the tensor that
+microbatch 0 needs, the index of the tensor that it makes, and the channel of the needed tensor. -1: there is none."""
 
 
 class _FoldedExecution(Execution):
-    """The execution of rows that are not lowered: the transfer of a tensor belongs to the computation that needs it."""
+    """The execution of rows that are not lowered. A tensor's transfer belongs to the computation that needs it."""
 
     def __init__(self, schedule: Schedule, segments_of_rank: Sequence[Segments], num_microbatches: int) -> None:
         self._schedule, self._segments, self._num_microbatches = schedule, segments_of_rank, num_microbatches
         self._stages = stages_by_rank(schedule.rank_of_stage)
         self._events = (*(array("l") for _ in range(5)), [])
-        self._made = [START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # events; START: none yet
-        self._waiting: dict[int, int] = {}  # what is to be made -> the rank that waits for it
+        self._made = [START] * (len(_TENSORS) * schedule.num_stages * num_microbatches)  # START: not made yet
+        self._waiting: dict[int, int] = {}  # index of a tensor not made yet -> the rank that waits for it
         self._shared: dict[tuple[Kind, int], int] = {}
         self._own: dict[tuple[Kind, int, int], int] = {}
         self._done: dict[int, int] = {}  # microbatch -> event
@@ -203,12 +211,12 @@ class _FoldedExecution(Execution):
         return tuple(found)
 
     def _run(self, rank: int) -> Iterator[tuple[int, object]]:
-        """Add the events of a rank."""
+        """Add the events of a rank. Yield (position, awaited) where the rank has to wait."""
         made, waiting, meanings, queue = self._made, self._waiting, {}, self.moves[rank]
         awaited = awaited_moves(_row(self._segments[rank])) if any(map(_evicts, self._segments[rank])) else {}
         now, position = START, -1
         for segment in self._segments[rank]:
-            begins = before = None  # behind which event receives stand: of this computation and of the one before
+            begins = before = None  # events behind which receives of this and of the previous computation are posted
             for instruction in segment:
                 position += 1
                 kind, stage = instruction.kind, instruction.stage
@@ -304,11 +312,11 @@ def _evicts(segment: Segment) -> bool:
 
 
 def _row(segments: Segments) -> Iterator[Instruction]:
-    """All that a rank does."""
+    """Yield all instructions of a rank."""
     return (each for segment in segments for each in segment)
 
 
 @lru_cache(maxsize=256)
 def event_graph(schedule: Schedule, batches: tuple[int, ...]) -> EventGraph:
-    """The same graph for whoever asks again."""
+    """Return `EventGraph.of`, cached."""
     return EventGraph.of(schedule, batches)

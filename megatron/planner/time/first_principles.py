@@ -33,13 +33,20 @@ from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import LayerWork, Work
 
 Works = tuple[LayerWork, LayerWork | None]
-"""Of a layer without experts, and of one with them where the model has such."""
+"""The work of a layer without experts, and of a layer with experts if the model has such layers."""
 Pieces = tuple[tuple[float, float], tuple[float, float], tuple[float, float]]
-"""Of the embedding, a layer and the head."""
+"""(forward, backward) seconds of the embedding, a layer and the head."""
 
 
 class FirstPrinciples:
-    """A `CostModel`: `work` says which work is counted, and `Constants` which numbers are fitted."""
+    """A `CostModel` from tensor shapes and a data sheet. `LayerWork` counts the work; some `Constants` are fitted.
+
+    Args:
+        model: the shape of the model.
+        cluster: the cluster with the rates of its GPUs and links.
+        software: the software that trains.
+        constants: the constants of the time model (default: `default_constants`).
+    """
 
     def __init__(
         self,
@@ -55,7 +62,7 @@ class FirstPrinciples:
         self._others: dict[Software, FirstPrinciples] = {}
 
     def calibrated(self, constants: Constants) -> "FirstPrinciples":
-        """This model with other constants."""
+        """Return this cost model with other constants."""
         other = copy(self)
         other.constants, other._others = constants, {}
         return other
@@ -65,7 +72,7 @@ class FirstPrinciples:
         return self.constants.pressed_efficiency
 
     def _trained_by(self, software: Software) -> "FirstPrinciples":
-        """This model with other software."""
+        """Return this cost model with other software."""
         if software not in self._others:
             other = FirstPrinciples(self.model, self.cluster, software, self.constants)
             self._others[software] = other
@@ -112,11 +119,11 @@ class FirstPrinciples:
     # --- without a pipeline
 
     def pieces(self, configuration: Configuration) -> Pieces:
-        """Seconds of a forward and a backward of one microbatch through the embedding, a layer and the head."""
+        """Return the seconds of one microbatch's forward and backward through the embedding, a layer and the head."""
         return self._pieces(configuration, self._links_alone(configuration))
 
     def ring(self, configuration: Configuration, replicas: range) -> Ring:
-        """The ring in which these replicas gather or sum a buffer, while all other groups do the same."""
+        """Return the ring in which `replicas` gather or sum a buffer, while all other groups do the same."""
         links = self._links_alone(configuration)
         return Ring(
             size=len(replicas),
@@ -126,7 +133,7 @@ class FirstPrinciples:
         )
 
     def moved(self, num_bytes: float) -> float:
-        """Seconds of kernels that read and write so many bytes."""
+        """Return the seconds of kernels that read and write `num_bytes` in total."""
         return num_bytes / self._rates.memory
 
     def _links_alone(self, configuration: Configuration) -> Links:
@@ -138,7 +145,7 @@ class FirstPrinciples:
     def _of_layers(
         self, layers: Sequence[int], works: Works, links: Links, part: Callable[[LayerWork], Work]
     ) -> list[float]:
-        """Seconds of a part of the work of the layers, by stage; some layers may have experts."""
+        """Return, by stage, the seconds of a part of the layers' work. Some layers may have experts."""
         plain, with_experts = works
         seconds = self._seconds(part(plain), links)
         if with_experts is None:
@@ -160,7 +167,7 @@ class FirstPrinciples:
     def _halves(
         self, configuration: Configuration, layers: Sequence[int], works: Works, links: Links
     ) -> dict[str, list[float]]:
-        """Seconds of I and W, by stage."""
+        """Return the seconds of I and W, by stage."""
         work, recompute = works[0], configuration.recompute
         found = {
             "backward_input": self._of_layers(
@@ -181,7 +188,7 @@ class FirstPrinciples:
         return self._rates.seconds(work, links)
 
     def _works_of(self, configuration: Configuration) -> Works:
-        """The work of a layer without experts, and of one with them."""
+        """Return the work of a layer without experts and of a layer with experts, from a cache."""
         values = {
             "tensor": configuration.tensor, "micro_batch_size": configuration.micro_batch_size,
             "sequence_parallel": configuration.sequence_parallel, "context": configuration.context,
@@ -215,7 +222,7 @@ class FirstPrinciples:
         return self._links[key]
 
     def _traffic(self, configuration: Configuration, layers: Sequence[int], schedule: Schedule) -> Traffic:
-        """The bytes that ranks of a pipeline send in an iteration, for which a mapping is optimized."""
+        """Return the bytes that ranks of a pipeline send in an iteration, to optimize a mapping for them."""
         m, placement = configuration.num_microbatches, schedule.rank_of_stage
         crossing = Counter(ends for ends in pairwise(placement) if ends[0] != ends[1])
         counts = MessageCounts(
@@ -228,10 +235,10 @@ class FirstPrinciples:
         cut = CutModel(model=self.model, setting=setting, schedule=schedule, layers=layers)
         size, boundary = self.software.gradient_bytes, self._boundary(configuration)
         traffic = cut.traffic(counts, gradient_bytes=size, boundary=boundary)
-        return replace(traffic, tensor=(0.0,) * configuration.pipeline)  # they share a node in any mapping
+        return replace(traffic, tensor=(0.0,) * configuration.pipeline)  # tensor ranks share a node in any mapping
 
     def _rate(self, source: int, target: int, links: Links) -> float:
-        """Bytes per second from one rank of a pipeline to another."""
+        """Return the bytes per second from one rank of a pipeline to another."""
         return math.inf if source == target else self._rates.of_link(links.between(source, target), links)
 
     def _boundary(self, configuration: Configuration) -> float:
@@ -248,14 +255,14 @@ class FirstPrinciples:
         return [num / self._rates.of_link(links.pairs[rank], links) for num, rank in moved]
 
     def _moved_bytes(self, configuration: Configuration, layers: Sequence[int]) -> list[float]:
-        """Bytes of saved activations of a microbatch, by stage, if activations are balanced."""
+        """Return, by stage, the bytes of a microbatch's saved activations; 0 if activations are not balanced."""
         if not configuration.preset.balance:
             return [0.0] * len(layers)
         activations = Activations(self.model, self.software.activation_setting(configuration))
         return by_stage(activations.saved, layers, self.model.layers_with_experts(layers))
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
-        """Whether the first and the last stage share an embedding and lie on two ranks."""
+        """Return whether the first and the last stage share an embedding and are on different ranks."""
         return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
 
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
@@ -274,22 +281,25 @@ class FirstPrinciples:
         self, configuration: Configuration, schedule: Schedule, layers: Sequence[int], links: Links, *,
         forward: Sequence[float], backward: Sequence[float],
     ) -> tuple[list[float], list[float]]:  # fmt: skip
-        """By stage: seconds of the optimizer's step, with casts of new weights to FP8, and seconds of the reduction
-        over replicas that nothing hides."""
+        """Return, by stage, the seconds of the optimizer's step and of the reduction over replicas.
+
+        The step includes casts of new weights to FP8 and gathers of weights. Only reductions and gathers that
+        computation does not hide count.
+        """
         state = self.software.training_state(configuration)
         written = 0 if configuration.predicts else state.weight_bytes
         step, reduce, gather, buckets = [], [], [], []
         matrices = stage_matrices(self.model, configuration.tensor, layers, configuration.expert_degrees)
         orthogonal = self._orthogonalizations(configuration, layers, links)
         for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
-            # Adam reads and writes master and moments; the norm and the step read gradients, the step writes weights:
-            # where they are predicted, only the masters. Muon has one moment of a matrix.
+            # Adam reads and writes master and moments. The norm and the step read gradients. The step writes weights,
+            # unless they are predicted. Muon has one moment of a matrix.
             moved = own * (6 * 4 + 2 * state.gradient_bytes + written)
             if state.muon is not None:
                 moved -= 2 * 4 * matrices[stage]
             step.append(moved / self._rates.memory + orthogonal[stage])
-            # A ring sends a buffer once to sum it, once to spread it; a distributed optimizer spreads weights, in STEP,
-            # or in PREDICT where there is one.
+            # A ring sends a buffer once to sum it and once to spread it. A distributed optimizer spreads weights
+            # instead, in STEP or, if weights are predicted, in PREDICT.
             gathers = state.distributed_optimizer and not configuration.predicts
             gather.append(once * state.gathered(count, matrices[stage]) / count if gathers and count else 0.0)
             reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
@@ -298,7 +308,7 @@ class FirstPrinciples:
             for stage, elements in enumerate(matrices):
                 step[stage] += elements * (state.weight_bytes + FP8_COPY_BYTES) / self._rates.memory
         ranks, contention = schedule.rank_of_stage, self.constants.contention
-        drains = schedule.weights.drains and not configuration.is_hosted  # on the host's lanes programs overlap them
+        drains = schedule.weights.drains and not configuration.is_hosted  # programs overlap reductions on host lanes
         if self.software.overlaps_gradients and drains:
             reduce = reductions_shown(reduce, backward, buckets, ranks, contention)
         if self.software.overlaps_weights and drains:
@@ -308,15 +318,17 @@ class FirstPrinciples:
     def _predictions(
         self, configuration: Configuration, layers: Sequence[int], links: Links
     ) -> tuple[list[float], list[float]]:
-        """By stage: seconds of provisional steps, and of copies of gradients; 0 without predictions.
+        """Return, by stage, the seconds of provisional steps (PREDICT) and of copies of gradients (HOLD).
 
-        On a CPU, where torch's optimizers step, PREDICT is one pass that reads master, both moments and the gradient of
-        each element and writes the weight. Those of Apex and Transformer Engine step on copies: it reads master and
-        moments and writes copies; reads the gradient, widens it and multiplies it; steps the copies with it, as Adam;
-        and reads the master's copy and writes the weight. With 32-bit gradients and 16-bit weights it is 66 bytes,
-        beside the 32 of the STEP. Stages that predict from what they know read all gradients before, for the norm by
-        which they clip; of the mean of replicas a shard's owner reads its part. So do others in FP16, to look for
-        overflows, which is left out: nothing here says whether 16 bits are FP16 or bfloat16.
+        All are 0 without predictions. On a CPU torch's optimizers step. There PREDICT is one pass that reads master,
+        both moments and the gradient of each element and writes the weight. The optimizers of Apex and Transformer
+        Engine step on copies. There PREDICT has these passes: it reads master and moments and writes copies; it reads
+        the gradient, widens and multiplies it; it steps the copies as Adam does; it reads the master's copy and writes
+        the weight. With 32-bit gradients and 16-bit weights PREDICT moves 66 bytes per element, and STEP moves 32.
+
+        Stages that clip by their own norm ("stage") read all gradients before. If replicas average, each reads only its
+        shard. In FP16 all stages read the gradients to look for overflows. This is not counted, since it is not known
+        here whether 16 bits mean FP16 or bfloat16.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)
@@ -337,7 +349,7 @@ class FirstPrinciples:
         return predict, hold
 
     def _orthogonalizations(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
-        """By stage: seconds in which Muon orthogonalises the matrices of a step, and tensor ranks gather them."""
+        """Return, by stage, the seconds in which tensor ranks gather a step's matrices and Muon orthogonalises them."""
         muon = self.software.training_state(configuration).muon
         if muon is None:
             return [0.0] * len(layers)
@@ -355,11 +367,11 @@ class FirstPrinciples:
         ]
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
-        """The costs of copies and updates of stages whose weights live on the host.
+        """Return the costs of copies and updates of stages whose weights live on the host.
 
         The host's Adam reads gradient, master and moments, and writes master, moments and the weight in 16 bits.
-        Replicas on a node share a store: each brings and steps its share, and may fetch it alone, of which their links
-        gather the whole.
+        Replicas on a node share a store: each stores and steps its share. With `gathers_fetch` each also fetches only
+        its share, and the replicas gather the rest over their links.
         """
         if not configuration.is_hosted:
             return {}
@@ -383,8 +395,9 @@ class FirstPrinciples:
     def _counts(
         self, configuration: Configuration, layers: Sequence[int], links: Links
     ) -> list[tuple[float, int, float]]:
-        """By stage: the parameters that a replica steps, all of them, and seconds in which a ring spreads a buffer with
-        a byte for each.
+        """Return, by stage, the parameters that a replica steps, all its parameters, and the seconds of a ring.
+
+        The seconds are those in which a ring spreads a buffer with one byte for each parameter.
         """
         state, degrees = self.software.training_state(configuration), configuration.expert_degrees
         d, link = configuration.replicas, self._rates.of_link(links.data, links)

@@ -1,27 +1,28 @@
-"""Rates of the links between the ranks of a job, the rates that programs reach of them, and the seconds of collectives.
+"""The rates of links between the ranks of a job, the rates that programs reach, and the seconds of collectives.
 
-Links. A GPU has a link to the other GPUs of its node; all GPUs of a node share the node's link to the network. A
-collective over several nodes runs rings that enter and leave each node once, over all network adapters of the node: its
+Links. A GPU has a link to the other GPUs of its node. All GPUs of a node share the node's link to the network. A
+collective over several nodes runs rings that enter and leave each node once, over all network adapters of the node. Its
 rate is the node's rate, divided by the number of groups that use the link at once. A transfer between two ranks shares
 the node's link with the simultaneous transfers of other ranks of the node. In an all-to-all all GPUs of a node send at
-once, and the part of each rank for other nodes crosses the network. Where a dispatcher sends a token once to each node,
-and from there once to each rank (DeepEP, HybridEP), fewer bytes cross.
+once, and each rank's data for other nodes cross the network. Fewer bytes cross if a dispatcher sends a token once to
+each node, and from there once to each rank (DeepEP, HybridEP).
 
-Replicas are numbered with the ranks that share sequences: context parallel ranks come first, next to one another, after
-the tensor ranks. Experts are split over ranks in the same order: etp ranks hold parts of the same experts, and ep times
-as many ranks hold different ones. All nodes are taken to be alike; the ranks of the first replica stand for all.
+The numbers of replicas include the ranks that share sequences: after the tensor ranks come the context parallel ranks,
+next to one another. Experts are split over ranks in the same order: etp ranks hold parts of the same experts, and ep
+groups of etp ranks hold different experts. All nodes are assumed to be alike, and the ranks of the first replica stand
+for all.
 
 Rings. Each of n members sends n - 1 parts of the buffer to the next member. So a collective takes the time of (n - 1)/n
-of the buffer at the slowest link, and n - 1 steps, each of which waits for the step before: with thousands of members
-the steps take longer than the bytes. The latency of a step is the one with which NCCL chooses among its protocols
+of the buffer at the slowest link, and n - 1 steps, each of which waits for the step before. With thousands of members
+the steps take longer than the bytes. The latency of a step is the value with which NCCL chooses among its protocols
 (src/graph/tuning.cc, `hwLatencies` of rings, summed over steps within nodes and between nodes).
 
-Overlap, as in megatron.core's distributed data parallel. Gradients of the first pipeline rank lie in buckets; a bucket
-is reduced as soon as the last microbatch's backward has passed it. So the last bucket is not hidden, nor is what takes
-longer than that backward. Other ranks have one bucket: their backwards end earlier, and they reduce while the first
-ranks still compute, as the program's order shows. Weights are gathered in the opposite order: the first rank gathers
-beside its first forward, the other ranks while that forward is on its way to them. A collective beside matrix products
-takes a part of the processor from them (`Constants.contention`).
+Overlap, as in megatron.core's distributed data parallel. Gradients of the first pipeline rank are in buckets. A bucket
+is reduced as soon as the last microbatch's backward has passed it. So the last bucket is not hidden, nor is the time by
+which the reduction exceeds that backward. Other ranks have one bucket. Their backwards end earlier, and they reduce
+while the first ranks still compute, as the program's order shows. Weights are gathered in the opposite order: the first
+rank gathers beside its first forward, and the other ranks gather before that forward reaches them. A collective beside
+matrix products takes a part of the processor from them (`Constants.contention`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +44,15 @@ _GIGA = 1e9
 class Links:
     """The rates at which one rank sends in each kind of traffic, in bytes per second, by the data sheets.
 
+    Args:
+        degrees: the parallel degrees.
+        mapping: which rank sits in which slot.
+        topology: the nodes and links of the cluster.
+        context: number of ranks that share sequences.
+        experts: the degrees of experts (default: experts are split as other matrices).
+        reached: takes the number of groups into which ranks with experts are divided, and returns the mean number of
+            groups to which a token is sent, if it is sent once to each. None: a copy is sent for each expert.
+
     Attributes:
         tensor: rate in a collective of the tensor ranks.
         data: rate in a collective of the replicas.
@@ -50,11 +60,8 @@ class Links:
         pairs: by rank of a pipeline, rate to the rank of its pair (BPipe).
         context: rate round the ring of ranks that share sequences, or in a collective of them.
         expert: rate in an all-to-all of the ranks with different experts.
-        expert_tensor, expert_data: rates in a collective of ranks with parts of the same experts, and of replicas of
-            experts.
-
-    `reached`: returns the mean number of groups, of so many groups of ranks, that a token is sent to, if it is sent
-    once to each; None: a copy is sent for each expert.
+        expert_tensor: rate in a collective of ranks with parts of the same experts.
+        expert_data: rate in a collective of replicas of experts.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Links:
         self.pairs = [self._transfer(stage, [pair_of(each, p) for each in range(p)]) for stage in range(p)]
 
     def between(self, source: int, target: int) -> float:
-        """The rate from one rank of a pipeline to another, while all ranks send as far along the pipeline's ring."""
+        """Return the rate from one rank of a pipeline to another, while all ranks send equally far along its ring."""
         if (source, target) not in self._rates:
             p = self._degrees.pipeline
             targets = [(rank + target - source) % p for rank in range(p)]
@@ -91,11 +98,11 @@ class Links:
         return self._rates[source, target]
 
     def among(self, replicas: range) -> float:
-        """The rate in a collective of these replicas, while all other replicas are in groups of the same size."""
+        """Return the rate in a collective of `replicas`, while the others run collectives in groups of that size."""
         return self._collective(self._replicas(replicas))
 
     def num_nodes(self, replicas: range) -> int:
-        """The number of nodes of these replicas, for one tensor rank and stage."""
+        """Return the number of nodes on which `replicas` are, for one tensor rank and stage."""
         return len({self._nodes[rank] for rank in self._replicas(replicas)})
 
     def _replicas(self, replicas: range) -> list[int]:
@@ -113,7 +120,7 @@ class Links:
         nodes = [self._nodes[rank] for rank in members]
         if len(set(nodes)) == 1:
             return self.within
-        together = nodes.count(nodes[0])  # the other ranks of the node are in groups of as many
+        together = nodes.count(nodes[0])  # the other groups also have so many ranks on the node
         return min(self.within, self._between * together / len(self._ranks_on[nodes[0]]))
 
     def _share_experts(self, experts: ExpertDegrees) -> None:
@@ -157,8 +164,13 @@ _MICRO = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class _Protocol:
-    """A protocol of NCCL: the fraction of a link's bandwidth that it reaches, and its latencies in microseconds, once
-    for a collective, and for a step over NVLink, PCIe and the network."""
+    """A protocol of NCCL.
+
+    Attributes:
+        bandwidth: the fraction of a link's bandwidth that the protocol reaches.
+        once: latency of a collective, in microseconds.
+        nvlink, pcie, network: latencies of a step over each kind of link, in microseconds.
+    """
 
     bandwidth: float
     once: float
@@ -180,8 +192,8 @@ class Ring:
     Attributes:
         size: the number of members, n.
         num_nodes: the number of nodes that the members are on.
-        rate: bytes per second from one member to the next, as reached.
-        has_nvlink: GPUs of a node are linked by NVLink; else by PCIe.
+        rate: bytes per second that are reached from one member to the next.
+        has_nvlink: GPUs of a node are linked by NVLink. If not, by PCIe.
     """
 
     size: int
@@ -190,7 +202,10 @@ class Ring:
     has_nvlink: bool = True
 
     def seconds(self, num_bytes: float, *, collectives: int = 1) -> float:
-        """Seconds to gather a buffer of `num_bytes`, or to reduce and scatter it, in so many collectives."""
+        """Return the seconds to gather a buffer of `num_bytes`, or to reduce and scatter it.
+
+        `collectives`: the number of collectives into which the buffer is divided.
+        """
         if self.size == 1 or not num_bytes:
             return 0.0
         parts = (self.size - 1) / self.size * num_bytes
@@ -205,19 +220,22 @@ class Ring:
 
 _FP32 = 4
 _WIDENING = 0.5
-"""Part of the FP32 peak that products of 16-bit numbers reach without units for matrices: each number is widened."""
+"""The fraction of the FP32 peak that products of 16-bit numbers reach without matrix units: each number is widened."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates that a software reaches on a device, in bytes or operations per second."""
+    """The rates that training software reaches on a device, in bytes or operations per second."""
 
     device: Device
     software: Software
     constants: Constants
 
     def seconds(self, work: Work, links: Links) -> float:
-        """Seconds of work: of the device, or of the host that launches its kernels, if the host is slower."""
+        """Return the seconds of work on the device, or those of the host that launches its kernels, if it is slower.
+
+        If the software blocks launches, both are added.
+        """
         constants = self.constants
         tensor = self.of_link(links.tensor, links, within=constants.tensor_efficiency)
         products = self._products(work.operations, work.calls) + work.attended / self._attention
@@ -236,12 +254,12 @@ class Rates:
 
     @property
     def memory(self) -> float:
-        """Bytes per second of the GPU's memory."""
+        """Bytes per second that kernels reach of the GPU's memory."""
         return self.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
 
     @property
     def to_host(self) -> float:
-        """Bytes per second of the link to the host's memory."""
+        """Bytes per second that are reached of the link to the host's memory."""
         return self.device.host_bandwidth * _GIGA * self.constants.link_efficiency
 
     @property
@@ -250,9 +268,10 @@ class Rates:
         return self.device.link_bandwidth * _GIGA * self.constants.link_efficiency
 
     def of_link(self, rate: float, links: Links, *, within: float | None = None) -> float:
-        """Bytes per second that are reached of a link's `rate`. Traffic across nodes also uses the links within nodes.
+        """Return the bytes per second that are reached of a link's `rate`.
 
-        `within`: the efficiency within a node; default: that of bulk transfers.
+        Traffic between nodes is also limited by the links within nodes. `within`: the efficiency within a node
+        (default: that of bulk transfers).
         """
         reached = links.within * (within or self.constants.link_efficiency)
         return min(reached, rate * self.constants.network_efficiency) if rate < links.within else reached
@@ -263,7 +282,7 @@ class Rates:
 
     @property
     def _attention(self) -> float:
-        """Operations per second of flash attention, with kernels for this GPU or for the generation before it."""
+        """Operations per second of flash attention, with kernels for this GPU or with FlashAttention-2's."""
         device = self.device
         return self._product * (
             device.older_attention_part if self.software.flash_attention_2 else device.attention_part
@@ -273,12 +292,15 @@ class Rates:
         return self.products(operations, calls, self.software.element_bytes)
 
     def products(self, operations: float, calls: float, element_bytes: int) -> float:
-        """Seconds of so many operations in products of matrices, with elements of `element_bytes`."""
+        """Return the seconds of matrix products: `calls` products with `operations` in total.
+
+        `element_bytes`: bytes of an element, 1, 2 or 4.
+        """
         rate = self.device.product_rate(element_bytes) * self.constants.product_efficiency
         return operations / rate + calls * self.constants.product_overhead
 
     def _grouped(self, work: Work) -> float:
-        """Seconds of the experts' products: with few tokens a product takes as long as reading its matrix."""
+        """Return the seconds of the experts' products. With few tokens they take as long as reading the matrices."""
         if not work.grouped_operations:
             return 0.0
         element_bytes = 1 if self.software.fp8 else self.software.element_bytes
@@ -286,11 +308,12 @@ class Rates:
         return max(work.grouped_operations / rate, work.grouped_bytes / self.memory)
 
     def _shared(self, work: Work, links: Links, beside: float) -> float:
-        """Seconds that are added by communication of ranks that share sequences or experts.
+        """Return the additional seconds for communication of ranks that share sequences or experts.
 
-        A step of a ring takes as long as its transfer or its part of the attention's core, which loses `contention` of
-        the transfer's time; the last step has no transfer. Copies of tokens are waited for, or overlap with the other
-        direction of another microbatch; both directions are taken to compute for their mean time.
+        A step of a ring takes as long as its transfer, or as its part of the attention's core if that is longer. The
+        core then loses `contention` of the transfer's time. The last step has no transfer. Ranks wait for copies of
+        tokens, or the copies overlap with the other direction of another microbatch. Both directions are assumed to
+        compute for the same time.
 
         `beside`: seconds of all other work in this direction.
         """
@@ -309,12 +332,14 @@ class Rates:
 
 _BUCKET = 40e6
 _OF_REPLICA = 1e6
-"""Parameters of a bucket, at least and for each replica (megatron.core 0.16, DistributedDataParallel)."""
+"""Parameters per bucket: the minimum, and the number per replica (DistributedDataParallel, megatron.core 0.16)."""
 
 
 def num_buckets(num_parameters: int, replicas: int) -> float:
-    """The number of gradient buckets of a stage on the first rank, at least 1. It may be a fraction, so that the time
-    after the backward grows with the number of parameters."""
+    """Return the number of gradient buckets of a stage on the first rank, at least 1.
+
+    The number need not be whole, so that the time after the backward grows smoothly with the parameters.
+    """
     return max(1.0, num_parameters / max(_BUCKET, _OF_REPLICA * replicas))
 
 
@@ -325,7 +350,10 @@ def reductions_shown(
     ranks: Sequence[int],
     contention: float,
 ) -> list[float]:
-    """Seconds of each stage's reduction that follow its last backward, or lengthen it. `ranks`: the stages' ranks."""
+    """Return, by stage, the seconds of its reduction that follow its last backward or lengthen it.
+
+    `ranks`: the stages' pipeline ranks.
+    """
     return [
         each if rank else _shown(each, beside, each / count, contention)
         for each, beside, count, rank in zip(reduce, backward, buckets, ranks, strict=True)
@@ -335,7 +363,10 @@ def reductions_shown(
 def gathers_shown(
     gather: Sequence[float], forward: Sequence[float], buckets: Sequence[float], ranks: Sequence[int], contention: float
 ) -> list[float]:
-    """Seconds of each stage's gather that precede its first forward, or lengthen it. `ranks`: the stages' ranks."""
+    """Return, by stage, the seconds of its gather that precede its first forward or lengthen it.
+
+    `ranks`: the stages' pipeline ranks.
+    """
     before = accumulate(forward, initial=0.0)
     return [
         max(0.0, each - earlier) if rank else _shown(each, beside, each / count, contention)

@@ -1,11 +1,10 @@
 """Profiles: measured seconds of stages, optimizer steps, transfers and all-reduces of one model on one machine.
 
-A profile is a JSON file that `tools/profile_model.py` writes and the planner reads. It holds only measured times;
-derived times (of a layer, of the embedding, of the head) are computed where they are used. Times are in seconds, sizes
-in bytes.
+A profile is a JSON file that `tools/profile_model.py` writes and the planner reads. It holds only measured times. Times
+of a layer, of the embedding and of the head are derived where they are used. Times are in seconds, sizes in bytes.
 
-Processes on a CPU share memory and caches, so a stage is slower while other processes compute. Therefore each time has
-the number of processes that were `working` at once when it was measured.
+Processes on a CPU share memory and caches, so a stage is slower while other processes compute. Therefore times of
+computations and copies come with the number of processes that were `working` at once in the measurement.
 """
 
 import json
@@ -24,14 +23,14 @@ from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 
 VERSION = 1
-"""The version of the file's form; a reader refuses others."""
+"""The version of the file format. A reader refuses other versions."""
 
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class StagePosition(str, Enum):
-    """The position of a stage: alone (with embedding and head), or first, middle or last in a pipeline."""
+    """The position of a stage in a pipeline: the only stage (with embedding and head), first, middle or last."""
 
     ONLY = "only"
     FIRST = "first"
@@ -53,7 +52,7 @@ class Spread(_Record):
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Spread":
-        """The spread of samples. Raises ValueError without samples."""
+        """Return the spread of samples. Raises ValueError without samples."""
         if not samples:
             raise ValueError("nothing was timed; give one iteration or more")
         deciles = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
@@ -61,12 +60,12 @@ class Spread(_Record):
 
 
 class StageTime(_Record):
-    """Mean times of a microbatch of a batch in a stage of `num_layers` layers; `backward` includes recomputation.
+    """Mean times of a batch's microbatches in a stage of `num_layers` layers. `backward` includes recomputation.
 
     Attributes:
-        backward_input, backward_weight: times of a backward in halves, I and W; I includes recomputation. Old profiles
-            have none.
-        deferred_bytes: bytes that a microbatch holds at the stage between its I and its W. Old profiles have none.
+        backward_input, backward_weight: times of I and W, the halves of a split backward. I includes recomputation.
+            None in old profiles.
+        deferred_bytes: bytes that a microbatch holds at the stage between its I and its W. None in old profiles.
     """
 
     place: StagePosition
@@ -90,7 +89,7 @@ class StageTime(_Record):
 
     @property
     def halves(self) -> tuple[float, float] | None:
-        """Seconds of I and W; None: they were not measured."""
+        """Seconds of I and W; None if they were not measured."""
         if self.backward_input is None or self.backward_weight is None:
             return None
         return self.backward_input.median, self.backward_weight.median
@@ -100,8 +99,8 @@ class UpdateTime(_Record):
     """Times of a stage's work once a batch: zeroing gradients, their norm, clipping and the optimizer's step.
 
     Attributes:
-        num_parameters: parameters of one tensor rank.
-        weights: the name of the weight policy; with several versions a step writes into another buffer.
+        num_parameters: the stage's parameters on one tensor rank.
+        weights: the name of the weight policy. With several versions a step writes into another buffer.
     """
 
     place: StagePosition
@@ -115,12 +114,12 @@ class UpdateTime(_Record):
     step: Spread
 
     def seconds(self, replicas: int = 1) -> float:
-        """Seconds of the whole update, with norm and step divided among so many replicas."""
+        """Return the seconds of the whole update, with norm and step divided among `replicas`."""
         return self.zero.median + (self.norm.median + self.step.median) / replicas
 
 
 class TransferTime(_Record):
-    """The time of a transfer, from posting the send to the arrival at the next rank, one way."""
+    """The one-way time of a transfer, from posting the send to the arrival at the next rank."""
 
     num_bytes: _Count
     seconds: Spread
@@ -168,14 +167,14 @@ class Profile(_Record):
 
     Attributes:
         created: the time of the measurement.
-        architecture: "gpt" or "bert", whose training program the flags are for.
-        flags: flags of the training program; the profile holds for runs with the same flags.
+        architecture: "gpt" or "bert", which names the training program.
+        flags: flags of the training program. The profile holds for runs with the same flags.
         model: the shape of the model. A profile holds for any number of layers.
-        dtype: dtype of the weights that the model computes with.
-        processes: the most processes of the measurement.
-        shares_processor: processes slow each other down.
-        sequence_parallel: tensor ranks, if several, use sequence parallelism.
-        copies, host_updates: times for weights on the host; old profiles have none.
+        dtype: dtype of the weights with which the model computes.
+        processes: the largest number of processes in the measurement.
+        shares_processor: whether processes slow each other down.
+        sequence_parallel: whether tensor ranks, if several, use sequence parallelism.
+        copies, host_updates: times for weights on the host; empty in old profiles.
     """
 
     version: Literal[1] = VERSION
@@ -197,14 +196,14 @@ class Profile(_Record):
     host_updates: tuple[HostUpdateTime, ...] = ()
 
     def save(self, path: str | Path) -> None:
-        """Write the file, in whole or not at all. Raises OSError."""
+        """Write the file completely or not at all. Raises OSError."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.model_dump_json(indent=1) + "\n")
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Load a profile from its file. Raises ValueError, naming the file and the field, and OSError."""
+    """Load a profile from its file. Raises OSError, or ValueError that names the file and the field."""
     try:
         content = read_json(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:

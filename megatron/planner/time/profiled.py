@@ -96,7 +96,7 @@ _SMALL = 256  # bytes of the norm's reduction
 
 
 def shape_of(profile: Profile, *, num_layers: int, tensor: int) -> Architecture:
-    """Return the profile's model with `num_layers` layers and a vocabulary padded for `tensor` ranks, as in training."""
+    """Return the profile's model with `num_layers` layers. Its vocabulary is padded for `tensor` ranks."""
     multiple = _number(profile, "--make-vocab-size-divisible-by", 128) * tensor
     rows = -(-profile.model.vocabulary_size // multiple) * multiple
     return replace(profile.model, num_layers=num_layers, vocabulary_size=rows)

@@ -1,6 +1,4 @@
-"""Times of a microbatch and of an update at each stage and over each edge, as closed forms need them, and counts of
-moves.
-"""
+"""Times of a microbatch and of an update by stage and edge, for closed forms, and the parts of microbatches moved."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,12 +14,14 @@ class StageTimes:
 
     Attributes:
         schedule: the schedule.
-        forward, backward, work: seconds of a microbatch; `work` is both, and the recomputes of the program.
+        forward, backward: seconds of a microbatch at each stage.
+        work: seconds of a microbatch's forward, backward and, if the program has one, recompute.
         fetch, store, update: seconds of a stage's copies and its update, if weights live on the host.
-        step, reduce: seconds of a stage's update, and of its reduction over replicas; 0 without replicas.
+        step, reduce: seconds of a stage's update, and of its reduction over replicas (0 without replicas).
         predict, hold: seconds of a stage's prediction, and of keeping its gradients; 0 if weights are not predicted.
-        reduce_embed, reduce_norm: seconds of the reduction of first and last stage, and of the one of all stages.
-        partial: seconds of the reductions that a stage's prediction waits for.
+        reduce_embed: seconds of the reduction of tied embeddings between first and last stage.
+        reduce_norm: seconds of the norm's reduction over all stages.
+        partial: seconds of the reductions for which a stage's prediction waits.
         arrival_forward, arrival_backward: seconds of an activation over the edge to a stage, and of a gradient over the
             edge from the next stage; 0 within a rank.
         occupation: the most seconds for which a microbatch keeps an edge busy in one direction.
@@ -59,11 +59,11 @@ class StageTimes:
         self.moves = moves if schedule.balance else [0.0] * num_stages
 
     def by_rank(self, values: list[float]) -> list[float]:
-        """The sums of values of stages, by rank."""
+        """Return, by rank, the sums of the values of its stages."""
         return [sum(values[stage] for stage in stages) for stages in stages_by_rank(self.schedule.rank_of_stage)]
 
     def held(self, num_microbatches: int) -> list[float]:
-        """Seconds to keep gradients by stage, in batches of so many microbatches."""
+        """Return, by stage, the seconds to keep gradients, in batches of `num_microbatches`."""
         holds = self.schedule.needs_gradient_copy(num_microbatches)
         return [seconds if is_held else 0.0 for seconds, is_held in zip(self.hold, holds, strict=True)]
 
@@ -72,20 +72,23 @@ class StageTimes:
         return max(self.by_rank(self.step))
 
     def longest_update(self, num_microbatches: int) -> float:
-        """The most seconds that a rank computes once a batch: its steps, and predictions if weights are predicted."""
+        """Return the most seconds that a rank computes once a batch: the sum of `updates` over its stages."""
         return max(self.by_rank(self.updates(num_microbatches)))
 
     def updates(self, num_microbatches: int) -> list[float]:
-        """Seconds of computations once a batch by stage: the step and, if weights are predicted, the prediction."""
+        """Return, by stage, the seconds of work once a batch: the step and, with predictions, PREDICT and HOLD."""
         return [sum(each) for each in zip(self.step, self.predict, self.held(num_microbatches), strict=True)]
 
 
-_MANY = (1 << 20,)  # microbatches, which fill any pipeline
+_MANY = (1 << 20,)  # a batch with enough microbatches to fill any pipeline
 
 
 def moving_parts(schedule: Schedule) -> list[float]:
-    """The approximate fraction of its microbatches that each rank moves to its pair: of n in flight those that exceed
-    the bound, and one more to make room for a microbatch that comes back."""
+    """Return, by rank, the approximate fraction of its microbatches that move to the rank's pair.
+
+    Of n microbatches in flight these are the ones that exceed the bound, and one more to make room for a microbatch
+    that comes back.
+    """
     if not schedule.balance:
         return [0.0] * schedule.num_ranks
     own, bounds = (each.max_saved_on_rank(_MANY) for each in (replace(schedule, balance=False), schedule))
@@ -97,6 +100,6 @@ def moving_parts(schedule: Schedule) -> list[float]:
 
 
 def hides_moves(stages: StageTimes) -> bool:
-    """Whether no instruction waits for moves of saved activations: each move has the time of one computation."""
+    """Return whether no instruction waits for moves of saved activations: no move is longer than a computation."""
     computations = zip(stages.moves, stages.forward, stages.backward, strict=True)
     return all(moves <= min(forward, backward) * (1 + 1e-9) for moves, forward, backward in computations)

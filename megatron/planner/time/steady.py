@@ -1,18 +1,19 @@
-"""How long a batch takes of 1F1B whose batches do not drain, on any costs.
+"""The time of a batch of 1F1B whose batches do not drain, under any costs.
 
-A pipeline without a drain repeats itself, so a batch takes as long as the slowest cycle of events that wait for one
-another, by how many batches it goes on. There are two kinds of cycles:
+A pipeline without a drain repeats itself. So the time of a batch is the largest ratio, over all cycles of events that
+wait for one another, of the cycle's seconds to the number of batches by which the cycle advances. There are two kinds
+of cycles:
 
-- Those that pass through a reduction that ranks share: the norm, for which all wait, or the tied embeddings of a
-  prediction. All of them together are found by one look at the rows (event_graph.py): if that reduction of one version
-  ends at 0 and nothing was before, when do those of the next versions end?
-- Those that pass through none: a microbatch goes on at the rate of the slowest stage or round trip (closed_forms.py),
-  and once a batch comes the update of a rank. What is on that rank alone is counted exactly; of a round trip, the
-  longest update on its way, even if only some turns meet it. So this is some percent too much or too little where
-  updates are a large part of a batch; of few ranks, the rows say what comes back to each update.
+- Cycles through a reduction that ranks share: the norm, for which all ranks wait, or the tied embeddings of a
+  prediction. One pass over the rows (event_graph.py) finds all of them: let that reduction of one version end at 0 with
+  no events before, and compute when the reductions of the next versions end.
+- Cycles through no shared reduction. A microbatch advances at the rate of the slowest stage or round trip
+  (microbatch_flow.py), and a rank updates once a batch. A cycle on one rank is counted exactly. For a round trip the
+  longest update of a rank is counted, even if only some turns meet it. So the result is some percent too large or too
+  small if updates are a large part of a batch. With few ranks the rows give the cycle of each update.
 
-Both only grow with any of the costs, and with the number of microbatches. A period cut out of a run need not: the first
-batches may fall behind, and catch up slowly, sooner or later.
+Both results grow monotonically with each cost and with the number of microbatches. The simulated time of a period
+within a run need not: the first batches may fall behind and catch up slowly, at any later time.
 """
 
 import math
@@ -28,16 +29,16 @@ from megatron.planner.time.event_graph import event_graph, has_event_graph
 from megatron.planner.time.microbatch_flow import round_trips
 from megatron.planner.time.stage_times import StageTimes, hides_moves
 
-_MOST = 600  # computations of a stage's forwards in the batches that are looked at; longer ones go on at the rate
-_FEW_RANKS = 16  # of which updates are looked at
-_TURNS = 4  # batches, in which a cycle meets an update
-_MOST_RANKS = 32  # for which moves across the borders of batches are looked at
-_GROUPS = 8  # of p microbatches, in which moves come to their rate
-_BATCHES = 8  # the same where a batch is as long as it is
+_MOST = 600  # most stages times microbatches of a batch in a graph; a longer batch continues at the steady rate
+_FEW_RANKS = 16  # most ranks with which the cycle of each update is computed from the rows
+_TURNS = 4  # most batches after which a cycle may meet an update again
+_MOST_RANKS = 32  # most ranks with which moves between batches are computed from the rows
+_GROUPS = 8  # groups of p microbatches that are timed to find the rate with moves
+_BATCHES = 8  # batches that are timed to find the time of a batch with moves
 
 
 def has_cycles(schedule: Schedule) -> bool:
-    """Whether this is 1F1B as cycles are found in it."""
+    """Return whether the schedule is 1F1B for which `steady_seconds` holds: without drains, and with an event graph."""
     return (
         schedule.order_class is OneForwardOneBackward
         and schedule.weights.overlaps_updates
@@ -47,7 +48,7 @@ def has_cycles(schedule: Schedule) -> bool:
 
 
 def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> float:
-    """Of a batch, once as many are under way as ever. The schedule `has_cycles`."""
+    """Return the seconds of a batch in a full pipeline. Requires `has_cycles` of the schedule."""
     stages, m = StageTimes(costs, schedule), num_microbatches
     rate, alone = round_trips(stages), _alone(stages, m, round_trips(stages))
     if 1 < schedule.num_stages <= _FEW_RANKS and alone > _own(stages, m):
@@ -61,12 +62,12 @@ def steady_seconds(costs: Costs, schedule: Schedule, num_microbatches: int) -> f
 
 
 def _alone(stages: StageTimes, m: int, rate: float) -> float:
-    """Circles through no shared reduction."""
+    """Return the seconds of a batch by the cycles through no shared reduction; see the module."""
     return max(_own(stages, m), m * rate + stages.longest_update(m), *_of_predictions(stages, m, rate))
 
 
 def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
-    """By stage, from one prediction to the next by way of what it reduces over its own replicas."""
+    """Return, by stage, the seconds from one prediction to the next through its reduction over replicas."""
     schedule = stages.schedule
     if not schedule.reduce_partial:
         return []
@@ -75,13 +76,13 @@ def _of_predictions(stages: StageTimes, m: int, rate: float) -> list[float]:
 
 
 def _unread(schedule: Schedule, m: int) -> list[int]:
-    """By stage, how many microbatches of a batch come behind those of which a prediction reads gradients."""
+    """Return, by stage, the number of a batch's microbatches behind those whose gradients a prediction reads."""
     read = schedule.provisional_microbatches
     return [0 if read is None else m - earlier - read for earlier in schedule.remaining_backwards(m)]
 
 
 def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
-    """The same as `_alone`, exactly but for cycles that meet an update less often than once in `_TURNS` batches."""
+    """Return the result of `_alone`, from the rows: exact except for cycles longer than `_TURNS` batches."""
     schedule, fewer = stages.schedule, min(m, 2 * stages.schedule.num_stages)
     first = _first_version(schedule)
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * (first + _TURNS + 1 + schedule.weights.delay))
@@ -94,16 +95,20 @@ def _through_updates(costs: Costs, stages: StageTimes, m: int, rate: float) -> f
 
 
 def _own(stages: StageTimes, m: int) -> float:
-    """What the slowest rank takes alone; the receive of a batch's first forward stands behind its update."""
+    """Return the seconds of a batch on the slowest rank alone.
+
+    They include the arrival of the batch's first activation, since its receive is posted behind the update.
+    """
     parts = zip(stages.work, stages.updates(m), stages.arrival_forward, strict=True)
     return max(m * work + update + arrival for work, update, arrival in parts)
 
 
 def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
+    """Return the seconds of a batch by the cycles through shared reductions; see the module."""
     delay, fewer = schedule.weights.delay, _fewer(schedule, m)
     first = _first_version(schedule)
     last = first + delay + 1
-    in_flight = -(-schedule.num_stages // fewer)  # batches that begin before one has ended
+    in_flight = -(-schedule.num_stages // fewer)  # batches that begin before a batch has ended
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * (last + in_flight))
     norms = [graph.shared[Kind.REDUCE_NORM, version] for version in range(first, last + 1)]
     growth, most = (m - fewer) * rate, 0.0
@@ -117,7 +122,7 @@ def _through_reductions(costs: Costs, schedule: Schedule, m: int, rate: float) -
 
 
 def _first_version(schedule: Schedule) -> int:
-    """From which on rows repeat themselves: the first batch is not predicted."""
+    """Return the version from which on rows repeat themselves: the first batch is not predicted."""
     return 2 if schedule.weights.predicts else 1
 
 
@@ -126,7 +131,7 @@ def _fewer(schedule: Schedule, m: int) -> int:
 
 
 def _latest(stages: StageTimes, m: int, rate: float) -> float:
-    """The same, at most, if all that ranks wait for is at its latest at once."""
+    """Return an upper bound of `_through_reductions`, in closed form: all waits are at their latest at once."""
     p, delay, update = len(stages.work), stages.schedule.weights.delay, stages.longest_update(m)
     begin, way = update + max(stages.arrival_forward), []
     for stage in range(p):  # forwards down the pipeline
@@ -148,7 +153,7 @@ def _latest(stages: StageTimes, m: int, rate: float) -> float:
 
 
 def _rate_with_moves(costs: Costs, schedule: Schedule) -> float:
-    """Seconds from one microbatch to the next where moves of saved activations decide."""
+    """Return the seconds from one microbatch to the next if moves of saved activations limit the rate."""
     p = schedule.num_ranks
     drained = replace(schedule, weights=FLUSH, provisional_microbatches=None, reduce_partial=False)
     graph = event_graph(drained, (_GROUPS * p,))
@@ -158,7 +163,7 @@ def _rate_with_moves(costs: Costs, schedule: Schedule) -> float:
 
 
 def _alone_with_moves(costs: Costs, stages: StageTimes, m: int, rate: float) -> float:
-    """The same as `_alone` where moves decide."""
+    """Return the result of `_alone` if moves of saved activations limit the rate."""
     schedule = stages.schedule
     if schedule.num_ranks > _MOST_RANKS:
         return _alone(stages, m, rate)
@@ -172,7 +177,7 @@ def _alone_with_moves(costs: Costs, stages: StageTimes, m: int, rate: float) -> 
 
 
 def _moving(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
-    """A batch without reductions. The shorter it is, the smaller is the part of its microbatches that move."""
+    """Return the seconds of a batch without reductions. In short batches a smaller part of the microbatches moves."""
     fewer = _fewer(schedule, m)
     graph = event_graph(resized(schedule, m, fewer), (fewer,) * _BATCHES)
     ends = graph.ends(without_reductions(costs))
@@ -181,5 +186,5 @@ def _moving(costs: Costs, schedule: Schedule, m: int, rate: float) -> float:
 
 
 def without_reductions(costs: Costs, **changes: float) -> Costs:
-    """The costs with reductions that take no time, and what else changes."""
+    """Return the costs with reductions that take no time, and with `changes`."""
     return replace(costs, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0, **changes)

@@ -303,7 +303,7 @@ class LayerWork:
         return replace(self.forward, **kind, calls=3)
 
     def _elementwise(self, *, backward: bool) -> tuple[float, float, float]:
-        """Return the bytes per token of a norm (per column), of the activation, and around attention; see the module."""
+        """Return bytes per token: of a norm (per column), of the activation, and around attention; see the module."""
         e, shape = self.e, self.shape
         plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
         if self.software.fuses_elementwise:
