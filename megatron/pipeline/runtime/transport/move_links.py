@@ -37,7 +37,7 @@ class MoveLink(Protocol):
         """Send uint8 [bytes]. Afterwards the current stream may write to the buffer."""
 
     def receive(self, buffer: Tensor, tag: int) -> None:
-        """Fill uint8 [bytes]."""
+        """Receive uint8 [bytes] into `buffer`."""
 
     def send_size(self, num_bytes: int) -> None:
         """Send the size of a stage's buffers, in bytes."""
