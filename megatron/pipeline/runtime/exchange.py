@@ -261,7 +261,7 @@ class Exchange:
     def _as_of_now(
         self, source: int, target: int, microbatch: int, tensors: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Return the tensors that move. The stage's own parameters are copied, since a step would change them."""
+        """Return the tensors with None for those that do not move. Copy own parameters, since a step changes them."""
         moves, owners = self._present(source, target, microbatch), self._travelling(source, target).owners
         return tuple(
             None if not here else tensor.clone() if owner == source else tensor

@@ -105,8 +105,9 @@ def _attention_parts(name: str, eighth: float | None) -> dict[str, float]:
     FlashAttention-2 at its best reaches 73% of A100's peak in the forward and 63% in the backward (Dao 2023). That is
     0.8 of `product_rate`. The default is 0.7, since FlashAttention-2 reaches less with a mask and shorter sequences. On
     H100 it reaches 35% of the peak (Shah et al. 2024). In a step of Llama 3.1 8B, FlashAttention-3 reaches 447 TFLOP/s
-    on H200 and FlashAttention-4 reaches 834 TFLOP/s on B200 (insights/when-to-upgrade-gpus of the same book). These
-    numbers do not count the operations that a backward repeats; with them they grow by 7/6.
+    on H200 and FlashAttention-4 reaches 834 TFLOP/s on B200 (insights/when-to-upgrade-gpus of the Machine Learning
+    Engineering Open Book). These numbers do not count the operations that a backward repeats; with them they grow by
+    the factor 7/6.
     """
     if eighth is None:
         return {}

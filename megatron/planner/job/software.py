@@ -27,7 +27,7 @@ def has_flash_attention(transformer_impl: str, attention_backend: str, element_b
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """A training software. The defaults are this project's trainer with 16 bits and unfused attention.
+    """Training software. The defaults are this project's trainer with 16 bits and unfused attention.
 
     Attributes:
         element_bytes: bytes of an element of a weight or an activation.

@@ -75,7 +75,7 @@ class IterationTime:
 
 
 def priced(costs: Costs, configuration: Configuration, schedule: Schedule) -> IterationTime:
-    """Return the time of a batch in closed form, or if no closed form holds, the time of its rows or programs."""
+    """Return the time of a batch by the fastest method that holds: slowest cycle, closed form, rows or simulation."""
     m = configuration.num_microbatches
     if has_cycles(schedule):
         return _time(steady_seconds(costs, schedule, m), _busy(StageTimes(costs, schedule), m))
