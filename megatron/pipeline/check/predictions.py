@@ -11,6 +11,9 @@ the step to version t provisionally. A rank has one stage, and on each rank PRED
   rule;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
+A prediction that reads 0 microbatches takes the last update again. The rules about gradients do not hold for it: the
+chain may precede it, and it has no HOLD.
+
 If replicas read the mean of all of them, REDUCE_PARTIAL@t comes after a HOLD@t and before PREDICT@t. If two ranks tie
 embeddings, REDUCE_PARTIAL_EMBED@t comes before PREDICT@t on both ranks, after the backwards of the microbatches that
 both ends read (`Program.num_read_of_ties`). Each of these instructions occurs once a batch, also for the batch after
@@ -115,10 +118,10 @@ def _require_numbers(compact: CompactProgram) -> None:
     for index, size in enumerate(program.batches):
         for stage in range(compact.num_stages):
             num_read = program.num_read(stage, program.first_batch + index)
-            if not 1 <= num_read <= size:
+            if not 0 <= num_read <= size:
                 raise ValueError(
                     f"the prediction from batch {program.first_batch + index} reads {num_read} of {size} microbatches "
-                    f"at stage {stage}; give 1 to {size}"
+                    f"at stage {stage}; give 0 to {size}"
                 )
 
 
@@ -128,6 +131,7 @@ class _RankPredictions:
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank, self.program = compact, rank, compact.program
         (self.stage,) = compact.stages_of(rank)
+        self.reads = self.program.provisional_microbatches != 0
         self.num_predicted = 0
         self.num_stepped = 0
         self.firsts = [0, *accumulate(self.program.batches)]  # microbatch of each batch, and one past the last
@@ -158,7 +162,7 @@ class _RankPredictions:
                 self.position = position
                 reason = self._prediction(code, version - program.first_batch)
             elif code >= FIRST_UPDATE:
-                if version - program.first_batch > self.num_predicted:
+                if self.reads and version - program.first_batch > self.num_predicted:
                     reason = f"{self._word(PREDICT, version - program.first_batch)} has to read the gradients before it"
                 elif code == STEP:
                     self.num_stepped += 1
@@ -174,6 +178,8 @@ class _RankPredictions:
         if index != due or due > len(self.program.batches):
             return f"each batch has one, in order, and {self._word(PREDICT, due)} is due"
         if code == HOLD:
+            if not self.reads:
+                return "predictions read no gradients, so none are kept"
             if self.held:
                 return "the gradients are kept already"
             self.held = True
@@ -195,7 +201,8 @@ class _RankPredictions:
         for code in (REDUCE_PARTIAL, REDUCE_PARTIAL_EMBED):
             if code in self.wanted - self.posted:
                 return f"it waits for {self._word(code, self.num_predicted + 1)}, which is to come"
-        reason = "" if self.held else self._unless_done(self.program.num_read(self.stage, self._last_batch))
+        is_free = self.held or not self.reads
+        reason = "" if is_free else self._unless_done(self.program.num_read(self.stage, self._last_batch))
         self.num_predicted += 1
         self.held = False
         self.posted.clear()

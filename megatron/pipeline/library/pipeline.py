@@ -133,6 +133,7 @@ class Pipeline:
             counts=self._counts, skips_unused=True, clip_grad=clip_grad, data_parallel_group=self._groups.replicas,
             counts_in_norm=self._ranks.replica == 0, reduce_partial=self.schedule.reduce_partial,
             uniform=self.schedule.provisional_microbatches is not None,
+            reads_gradients=self.schedule.provisional_microbatches != 0,
             tied=None if tie is None else tie.parameter(self._groups),
         )  # fmt: skip
         self._stage_modules = {

@@ -37,8 +37,8 @@ class Extent:
         residency: how the program keeps its weights on the host; None: they live on the device.
         unread: if the weights predict, for each stage the number of backwards of a batch that stand after the
             prediction from that batch; empty if `provisional_microbatches` gives the number that each prediction reads.
-        provisional_microbatches: the number of microbatches of a batch that the prediction of every stage reads; None:
-            all but the `unread` ones.
+        provisional_microbatches: the number of microbatches of a batch that the prediction of every stage reads; 0: a
+            prediction takes the last update again; None: all but the `unread` ones.
         reduce_partial: whether predictions read the sum of the gradients over the replicas.
         forward_only: the program evaluates: it has forwards at the newest entry version, no backwards and no updates.
     """
@@ -175,7 +175,8 @@ class Extent:
     def reads_ties(self, stage: int) -> bool:
         """Whether the predictions of a stage read a gradient of tied embeddings of which another rank has a part."""
         last = self.num_stages - 1
-        return self.tied_embeddings and self.crosses(0, last) and stage in (0, last)
+        reads = self.provisional_microbatches != 0
+        return reads and self.tied_embeddings and self.crosses(0, last) and stage in (0, last)
 
     def num_read_of_ties(self, batch: int) -> int:
         """Return how many backwards of a batch the predictions of tied embeddings read: the smaller of both ends."""

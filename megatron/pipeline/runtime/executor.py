@@ -482,7 +482,8 @@ class Executor:
     def _predict(self, instruction: Instruction) -> None:
         self._chain.wait(instruction.version)
         self._waited()
-        self._update.predict(instruction.version, self._num_done(instruction))
+        num_done = self._num_done(instruction) if self._update.reads_gradients else 0
+        self._update.predict(instruction.version, num_done)
 
     def _forget_batch(self, batch: int) -> None:
         info = self._batches.pop(batch)

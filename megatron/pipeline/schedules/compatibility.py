@@ -149,6 +149,11 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
         "reduce_partial, or use weights 2bw-provisional",
     ),
     (
+        lambda s, o: s.reduce_partial and s.provisional_microbatches == 0,
+        "a prediction that reads 0 microbatches takes the last update again, so replicas have nothing to reduce for it; "
+        "drop reduce_partial, or read 1 or more",
+    ),
+    (
         lambda s, o: s.weights.predicts and s.num_virtual_stages > 1,
         "weights {s.weights.name} predict for one stage on each rank, not {s.num_virtual_stages}; use weights 2bw, or "
         "one stage",
@@ -329,10 +334,10 @@ def _validate_predictions(schedule: PipelineSchedule, num_microbatches: int) -> 
     done = num_microbatches - max(schedule.remaining_backwards(num_microbatches))
     assert done >= 1, "no more are in flight than a batch has, and the first forward of the next is one of them"
     wanted = schedule.provisional_microbatches
-    if wanted is not None and not 1 <= wanted <= done:
+    if wanted is not None and not 0 <= wanted <= done:
         raise TooManyRead(
             wanted,
-            f"with batches of {num_microbatches} the first stage has done {done} when the next batch begins; give 1 to "
+            f"with batches of {num_microbatches} the first stage has done {done} when the next batch begins; give 0 to "
             f"{done}, or larger batches",
         )
 

@@ -215,7 +215,7 @@ class Schedule(PipelineSchedule):
         if is_reduced or self.provisional_microbatches is None:
             return (is_reduced,) * self.num_stages
         done = (num_microbatches - remaining for remaining in self.remaining_backwards(num_microbatches))
-        return tuple(self.provisional_microbatches < each for each in done)
+        return tuple(0 < self.provisional_microbatches < each for each in done)
 
     @property
     def report_lag(self) -> int:

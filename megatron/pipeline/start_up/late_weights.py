@@ -33,7 +33,11 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
         raise ValueError(
             f"{flag} reads what each stage has done; leave out --2bw-provisional-microbatches, or use uniform"
             if mode == "stage"
-            else f"{flag} needs --2bw-provisional-microbatches, from 1 to m-p+1"
+            else f"{flag} needs --2bw-provisional-microbatches, from 0 to m-p+1"
+        )
+    if args.pipeline_2bw_provisional_reduce and number == 0:
+        raise ValueError(
+            "--2bw-provisional-reduce has nothing to reduce where predictions read no gradients; leave it out"
         )
     if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
         raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
@@ -52,6 +56,8 @@ def description(schedule: PipelineSchedule, name: str, num_microbatches: int) ->
         )
     if not schedule.weights.predicts:
         return None
+    if schedule.provisional_microbatches == 0:
+        return f"{name} with error feedback: a batch takes the last update once more, for the one that is missing"
     read = [num_microbatches - unread for unread in schedule.remaining_backwards(num_microbatches)]
     if schedule.provisional_microbatches is not None:
         read = [schedule.provisional_microbatches] * schedule.num_stages

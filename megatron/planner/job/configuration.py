@@ -191,8 +191,10 @@ class Configuration:
                 f"provisional_microbatches is {self.provisional_microbatches} with provisional {self.provisional}; "
                 "uniform needs a number, and nothing else takes one"
             )
-        if self.provisional_microbatches is not None and self.provisional_microbatches < 1:
-            raise ValueError(f"provisional_microbatches {self.provisional_microbatches} is below 1; give 1 or more")
+        if self.provisional_microbatches is not None and self.provisional_microbatches < 0:
+            raise ValueError(f"provisional_microbatches {self.provisional_microbatches} is below 0; give 0 or more")
+        if self.provisional_microbatches == 0 and self.provisional_reduce:
+            raise ValueError("predictions that read 0 microbatches have nothing to reduce; drop provisional_reduce")
         if self.provisional_reduce and self.replicas == 1:
             raise ValueError("provisional_reduce needs replicas, and there is one; leave it out")
 

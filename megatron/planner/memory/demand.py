@@ -33,6 +33,7 @@ class Demand:
         held_gradients: by rank, copies of gradients between HOLD and PREDICT.
         held_embeddings: by rank, copies of gradients of tied embeddings alone between HOLD and PREDICT.
         predicts: by rank, whether live versions are predictions, beside the true weights.
+        repeats_update: predictions take the last update again, for which a step copies what it steps.
         receives_ahead: by rank, receives that are posted and not yet used.
         evicts, accepts: by rank, whether activations move away from the rank, or to it.
         boundaries: by rank, if weights live on the host: tensors between stages on the device that wait for another
@@ -58,6 +59,7 @@ class Demand:
     moments: tuple[tuple[Moment, ...], ...] = ()
     num_frozen: int = 0
     unread: tuple[int, ...] = ()
+    repeats_update: bool = False
 
     @property
     def num_ranks(self) -> int:

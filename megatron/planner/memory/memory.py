@@ -229,6 +229,8 @@ def estimate_memory(
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             largest = largest_parameter(shape, setting.tensor, **ends)
             copies = state.prediction(count, largest=largest, experts=experts)
+            if demand.repeats_update:
+                copies = state.last_update(count, experts=experts)
         whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)

@@ -158,6 +158,8 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
 
 
 _FP32 = 4
+LAST_UPDATE_BYTES = 6 * 4
+"""Bytes that error feedback reads and writes for an FP32 master: a copy before the step, and 2 new - old from it."""
 PREDICTION_CHUNK = 64 * 2**20
 """Bytes of masters that a prediction steps at a time; the last parameter may exceed the limit (provisional_step.py)."""
 
@@ -256,6 +258,10 @@ class TrainingState:
         """
         masters = min(_FP32 * self.stepped(num_parameters, experts), PREDICTION_CHUNK + _FP32 * largest)
         return masters * (2 + self.num_moments)
+
+    def last_update(self, num_parameters: int, *, experts: int = 0) -> float:
+        """Bytes of the FP32 copies of what a step steps, from which a prediction takes the last update again."""
+        return _FP32 * self.stepped(num_parameters, experts)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:
         """The number of parameters that a rank steps: all, or a part with the distributed optimizer.

@@ -60,10 +60,10 @@ def representative_sizes(
 def resized(schedule: Schedule, num_microbatches: int, fewer: int) -> Schedule:
     """The schedule for batches of `fewer` microbatches that corresponds to `schedule` with `num_microbatches`.
 
-    The two differ only if the number of microbatches that a prediction reads is given: in the smaller batch a
+    The two differ only if a prediction reads a given number of microbatches, and not 0: in the smaller batch a
     prediction leaves as many microbatches unread, but reads at least one.
     """
-    if schedule.provisional_microbatches is None:
+    if not schedule.provisional_microbatches:
         return schedule
     read = schedule.provisional_microbatches - (num_microbatches - fewer)
     return replace(schedule, provisional_microbatches=max(1, read))
@@ -97,6 +97,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         held_gradients=tuple(_held(program, rank, "gradients") for rank in ranks),
         held_embeddings=tuple(_held(program, rank, "tied_gradients") for rank in ranks),
         predicts=(program.weights.predicts,) * program.num_ranks,
+        repeats_update=program.provisional_microbatches == 0,
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
         evicts=tuple(evicts),
         accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
@@ -215,7 +216,8 @@ def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 def _ends_of_ties(schedule: Schedule) -> set[int]:
     """The ranks whose predictions read a gradient of tied embeddings that is split over two ranks."""
     ends = {schedule.rank_of_stage[0], schedule.rank_of_stage[-1]}
-    return ends if schedule.weights.predicts and schedule.tied_embeddings and len(ends) > 1 else set()
+    reads = schedule.weights.predicts and schedule.provisional_microbatches != 0
+    return ends if reads and schedule.tied_embeddings and len(ends) > 1 else set()
 
 
 @lru_cache(maxsize=4096)
@@ -251,6 +253,7 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         ),
         held_embeddings=tuple(int(rank in _ends_of_ties(schedule)) for rank in range(num_ranks)),
         predicts=(rule.predicts,) * num_ranks,
+        repeats_update=schedule.provisional_microbatches == 0,
         receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
         evicts=tuple(rank in evicting for rank in range(num_ranks)),
         accepts=tuple(rank in accepting for rank in range(num_ranks)),

@@ -28,6 +28,8 @@ def known_share(configuration: Configuration) -> Fraction:
 
 def clause(configuration: Configuration) -> str | None:
     """The note on a configuration with predicted weights, as a clause; None: it does not predict."""
+    if configuration.provisional_microbatches == 0:
+        return "takes the last update twice"
     return f"predicts from {known_share(configuration)} of a batch" if configuration.predicts else None
 
 

@@ -142,7 +142,8 @@ def _money(amount: float | None, bill: Bill) -> str:
 
 def _schedule(choice: Choice) -> str:
     predicts = choice.provisional not in (None, "off")
-    return f"{choice.schedule} ({choice.provisional})" if predicts else choice.schedule
+    kind = "feedback" if choice.provisional_microbatches == 0 else choice.provisional
+    return f"{choice.schedule} ({kind})" if predicts else choice.schedule
 
 
 def describe(choice: Choice) -> str:

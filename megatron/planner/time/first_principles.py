@@ -21,6 +21,7 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.node_memory import crowds_by_name, fewest_sharing
 from megatron.planner.memory.parameters import (
     FP8_COPY_BYTES,
+    LAST_UPDATE_BYTES,
     stage_expert_parameters,
     stage_matrices,
     stage_parameters,
@@ -328,7 +329,7 @@ class FirstPrinciples:
 
         Stages that clip by their own norm ("stage") read all gradients before. If replicas average, each reads only its
         shard. In FP16 all stages read the gradients to look for overflows. This is not counted, since it is not known
-        here whether 16 bits mean FP16 or bfloat16.
+        here whether 16 bits mean FP16 or bfloat16. Error feedback copies the masters and takes the last update again.
         """
         if not configuration.predicts:
             return [0.0] * len(layers), [0.0] * len(layers)
@@ -340,6 +341,8 @@ class FirstPrinciples:
         moved = one_pass if self.cluster.is_cpu else copies + gradient + adam + weight
         norm = state.gradient_bytes if configuration.provisional == "stage" else 0
         orthogonal = self._orthogonalizations(configuration, layers, links)
+        if configuration.provisional_microbatches == 0:
+            moved, orthogonal = LAST_UPDATE_BYTES + state.weight_bytes, [0.0] * len(layers)
         for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
             read = own if configuration.provisional_reduce else count
             predict.append((own * moved + read * norm) / self._rates.memory + orthogonal[stage])

@@ -24,7 +24,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software, has_flash_attention
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.parameters import embedding_parameters, stage_parameters
+from megatron.planner.memory.parameters import LAST_UPDATE_BYTES, embedding_parameters, stage_parameters
 from megatron.planner.time.blocks import Blocks
 from megatron.planner.time.calibration import default_constants
 from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
@@ -237,13 +237,16 @@ class ProfiledCosts:
         On a CPU a prediction is one pass (`PASS_OF_STEP`). On a GPU the step is scaled by the bytes that a step on
         copies moves over the bytes of the step itself. Before it comes the norm of all gradients, if a stage clips by
         its own norm ("stage") or looks for overflows (FP16). If replicas average, each computes the norm of its shard.
-        Whether a run clips at all is not known here.
+        Whether a run clips at all is not known here. Error feedback reads no gradients.
         """
         weight, gradient = 4 + self.software.element_bytes, self.software.gradient_bytes
         copied = 6 * 4 + gradient + 4 + (8 if gradient < 4 else 0)  # as in first principles
         share = PASS_OF_STEP if self.profile.shares_processor else 1 + copied / (7 * 4 + weight)
         replicas = configuration.data if configuration.distributed_optimizer else 1
-        takes_norm = configuration.provisional == "stage" or self._blocks.profile.dtype == "float16"
+        repeats = configuration.provisional_microbatches == 0
+        if repeats:
+            share = (LAST_UPDATE_BYTES + self.software.element_bytes) / (7 * 4 + weight)
+        takes_norm = configuration.provisional == "stage" or (self._blocks.profile.dtype == "float16" and not repeats)
         norm = takes_norm / (replicas if configuration.provisional_reduce else 1)
         seconds = self._part_of_update(
             configuration, layers, stage, working,

@@ -45,7 +45,8 @@ class StageTimes:
         self.reduce_embed = max(seconds["reduce_embed"]) if shares_embedding else 0.0
         self.reduce_norm = max(seconds["reduce_norm"])
         self.partial = [each if schedule.reduce_partial else 0.0 for each in self.reduce]
-        for stage in (0, num_stages - 1) if shares_embedding else ():
+        reads = schedule.provisional_microbatches != 0
+        for stage in (0, num_stages - 1) if shares_embedding and reads else ():
             self.partial[stage] += self.reduce_embed
         if not predicts:
             self.partial = [0.0] * num_stages

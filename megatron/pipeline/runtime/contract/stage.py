@@ -324,7 +324,11 @@ class PredictingUpdate(WeightUpdate, Protocol):
 
     When the backwards of n of m microbatches are done, the sum of their gradients times m/n stands for the gradients of
     the whole batch.
+
+    `reads_gradients`: False if predictions take the last update again, and read no gradients.
     """
+
+    reads_gradients: bool
 
     def hold(self, version: int, num_microbatches: int) -> None:
         """Keep a copy of the gradients of batch ``version - 1`` after `num_microbatches` of its backwards."""
@@ -342,7 +346,8 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """Make the predicted weights of `version` from the kept gradients.
 
         Without kept gradients, use those of the batch's first `num_microbatches` microbatches. If the gradients are not
-        finite, the prediction is a copy of the true weights.
+        finite, the prediction is a copy of the true weights. Without `reads_gradients` it is the true weights with
+        the last update taken again, or a copy of them if the last step was skipped.
         """
 
 

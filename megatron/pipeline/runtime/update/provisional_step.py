@@ -98,6 +98,25 @@ class ProvisionalStep:
         take_step(stand_in(self._optimizer, groups, state, shares_tables=False))
 
 
+class LastUpdate:
+    """The last update of an optimizer's parameters, to be taken once more: error feedback (docs/error_feedback.md)."""
+
+    def __init__(self) -> None:
+        self._before: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Keep copies of the parameters, which are about to be stepped."""
+        self._before = {parameter: parameter.detach().clone() for parameter in parameters}
+
+    @torch.no_grad()
+    def write(self, parameter: Tensor, target: Tensor) -> None:
+        """Write 2 `parameter` - the parameter before its last step into `target`, which may have another shape and
+        dtype; the parameter itself if no step was begun since the last call."""
+        before = self._before.pop(parameter, None)
+        _write(target, parameter if before is None else before.lerp_(parameter, 2.0))
+
+
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Chunks of a few parameters."""
     chunk: list[Tensor] = []

@@ -37,13 +37,15 @@ class DeviceUpdate:
     """`PredictingUpdate` of one rank. Subclasses add `reduce_grad`, `reduce_embed`, `reduce_norm`, `step` and
 
     - `_new_batch(info)`: the `Batch` of one that begins;
-    - `_predict(version, batch, partial, partial_embed)`: makes predicted weights.
+    - `_predict(version, batch, partial, partial_embed)`: makes predicted weights;
+    - `_repeat(version)`: makes them by taking the last update again.
 
     Args:
         versions: the weights.
         gradients: the buffers of a rank. `take()`: a free one, zeroed, to which backwards add from now on;
             `show(buffer)`: they add to this one again; `copy_of(buffer)`. A buffer has `views`: key -> gradient.
         reduces_partial: predictions read the mean over the replicas.
+        reads_gradients: predictions read gradients; else they take the last update again.
 
     The attribute `_reduction` has the sums over other ranks. `over_data(buffer)` averages over the replicas;
     `tied_key` is the key of the tied embedding, where its stages are on two ranks;
@@ -52,9 +54,12 @@ class DeviceUpdate:
 
     _reduction: Any
 
-    def __init__(self, versions: WeightVersions, gradients: Any, *, reduces_partial: bool) -> None:
+    def __init__(
+        self, versions: WeightVersions, gradients: Any, *, reduces_partial: bool, reads_gradients: bool = True
+    ) -> None:
         self.versions = versions
         self.reduces_partial = reduces_partial
+        self.reads_gradients = reads_gradients
         self._gradients = gradients
         self._batches: dict[int, Any] = {}  # by the version that each leads to
 
@@ -92,6 +97,9 @@ class DeviceUpdate:
         self._reduction.over_partial_embedding(gradient, over_data=self.reduces_partial)
 
     def predict(self, version: int, num_microbatches: int) -> None:
+        if not self.reads_gradients:
+            self._repeat(version)
+            return
         batch = self._batches[version]
         self._predict(version, batch, batch.partial or Partial(batch.buffer, num_microbatches), batch.partial_embed)
         batch.partial = batch.partial_embed = None

@@ -25,7 +25,8 @@ gradients that no STEP has applied yet.
 **Predictions (`add_predictions`).** PREDICT@t stands where a stage is about to begin batch t. This is after STEP@(t-1),
 whose weights it starts from, and before the first forward of batch t. It stands there even if the run drains instead,
 so that both ways compute the same. PREDICT@t reads the gradients of the microbatches of batch t-1 whose backwards are
-done at the stage. Three rules follow:
+done at the stage. If predictions read 0 microbatches, none of the following rules applies: PREDICT@t takes the update
+of STEP@(t-1) again. Otherwise three rules follow:
 
 - All stages may have to read the same number of microbatches. If more are done at a stage, HOLD copies the gradients
   when that number is done.
@@ -171,7 +172,10 @@ def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
         chain = [each for each in segment if each.kind in REDUCTIONS and each.version == batch + 1]
         before = [each for each in segment if each not in chain]
         predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
-        result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
+        if extent.num_read(stage, batch):
+            result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
+        else:
+            result[index] = [*segment, predict]
     return result
 
 
@@ -180,7 +184,7 @@ def _with_partial_gradients(segment: Segment, stage: int, batch: int, extent: Ex
     num_read = extent.num_read(stage, batch)
     of_batch = [each.kind in ENDS_BACKWARD and extent.batch_of(each.microbatch) == batch for each in segment]
     behind: dict[int, list[Kind]] = {}  # number of backwards done -> words that follow
-    if extent.reduce_partial or num_read < sum(of_batch):
+    if extent.reduce_partial or 0 < num_read < sum(of_batch):
         behind[num_read] = [Kind.HOLD]
     if extent.reduce_partial:
         behind[num_read].append(Kind.REDUCE_PARTIAL)

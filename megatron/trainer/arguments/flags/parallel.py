@@ -58,7 +58,13 @@ class Pipeline:
     )
     pipeline_2bw_provisional_microbatches: int | None = option(
         None,
-        "With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1.",
+        "With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1. 0: "
+        "none, --2bw-error-feedback.",
+        roles=Role.CONFIGURATION | Role.PREDICTION,
+    )
+    pipeline_2bw_error_feedback: bool = switch(
+        "With 2bw: compute a batch at the weights before with their last update taken once more, in the place of the "
+        "one that is missing (docs/error_feedback.md).",
         roles=Role.CONFIGURATION | Role.PREDICTION,
     )
     pipeline_2bw_provisional_reduce: bool = switch(

@@ -72,7 +72,6 @@ RANGES = (
             "tensorboard_log_interval",
             "tensorboard_queue_size",
             "pipeline_timeline_iterations",
-            "pipeline_2bw_provisional_microbatches",
             "l2l_resident_stages",
             "dry_run",
             "dry_run_gpus_per_node",
@@ -96,6 +95,7 @@ RANGES = (
         lambda value: value >= 0,
         (
             "norm_epsilon",
+            "pipeline_2bw_provisional_microbatches",
             "weight_decay",
             "start_weight_decay",
             "end_weight_decay",

@@ -250,7 +250,14 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
-    """Check what predicted weights require, and what they exclude."""
+    """Check what predicted weights require, and what they exclude. Error feedback is a prediction that reads nothing."""
+    if args.pipeline_2bw_error_feedback:
+        if args.pipeline_2bw_provisional != "off":
+            raise ValueError(
+                f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the same "
+                "missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
+            )
+        args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches = "uniform", 0
     require_predictions(args, weights, choice_of(args).name)
     mode = args.pipeline_2bw_provisional
     if mode != "off" and args.pipeline_2bw_single_gradient_buffer:

@@ -323,6 +323,8 @@ class EmulatedUpdate:
 
     reduce_partial_embed = reduce_embed
 
+    reads_gradients = True
+
     def predict(self, version: int, num_microbatches: int) -> None:
         sleep_for(self._predict_seconds)
 

@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 )
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.update.gradients import norm_squared
-from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.provisional_step import LastUpdate, ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.update.update import Partial
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, prediction_factor
 
@@ -58,6 +58,7 @@ class MegatronPrediction:
         *,
         reduce_partial: bool,
         uniform: bool,
+        reads_gradients: bool = True,
     ) -> None:
         if optimizer.config.use_precision_aware_optimizer:
             raise ValueError(
@@ -67,6 +68,7 @@ class MegatronPrediction:
         self._optimizer = optimizer
         self.reduces = reduce_partial
         self.uniform = uniform
+        self._last_update = None if reads_gradients else LastUpdate()
         self._distributed = isinstance(optimizer, DistributedOptimizer)
         self._shards_group = chunks[0].intra_dp_cp_group
         self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
@@ -217,7 +219,18 @@ class MegatronPrediction:
         """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""
         if not self._optimizer.is_stub_optimizer:
             with self.versions.true_weights():
+                if self._last_update is not None:
+                    self._last_update.begin(self._model_of)
                 self._optimizer.optimizer.step()
+
+    @torch.no_grad()
+    def repeat(self, version: int) -> None:
+        """Make the predicted weights of `version` by taking the last update again."""
+        with self.versions.predicting(version) as target:
+            with self.versions.true_weights():
+                for own, (model, part) in self._model_of.items():
+                    self._last_update.write(own, target[self._names[model]].view(-1)[part])
+            self._gather()
 
     def _write_true(self) -> None:
         """Write the masters into the shown parameters."""

@@ -71,6 +71,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         reduce_partial: that of the schedule, whose weights are predicted.
         uniform: predictions do not depend on the cut into stages: each clips as the step before did, and not by its
             stage's own gradients.
+        reads_gradients: predictions read gradients; else they take the last update again.
         timeout: that of the chain's collectives; default: ten minutes.
         rank_metrics: name -> a measurement of this rank, read once a batch on the chain's thread; the values of all
             ranks come with the batch's report. The same names on all ranks.
@@ -95,6 +96,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         single_gradient_buffer: bool = False,
         reduce_partial: bool = False,
         uniform: bool = False,
+        reads_gradients: bool = True,
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         layers: LayersOfParameters | None = None,
@@ -111,13 +113,22 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         with allocating():
             if rule.predicts:
                 self._prediction = MegatronPrediction(
-                    chunks, self._inner, lambda: self._reduction, reduce_partial=reduce_partial, uniform=uniform
+                    chunks,
+                    self._inner,
+                    lambda: self._reduction,
+                    reduce_partial=reduce_partial,
+                    uniform=uniform,
+                    reads_gradients=reads_gradients,
                 )
                 versions = self._prediction.versions
             else:
                 versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
             DeviceUpdate.__init__(
-                self, versions, CoreGradientBuffers(chunks), reduces_partial=rule.predicts and reduce_partial
+                self,
+                versions,
+                CoreGradientBuffers(chunks),
+                reduces_partial=rule.predicts and reduce_partial,
+                reads_gradients=reads_gradients,
             )
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
@@ -280,11 +291,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             loss_scale=batch.report.loss_scale, can_overflow=self._scaler is not None,
         )  # fmt: skip
 
+    def _repeat(self, version: int) -> None:
+        self._prediction.repeat(version)
+
     @property
     def replicas_predict_apart(self) -> bool:
         """Whether each replica predicts from its own gradients."""
         shards = isinstance(self._inner, DistributedOptimizer)
-        return self._prediction is not None and not shards and not self._prediction.reduces
+        return self._prediction is not None and self.reads_gradients and not shards and not self._prediction.reduces
 
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions that a stage of the rank uses."""

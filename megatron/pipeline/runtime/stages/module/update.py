@@ -29,7 +29,12 @@ from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, T
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers, norm_squared
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
-from megatron.pipeline.runtime.update.provisional_step import PartialStep, ProvisionalStep, is_scale_invariant
+from megatron.pipeline.runtime.update.provisional_step import (
+    LastUpdate,
+    PartialStep,
+    ProvisionalStep,
+    is_scale_invariant,
+)
 from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import AheadVersions, Make, Slot, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, WeightPredictor, prediction_factor
@@ -80,12 +85,13 @@ class ModuleUpdate(DeviceUpdate):
         loss_names: tuple[str, ...] = ("loss",),
         reduce_partial: bool = False,
         uniform: bool = False,
+        reads_gradients: bool = True,
         skips_unused: bool = False,
         counts: Counts = by_microbatches,
         device: torch.device | str = "cpu",
     ) -> None:
         buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
-        super().__init__(versions, buffers, reduces_partial=reduce_partial)
+        super().__init__(versions, buffers, reduces_partial=reduce_partial, reads_gradients=reads_gradients)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._clip_grad = clip_grad
@@ -103,6 +109,7 @@ class ModuleUpdate(DeviceUpdate):
         self._counts = counts
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
+        self._last_update = LastUpdate()
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
@@ -201,6 +208,8 @@ class ModuleUpdate(DeviceUpdate):
         running = self._gradients.shown
         self._gradients.show(batch.buffer, without=unused or ())
         with self.versions.true_weights() if self._predicts else self.versions.making(version):
+            if self._predicts and not self.reads_gradients:
+                self._last_update.begin(self._names)
             if isinstance(self.optimizer, GapAware):
                 self.optimizer.step_of(version - 1)
             else:
@@ -240,6 +249,11 @@ class ModuleUpdate(DeviceUpdate):
                     lambda parameter: target[names[parameter]],
                     where=lambda parameter: table[names[parameter]][2],
                 )
+
+    def _repeat(self, version: int) -> None:
+        with self.versions.predicting(version) as target, self.versions.true_weights():
+            for parameter, name in self._names.items():
+                self._last_update.write(parameter, target[name])
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
         """The factor on the gradients of a part of the batch."""
