@@ -1,7 +1,7 @@
 """The steps of an optimizer on the host, one stage at a time.
 
 Problem: UPDATE steps one stage as soon as its gradients are on the host, but a torch optimizer steps all of its
-parameters. With one optimizer per stage, users, learning-rate schedules and checkpoints would see something else.
+parameters. If each stage had its own optimizer, users, schedules and checkpoints would have to handle several.
 
 Solution: one torch optimizer over all parameters on the host, whose `step` is never called. A stand-in of the same type
 steps the parameters of one stage. It has the groups of the optimizer with these parameters alone, and their state in
@@ -43,8 +43,9 @@ class HostOptimizer:
     Args:
         optimizer: made from the parameters of `store`, or from other parameters that stand for them.
         store: the stages on the host.
-        stands_for: parameter of `optimizer` -> the parameter of `store` for which it stands, where they are not the
-            same. The step changes the latter. The optimizer has its state under the former, whose values do not change.
+        stands_for: parameter of `optimizer` -> the parameter of `store` for which it stands, where the two differ. A
+            step changes the parameter of `store`. The optimizer's state belongs to its own parameter, whose values do
+            not change.
 
     Attributes:
         moments: the memory of the moments.
@@ -270,6 +271,6 @@ class HostMoments:
 def is_of_each_element(name: str, value: Any, shape: torch.Size) -> bool:
     """Whether an entry of a state has a value for each element of a parameter of this shape.
 
-    `step` is a counter, even if its shape is that of a parameter with one element.
+    `step` is always a counter. It has the same shape as a parameter that is a scalar.
     """
     return isinstance(value, Tensor) and value.shape == shape and name != "step"

@@ -1,6 +1,6 @@
 """The bytes of a rank's relay on the device and on the host, for the report of each batch.
 
-Problem: weights live on the host to save device memory, so users want to see how much of it is used. On CUDA torch's
+Problem: weights live on the host to save device memory, so users want to see how much of that is used. On CUDA torch's
 allocator reports its peak. On a CPU the "device" is the private memory of the process, and the bytes of the relay
 cannot be told from other bytes there.
 

@@ -6,8 +6,8 @@ d copies of them in host memory.
 Solution: the ranks of a data-parallel group exchange the names of their hosts over the job's store. The replicas on one
 host map the same memory. Each of them can read all of it and writes its share. The memory is an anonymous file
 (``memfd``). The first replica makes it, the others open it through ``/proc``, and afterwards no name and no descriptor
-of it is left. So the kernel frees the memory when the last process ends in any way, nothing stays in /dev/shm, and the
-size of /dev/shm is no limit.
+of it is left. So the kernel frees the memory when the last process ends for any reason. Nothing stays in /dev/shm, and
+its size is no limit.
 
 `barrier` waits for all replicas. If a process has ended, the connection breaks and the wait ends at once. If a process
 does not join in time, the error has its rank.
@@ -29,7 +29,7 @@ from torch import Tensor
 from megatron.backend.streams import streams_of
 
 _num_made: Counter[tuple[int, ...]] = Counter()  # part of a store's prefix, so that no two meetings share it
-_OF_THE_TIMEOUT = 0.8  # the barrier gives up before computations that wait behind it, since it knows the late rank
+_OF_THE_TIMEOUT = 0.8  # the error of a barrier has the late rank, so it must come before errors of other waits
 _STEP = 8  # int64s between the counters of two replicas: a cache line
 
 
@@ -116,7 +116,7 @@ class NodeReplicas:
         return dist.ProcessGroupGloo(store, self.index, self.size, _OF_THE_TIMEOUT * self.timeout)
 
     def _map(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Map memory that the first replica makes, on all replicas. Its descriptor is closed afterwards.
+        """Map the same memory on all replicas. The first replica makes it and closes its descriptor afterwards.
 
         Raises:
             ValueError: a replica cannot map the memory; raised on all replicas.

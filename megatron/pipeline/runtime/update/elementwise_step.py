@@ -63,7 +63,7 @@ class AdamRule:
         )
 
     def _sizes(self, state: dict[str, Any]) -> tuple[float, float]:
-        """The step size over the bias correction of the first moment, and the root of that of the second moment."""
+        """lr / (1 - beta1^t) and sqrt(1 - beta2^t) for the next step t of a parameter."""
         count = float(state["step"] + 1)
         return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
 

@@ -35,7 +35,7 @@ from megatron.pipeline.runtime.contract.tensors import as_real
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_THE_INSTANCE = ("step", "state", "param_groups", *HOOKS)
-"""The attributes that a stand-in does not take over. `step` is one because a scheduler replaces it on the instance."""
+"""The attributes that a stand-in does not copy. `step` is included because a scheduler sets it on the instance."""
 
 
 def stand_in(
@@ -47,7 +47,7 @@ def stand_in(
 ) -> torch.optim.Optimizer:
     """An optimizer of the same type with these groups, this state and no hooks.
 
-    `shares_tables`: its other dicts and lists are the same objects as those of `optimizer`, and not copies.
+    `shares_tables`: the stand-in has the other dicts and lists of `optimizer` itself, and not copies.
     """
     made = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -88,8 +88,8 @@ _AVERAGE = "step_average"
 class GapAware:
     """Gap-aware steps of `optimizer`. A scheduler or a predictor is made for `optimizer` itself.
 
-    The running average is in the optimizer's state, so that a checkpoint has it. In addition there is one copy of the
-    parameters for each batch between `remember` and its step, and one more copy during a step.
+    The running average is in the optimizer's state, so that a checkpoint has it. More memory is needed for a copy of
+    the parameters per batch between `remember` and its step, and for another copy during a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

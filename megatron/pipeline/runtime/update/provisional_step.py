@@ -52,7 +52,7 @@ class ProvisionalStep:
         *,
         where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
-        """Write what the optimizer's next step would make of its parameters.
+        """Write the values that the parameters would have after the optimizer's next step.
 
         Args:
             gradient_of: parameter -> (gradient, factor); the step uses the product. The gradient has as many elements

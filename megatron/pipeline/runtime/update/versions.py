@@ -189,7 +189,7 @@ class WeightVersions:
         self.peak_live = max(self.peak_live, len(self._table))
 
     def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Replace all versions by those of a checkpoint, and show the newest.
+        """Replace all versions by the versions of a checkpoint, and show the newest.
 
         Args:
             mapping: version -> name -> tensor. The values are copied into slots. Versions with the same mapping object

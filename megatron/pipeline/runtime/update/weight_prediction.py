@@ -11,10 +11,9 @@ of the coming steps and decoupled weight decay c, the steps w <- (1 - l_j c) w -
     SGD with momentum   d = v                             SpecTrain (Chen et al., 2018)
     Adam, AdamW         d = m^ / (sqrt(v^) + eps)         XPipe (Guan et al., 2019)
 
-v is torch's momentum buffer, which includes dampening and coupled weight decay. It is the direction under Nesterov's
-momentum, too: while the buffer is constant, each such step has the direction v. m^ and v^ are Adam's moments, corrected
-for their bias; with amsgrad v^ is the largest second moment so far. A parameter without state is predicted to stay the
-same.
+v is torch's momentum buffer, which includes dampening and coupled weight decay. With Nesterov's momentum a step also
+has the direction v as long as the buffer is constant. m^ and v^ are Adam's moments, corrected for their bias; with
+amsgrad v^ is the largest second moment so far. A parameter without state is predicted to stay the same.
 
 `PredictedVersions` holds predicted weights and the true weights. Computations use only predictions, so no graph refers
 to the true weights, a step may change them in place, and one set of them is enough. If the optimizer has FP32 masters,

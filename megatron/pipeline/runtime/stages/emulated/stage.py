@@ -199,7 +199,7 @@ class EmulatedStage:
         """Take back the activations of a microbatch.
 
         Raises:
-            RuntimeError: `buffer` has those of another microbatch.
+            RuntimeError: `buffer` has the activations of another microbatch.
         """
         assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
         if (found := buffer[:8].view(torch.int64).item()) != microbatch.index:

@@ -131,7 +131,6 @@ class CoreGradientBuffers:
         return slot
 
     def copy_of(self, slot: GradientSlot) -> GradientSlot:
-        """A copy of a slot."""
         return self._slot([flat.clone() for flat in slot.flats])
 
     def give_back(self, slot: GradientSlot) -> None:

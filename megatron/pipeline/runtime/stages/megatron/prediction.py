@@ -1,10 +1,10 @@
 """Predicted weights of megatron.core's chunks: a provisional step with the gradients of a part of a batch.
 
 The coming step is taken provisionally (`provisional_step`) with the gradients in the batch's buffer or in a copy of it,
-times c m / (n s). n of the m microbatches of the batch are done, s is its loss scale, and c clips
-(`prediction_factor`). The result is written into the slot of the weights that the next batch uses. Each parameter is
-computed from its FP32 master. With the distributed optimizer each replica computes its shards, and then the replicas
-gather them.
+times c m / (n s). Here n of the m microbatches of the batch are done, s is its loss scale, and c clips
+(`prediction_factor`). The result is written into the slot of the weights that the next batch uses. The step of a
+parameter starts from its FP32 master, if it has one. With the distributed optimizer each replica computes its shards,
+and then the replicas gather them.
 
 By default a replica reads only its own gradients, so without the distributed optimizer each replica computes at
 different weights. With `reduce_partial` all replicas read the mean. Tensor ranks must agree. So they sum the gradients
@@ -218,7 +218,7 @@ class MegatronPrediction:
         return squares
 
     def _counts(self, model: Parameter) -> bool:
-        """Whether this tensor rank counts the parameter in norms: it has a part of it, or the first of its copies."""
+        """Whether this tensor rank counts a parameter in norms: it has a part of the parameter, or its first copy."""
         return param_is_not_tensor_parallel_duplicate(model)
 
     def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:

@@ -92,7 +92,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         scheduler, loss_names, timeout: as for `MegatronWeightUpdate`.
         stages: the stages of the chunks.
         residency: the residency of the schedule.
-        rank_metrics: as for `MegatronWeightUpdate`; those of `ledger` are added.
+        rank_metrics: as for `MegatronWeightUpdate`; the metrics of `ledger` are added.
         host: a name of this host; replicas with the same name share one store. None: the host name.
         gathers: each replica of a node fetches a share of the weights, and their devices gather the shares.
 
@@ -159,7 +159,10 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
 
     @torch.no_grad()
     def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
-        """Run every collective of training once on zero gradients, for the reason given at `warm_up`."""
+        """Run every collective of training once on zero gradients, before the first batch.
+
+        The docstring of the module `reduction` has the reason.
+        """
         for stage in self.store.stages:
             self.gradients.accumulate(stage)
             slot = self._slot(stage)
