@@ -150,7 +150,7 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
     ),
     (
         lambda s, o: s.reduce_partial and s.provisional_microbatches == 0,
-        "a prediction that reads 0 microbatches takes the last update again, so replicas have nothing to reduce for it; "
+        "predictions that read 0 microbatches take the last update again, so replicas have nothing to reduce for them; "
         "drop reduce_partial, or read 1 or more",
     ),
     (

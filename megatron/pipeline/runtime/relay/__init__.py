@@ -1,1 +1,1 @@
-"""Weights that live on the host (L2L): what is fetched, kept for a moment, and stepped there."""
+"""Weights that live on the host (L2L): the store, fetches to the device, gradients, and the optimizer on the host."""

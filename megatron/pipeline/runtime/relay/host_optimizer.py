@@ -1,21 +1,23 @@
-"""The optimizer of the host, one stage at a time.
+"""The steps of an optimizer on the host, one stage at a time.
 
-Problem: UPDATE steps one stage as soon as its gradients are on the host, but an optimizer steps all of its parameters.
-One optimizer for each stage would look different to users, learning-rate schedules and checkpoints.
+Problem: UPDATE steps one stage as soon as its gradients are on the host, but a torch optimizer steps all of its
+parameters. If each stage had its own optimizer, users, schedules and checkpoints would have to handle several.
 
-Solution: one torch optimizer over all of the host's parameters, whose `step` is never called. A stand-in of the same
-type steps the parameters of one stage: it has the optimizer's own state of them, and its groups with these parameters
-alone. So after the updates of all stages the optimizer is as if it had stepped once.
+Solution: one torch optimizer over all parameters on the host, whose `step` is never called. A stand-in of the same type
+steps the parameters of one stage. It has the groups of the optimizer with these parameters alone, and their state in
+the optimizer. So after the updates of all stages the optimizer has the same state as after one step.
 
-The options of the groups (learning rate, weight decay, ...) are read when a batch begins (`settings`), since a schedule
-has advanced them by the time of a deferred update. A value that the step itself changes, such as a counter of steps, is
-written back to the optimizer's group. The next batch may begin before that, so the value is read with the first update
-of the batch, which comes after all updates of the batch before. Torch allocates moments in the process's private
-memory, which other processes cannot map, and which on a CPU is the "device"; `HostMoments` moves them to the store's.
+Options of groups (learning rate, weight decay, ...) are read when a batch begins (`settings`), since the schedule may
+advance them before a deferred update. If the step itself changes an option, such as a counter of steps, the new value
+is written to the optimizer's group. The next batch may begin before that. So such an option is read at the first update
+of the batch, which comes after all updates of the batch before.
 
-Replicas that share the store step their shares of each parameter: a 1-d view of it, with views of the moments, which an
-elementwise optimizer steps as any parameter. A share may have no elements; the step then only counts, so that states
-have the same entries everywhere. An update is complete when all replicas have made theirs.
+torch allocates moments in the private memory of the process, which other processes cannot map and which on a CPU is the
+"device". `HostMoments` moves the moments to the memory of the store.
+
+Replicas that share the store step their shares of each parameter. A share is a 1-d view of the parameter with views of
+its moments. An elementwise optimizer can step it like a parameter. A share may be empty; its step only advances the
+counter, so that the state has the same entries on all replicas. An update is complete when all replicas have made it.
 """
 
 from __future__ import annotations
@@ -32,18 +34,25 @@ from megatron.pipeline.runtime.update.elementwise_step import RULES
 from megatron.pipeline.runtime.update.optimizer_wrappers import HOOKS, copied, settings_of, stand_in, take_step
 
 Settings = list[dict[str, Any]]
-"""The options of each group, without its parameters."""
+"""The options of each group of an optimizer, without its parameters."""
 
 
 class HostOptimizer:
     """Steps the stages of `store` with `optimizer`.
 
-    `optimizer`: made of the store's parameters, or of others in their place: `stands_for` says of each of these which
-    of the store's it stands for. Their own values are not touched; the optimizer has its state under them.
+    Args:
+        optimizer: made from the parameters of `store`, or from other parameters that stand for them.
+        store: the stages on the host.
+        stands_for: parameter of `optimizer` -> the parameter of `store` for which it stands, where the two differ. A
+            step changes the parameter of `store`. The optimizer's state belongs to its own parameter, whose values do
+            not change.
+
+    Attributes:
+        moments: the memory of the moments.
 
     Raises:
-        ValueError: the optimizer has a parameter that is not the store's, or hooks around its step, or the store is
-            shared and the optimizer does not work element by element.
+        ValueError: a parameter of `optimizer` stands for no parameter of `store`; or `store` is shared and `optimizer`
+            is not known to be elementwise.
     """
 
     def __init__(
@@ -66,10 +75,10 @@ class HostOptimizer:
                 "torch.optim, or give each a host name of its own (PIPELINE_HOST_NAME in training), with which each "
                 "keeps a copy"
             )
-        self._settings: Settings | None = None  # of the batch whose updates are made
-        self._counters: Settings = []  # what they begin with, of what steps change
-        self._changed_by_steps: list[set[str]] = [set() for _ in optimizer.param_groups]
-        self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}  # of the optimizer's
+        self._settings: Settings | None = None  # of the batch whose updates are being made
+        self._counters: Settings = []  # options that steps change, as they were before the first of these updates
+        self._changed_by_steps: list[set[str]] = [set() for _ in optimizer.param_groups]  # names of these options
+        self._groups: dict[int, list[list[Tensor]]] = {stage: [] for stage in store.stages}  # stage -> its parameters
         for group in optimizer.param_groups:
             if not all(self._on_host(parameter) in stage_of for parameter in group["params"]):
                 raise ValueError(
@@ -80,17 +89,26 @@ class HostOptimizer:
                 groups.append([each for each in group["params"] if stage_of[self._on_host(each)] == stage])
 
     def settings(self) -> Settings:
-        """The groups' present options, for the updates of a batch that begins."""
+        """The present options of the groups, for the updates of a batch that begins."""
         return [settings_of(group) for group in self.optimizer.param_groups]
 
     def note_step(self) -> None:
-        """Mark the optimizer as stepped, which learning-rate schedules check before they advance."""
+        """Mark the optimizer as stepped. Learning-rate schedules warn if they advance before the first step."""
         self.optimizer._opt_called = True
 
     @torch.no_grad()
     def update(self, stage: int, settings: Settings, *, factor: float = 1.0) -> None:
-        """Step the parameters of a stage with the gradients that it has on the host, times `factor`, and write its
-        weights. `settings`: of the batch, the same object for all stages.
+        """Step the parameters of a stage with its gradients on the host, and write its weights.
+
+        Collective over the replicas if the store is shared.
+
+        Args:
+            stage: the stage to step.
+            settings: the result of `settings` for the batch, the same object for all stages.
+            factor: multiplies the gradients.
+
+        Raises:
+            ValueError: the optimizer has hooks around its step.
         """
         if any(getattr(self.optimizer, name, None) for name in HOOKS):
             raise ValueError(
@@ -124,7 +142,7 @@ class HostOptimizer:
             self._store.replicas.barrier()
 
     def _counted_on(self, settings: Settings) -> Settings:
-        """These, and what steps change as the batch before has left it."""
+        """`settings`, with the options that steps change as the last update of the batch before has left them."""
         if settings is not self._settings:
             self._settings = settings
             self._counters = [
@@ -134,7 +152,10 @@ class HostOptimizer:
         return [said | counters for said, counters in zip(settings, self._counters, strict=True)]
 
     def _state_of(self, place: HostStage, parts: Mapping[Tensor, Tensor]) -> defaultdict[Tensor, dict[str, Any]]:
-        """What the optimizer has of these parameters, for their parts; what was loaded comes to its place."""
+        """The state of the optimizer for the parts of its parameters: part -> state.
+
+        Moments that are not in the memory of the store, as after a checkpoint was loaded, are moved there first.
+        """
         strangers = self.moments.strangers(self.optimizer.state, parts)
         self._bring_home(place, {key: self._own(place, key[0], value) for key, value in strangers.items()})
         state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -153,7 +174,7 @@ class HostOptimizer:
         state: Mapping[Tensor, dict[str, Any]],
         before: Mapping[Tensor, dict[str, Any]],
     ) -> None:
-        """Show in the optimizer's state what a step of these parts has made."""
+        """Write the state that a step has made for the parts into the state of the optimizer."""
         made: dict[_Key, Tensor] = {}
         for each, part in parts.items():
             if part not in state:
@@ -167,7 +188,7 @@ class HostOptimizer:
         self._bring_home(place, made)
 
     def _bring_home(self, place: HostStage, values: Mapping[_Key, Tensor]) -> None:
-        """Have these values of parts of parameters in the store's memory, and the state show that."""
+        """Copy moments of parts to the memory of the store, and put the tensors there into the optimizer's state."""
         places = self.moments.places({key: value.dtype for key, value in values.items()})
         for (parameter, name), value in values.items():
             whole = places[parameter, name]
@@ -181,12 +202,12 @@ class HostOptimizer:
         return self._name_of[self._on_host(parameter)]
 
     def _on_host(self, parameter: Tensor) -> Tensor:
-        """The store's parameter for which one of the optimizer's stands."""
+        """The parameter of the store for which a parameter of the optimizer stands."""
         return self._stands_for.get(parameter, parameter)
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that a step has changed."""
+    """The options of a group that a step has changed or added."""
     return {
         key: value for key, value in after.items() if key != "params" and not _equal(before.get(key, _NOTHING), value)
     }
@@ -204,15 +225,17 @@ def _equal(one: Any, other: Any) -> bool:
 # --- moments
 
 _Key = tuple[Tensor, str]
-"""One of an optimizer's parameters, and what it keeps for it."""
+"""A parameter of an optimizer, and the name of an entry of its state."""
 
 
 class HostMoments:
-    """The places of what an optimizer keeps of each element. `make(shape, dtype)`: the host's memory.
+    """The memory of the moments: the tensors of an optimizer's state that have the shape of their parameter.
 
-    A tensor of a state that has the shape of its parameter comes there before a step, where it was loaded, or behind
-    it, where the step has made it; from then on the state shows that place, and the optimizer goes on in it. Counters
-    and the like stay what they are.
+    A moment is moved here before a step if it was loaded from a checkpoint, or after the step that has made it. From
+    then on the state refers to the tensor here, and steps change it in place. Other entries of the state, such as
+    counters, are not moved.
+
+    `make(shape, dtype)` allocates memory on the host.
     """
 
     def __init__(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> None:
@@ -221,7 +244,7 @@ class HostMoments:
         self.num_bytes = 0
 
     def strangers(self, state: Mapping[Tensor, Mapping[str, Any]], parameters: Iterable[Tensor]) -> dict[_Key, Tensor]:
-        """What `state` has of each element of these parameters, and not in its place."""
+        """The moments of these parameters in `state` that are not in this memory."""
         return {
             (parameter, name): value
             for parameter in parameters
@@ -230,7 +253,7 @@ class HostMoments:
         }
 
     def places(self, dtypes: Mapping[_Key, torch.dtype]) -> dict[_Key, Tensor]:
-        """The place of each tensor, in the shape of its parameter; zeroed where it is new."""
+        """The tensors in this memory for these moments, in the shape of their parameters. New tensors are zero."""
         new = {
             key: torch.empty(key[0].shape, dtype=dtype, device="meta")
             for key, dtype in dtypes.items()
@@ -246,7 +269,8 @@ class HostMoments:
 
 
 def is_of_each_element(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state's entry has a value for each element of a parameter of this shape. As in torch's optimizers,
-    `step` counts, also where the parameter has one element.
+    """Whether an entry of a state has a value for each element of a parameter of this shape.
+
+    `step` is always a counter. It has the same shape as a parameter that is a scalar.
     """
     return isinstance(value, Tensor) and value.shape == shape and name != "step"

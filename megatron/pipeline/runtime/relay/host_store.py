@@ -1,25 +1,26 @@
-"""The host's copy of a rank's stages: their weights, and the gradients that arrive from the device.
+"""The stages of a rank on the host: weights, gradients that arrive from the device, and FP32 masters.
 
-Problem: where weights live on the host, the device has the weights of a few stages only, and the optimizer steps
-tensors of the host. A copy should be one call for each stage, and on CUDA it needs memory from which the device copies
-while the host goes on.
+Problem: where weights live on the host, the device has the weights of only a few stages, and the optimizer steps
+tensors on the host. The copy of a stage should be one call per dtype, and on CUDA it should not block the host.
 
-Solution: each stage has flat weights and flat gradients in such memory (`Streams.kept_host_buffer`: pinned on CUDA; on
-a CPU the "device" is the process's private memory and the host a shared mapping, so that the two can be told apart from
-outside). `parameters` belong to the host, and an optimizer steps them. They are views of the weights, or, with masters,
-FP32 tensors beside weights of lower precision, which are written from the masters behind each step. The optimizer's
-state lies in such memory, too (`HostMoments`).
+Solution: each stage has flat weights and flat gradients in host memory that the device can copy
+(`Streams.kept_host_buffer`). On CUDA this memory is pinned. On a CPU the "device" is the private memory of the process
+and the host is a shared mapping, so that tools outside of the process can tell them apart.
 
-Replicas on a node have one store, in memory that all of them have mapped (`node_replicas`). Each replica brings its
-share of a stage's elements to the host's gradients and steps that share (`share_of`), so no weight or moment is kept
-twice.
+The optimizer steps `HostStore.parameters`. They are views of the weights. If a weight of lower precision has an FP32
+master, its parameter is the master, and the weight is written from it after each step. The state of the optimizer is in
+the same kind of memory (`HostMoments`).
 
-A stage has one place for gradients. It is free again when the stage's update is complete, which is before the stage can
-be fetched for its next batch.
+Replicas on a node have one store, in memory that all of them have mapped (`node_replicas`). Each replica copies its
+share of a stage's gradients to the host and steps this share (`share_of`). So the node holds each weight and moment
+once.
 
-`FlatLayout` places the tensors of a stage in one flat tensor for each dtype. Every view begins at a multiple of
-`ALIGNMENT` bytes, as torch's own memory does: a kernel may add in another order where its operands begin elsewhere, and
-results have to be equal, bit for bit, to those without the host.
+A stage has memory for the gradients of one batch. It is free again when the update of the stage is complete, which is
+before the stage can be fetched for its next batch.
+
+`FlatLayout` puts the tensors of a stage into one flat tensor per dtype. Every view begins at a multiple of `ALIGNMENT`
+bytes, as in torch's own memory. With another alignment a kernel might add in another order, but results must have the
+same bits as with weights on the device.
 """
 
 from __future__ import annotations
@@ -36,11 +37,16 @@ from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 
 Flat = Mapping[torch.dtype, Tensor]
+"""Dtype -> flat tensor."""
 
 
 class FlatLayout:
-    """The places of tensors of these names and shapes. `dtype`: that of all tensors; None: each keeps its own. `parts`:
-    each flat tensor is padded so that it can be cut into this many equal, aligned parts.
+    """The places of tensors in one flat tensor per dtype.
+
+    Args:
+        tensors: name -> tensor with the shape and the dtype to place.
+        dtype: the dtype for all tensors; None: each keeps its own.
+        parts: each flat tensor is padded so that it can be cut into this many equal and aligned parts.
 
     Attributes:
         num_elements: dtype -> length of the flat tensor.
@@ -64,11 +70,14 @@ class FlatLayout:
         return sum(count * dtype.itemsize for dtype, count in self.num_elements.items())
 
     def allocate(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> dict[torch.dtype, Tensor]:
-        """One flat tensor for each dtype, made by `make(shape, dtype)`."""
+        """Allocate one flat tensor per dtype by `make(shape, dtype)`."""
         return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
 
     def spans(self, parts: Mapping[str, slice]) -> dict[torch.dtype, slice]:
-        """dtype -> the slice of the flat tensor from the first to the last of these elements of the tensors."""
+        """Dtype -> the slice of the flat tensor from the first to the last of the elements in `parts`.
+
+        `parts` has for each name a slice of the elements of that tensor, in memory order.
+        """
         found: dict[torch.dtype, slice] = {}
         for name, part in parts.items():
             dtype, start, _ = self._places[name]
@@ -78,7 +87,7 @@ class FlatLayout:
         return {dtype: found.get(dtype, slice(0, 0)) for dtype in self.num_elements}
 
     def views(self, flat: Flat) -> dict[str, Tensor]:
-        """name -> its part of the flat tensors, in its shape."""
+        """Name -> view of the flat tensors with the shape of the tensor."""
         return {
             name: flat[dtype][start : start + shape.numel()].view(shape)
             for name, (dtype, start, shape) in self._places.items()
@@ -90,9 +99,14 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class HostStage:
-    """A stage on the host. `flat`, `flat_gradients`: dtype -> 1-d tensor; `weights`, `gradients`: name -> view;
-    `masters`: name -> FP32 view, for those weights that have one. `share`: name -> the elements that this process steps
-    where others step the rest, else None.
+    """A stage on the host.
+
+    Attributes:
+        layout, gradient_layout, master_layout: the places of weights, gradients and masters.
+        flat, flat_gradients: dtype -> 1-d tensor.
+        weights, gradients: name -> view of a flat tensor.
+        masters: name -> FP32 view, for the weights that have a master.
+        share: name -> the elements that this process steps; None: it steps all.
     """
 
     layout: FlatLayout
@@ -106,11 +120,11 @@ class HostStage:
     share: dict[str, slice] | None
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
-        """What this process steps of a tensor of a parameter's shape: the tensor itself, or a 1-d view of a part."""
+        """The part of a tensor in the shape of a parameter that this process steps: a 1-d view, or the whole tensor."""
         return tensor if self.share is None else tensor.detach().view(-1)[self.share[name]]
 
     def own_gradients(self) -> dict[torch.dtype, tuple[slice, Tensor]]:
-        """dtype -> where the same elements lie in the flat gradients, and their view there: what STORE_GRAD brings."""
+        """The gradients that STORE_GRAD copies: dtype -> (slice of the flat gradients, view of the slice)."""
         layout = self.gradient_layout
         spans = (
             {dtype: slice(None) for dtype in layout.num_elements} if self.share is None else layout.spans(self.share)
@@ -125,18 +139,26 @@ class HostStage:
 class HostStore:
     """The stages of one rank on the host.
 
-    `stages`: stage -> name -> parameter, with their initial values, which are copied; names are different ones over all
-    stages. `masters`: FP32 parameters stand for weights of lower precision: new ones, or by name those that there are,
-    which move into the host's memory. `gradient_dtype`: of the gradients; None: of the weights. `first_version`: what
-    the values are. `replicas`: those with which the store is shared; then making it is collective, and the values of
-    the first one count. `gathers`: they fetch shares of weights, of which their devices gather the whole.
+    Args:
+        stages: stage -> name -> parameter with its initial value, which is copied. Names must be different over all
+            stages.
+        device: the device that copies from the host memory.
+        masters: name -> FP32 master that exists; its values are moved to host memory. True: make a master for each
+            weight of lower precision. False: no masters.
+        gradient_dtype: the dtype of the gradients; None: the dtypes of the weights.
+        first_version: the version of the initial values.
+        replicas: the replicas that share the store; None: it is not shared. If they are several, the constructor is
+            collective, and the values come from the first of them.
+        gathers: each replica fetches a share of the weights, and their devices gather the shares.
 
     Attributes:
-        stages: stage -> its place on the host.
-        parameters: name -> the host's parameter: what an optimizer is to be made of.
-        is_shared, replicas: whether other replicas have it, too, and with this one which (else None).
-        gathers: whether there are any to gather from.
-        versions: stage -> the version that its weights have.
+        stages: stage -> `HostStage`.
+        parameters: name -> the tensor that an optimizer on the host steps.
+        is_shared: whether several replicas share the store.
+        replicas: the replicas that share the store; None if it is not shared.
+        gathers: whether replicas fetch shares and gather them.
+        make: (shape, dtype) -> memory of the same kind as the store's.
+        versions: stage -> the version of its weights.
 
     Raises:
         ValueError: two stages have a name or a parameter in common.
@@ -191,16 +213,16 @@ class HostStore:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of weights, gradients and masters; an optimizer's moments come on top."""
+        """The bytes of weights, gradients and masters, without the moments of an optimizer."""
         return sum(stage.num_bytes for stage in self.stages.values())
 
     def newest_tensors(self) -> dict[str, Tensor]:
-        """name -> weight, of all stages: the host's own, not a copy."""
+        """Name -> weight of all stages, not copied."""
         return {name: weight for stage in self.stages.values() for name, weight in stage.weights.items()}
 
     @torch.no_grad()
     def write_weights(self, stage: int) -> None:
-        """Write this process's share of the low-precision weights from their masters; called after a step."""
+        """Write this process's share of a stage's low-precision weights from the masters. Called after a step."""
         place = self.stages[stage]
         for name, weight in place.weights.items():
             parameter = self.parameters[name]
@@ -236,10 +258,9 @@ def _place_of(
 
 
 def to_host_memory(module: torch.nn.Module) -> None:
-    """Move the parameters of a stage that has just been built to the host, until a `HostStore` copies them.
+    """Move the parameters of a newly built stage to host memory, from which a `HostStore` copies them later.
 
-    A rank that does so stage by stage never has more than one of them where they are built, be it the device or, on a
-    CPU, the process's private memory.
+    A rank that does this after building each stage never holds two built stages on the device.
     """
     parameters = dict(module.named_parameters())
     layout = FlatLayout(parameters)
@@ -248,7 +269,7 @@ def to_host_memory(module: torch.nn.Module) -> None:
 
 
 def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None:
-    """Raises ValueError if two stages share a parameter: each stage is fetched and freed alone."""
+    """Raise ValueError if two stages have a name or a parameter in common, since each stage is fetched alone."""
     name_of: dict[torch.nn.Parameter, str] = {}
     names: set[str] = set()
     for stage, parameters in stages.items():
@@ -267,14 +288,16 @@ def _require_own(stages: Mapping[int, Mapping[str, torch.nn.Parameter]]) -> None
 # --- which elements of a stage's parameters each replica steps
 
 GRAIN = 64
-"""Elements: 128 bytes of bf16, which is twice a CPU's largest vector. Shares are cut at multiples of it, so that a step
-goes through them in whole vectors, and no two replicas write to one line of a cache.
+"""Shares are cut at multiples of this number of elements, which is 128 bytes in bf16, two of a CPU's largest vectors.
+
+So a step works on whole vectors, and no two replicas write to the same cache line.
 """
 
 
 def share_of(parameters: Mapping[str, Tensor], index: int, size: int) -> dict[str, slice]:
-    """name -> the elements, in memory order, that replica `index` of `size` steps; none, for some of them. Together
-    the replicas have each element once.
+    """Name -> the slice of elements, in memory order, that replica `index` of `size` steps; it may be empty.
+
+    Each element is in the share of exactly one replica.
     """
     ends = [sum(each.numel() for each in parameters.values()) * number // size for number in (index, index + 1)]
     share, before = {}, 0
@@ -286,5 +309,5 @@ def share_of(parameters: Mapping[str, Tensor], index: int, size: int) -> dict[st
 
 
 def _cut(at: int, count: int) -> int:
-    """The nearest cut at or below `at` in a parameter of `count` elements, at most its end."""
+    """The nearest multiple of `GRAIN` at or below `at`, between 0 and the end of the parameter, `count`."""
     return count if at >= count else max(0, at) // GRAIN * GRAIN

@@ -1,13 +1,14 @@
-"""The weight update of a rank whose weights live on the host, without its optimizer's numbers.
+"""The part of a weight update that is the same for torch's and megatron.core's optimizers, with weights on the host.
 
-`HostUpdate` keeps the batches and answers the words of the lanes. What differs between a torch optimizer and
-megatron.core's is for its subclasses: how gradients are reduced, which norms they have, and how STEP decides about a
-batch.
+`HostUpdate` stores the batches in flight and runs the calls of the lanes. Its subclasses differ in how they reduce
+gradients and compute norms, and in the decisions of STEP.
 
-STEP decides for all stages: how to clip, whether to step at all. UPDATE of a stage follows that, with the options that
-the optimizer's groups had when the batch began. An eager UPDATE is made before. Gradients leave stage by stage, so what
-the norm needs of a stage is taken before, on the device (`NormsOnHost`). The gradients of tied parameters have all left
-by then: they come back for a moment to be added up, and give their norms.
+STEP decides for all stages by which factor to multiply gradients and whether to step. The UPDATE of each stage comes
+after it, with the options that the optimizer's groups had when the batch began. An eager UPDATE comes before STEP.
+
+Gradients leave the device stage by stage, so the norms of a stage are computed before that (`NormsOnHost`). When the
+gradients of tied parameters must be added up, all of them have left the device. So they are copied back for the sum and
+its norms.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGr
 class HostBatch:
     """A batch between its first forward and the last of its updates.
 
-    `settings`: the options of the optimizer's groups when it began. `factor`: STEP's, on its gradients. `mean_count`:
-    the mean count of a microbatch's losses; 1 where they are means.
+    Attributes:
+        settings: the options of the optimizer's groups when the batch began.
+        num_updates_left: the number of stages whose UPDATE has not been called.
+        mean_count: the mean count of a microbatch's losses; 1 if they are means.
+        factor: the factor by which updates multiply the gradients, set by STEP.
+        stepped: whether STEP has been called.
     """
 
     info: BatchInfo
@@ -43,22 +48,26 @@ class HostBatch:
 
 
 class HostUpdate:
-    """`RelayUpdate` of one rank. Subclasses set the attributes, call `_keep_tied`, and add
+    """Base of the `RelayUpdate` of one rank.
+
+    A subclass sets the attributes, calls `_keep_tied` in its constructor, and adds
 
     - `reduce_norm`;
-    - `_new_report(info)`: the report of a new batch;
-    - `_reduce(stage)`: reduces a stage's gradients over other ranks, where `reduces_stages` says so;
-    - `_norms_of(stage)`: key -> the norm of each of its gradients on the device;
-    - `_places_of_tied()`: key -> name and place on the host of each tied parameter;
-    - `_add_tied(gradients)`: adds up those gradients over all ranks, and returns their norms by key;
-    - `_decide(batch)`: STEP's decisions about a batch;
-    - `_require_steppable(stage)`: raises an error before an UPDATE that must not be made.
+    - `_new_report(info)`: returns the report of a new batch;
+    - `_reduce(stage)`: reduces the gradients of a stage over other ranks; called if `reduces_stages`;
+    - `_norms_of(stage)`: returns key -> norm for the gradients of a stage on the device;
+    - `_places_of_tied()`: returns key -> (name, stage on the host) for each tied parameter of this rank;
+    - `_add_tied(gradients)`: adds up the gradients of tied parameters over all copies, and returns key -> norm;
+    - `_decide(batch)`: makes the decisions of STEP about a batch;
+    - `_require_steppable(stage)`, optional: raises an error if the UPDATE of a stage must not be made.
 
     Attributes:
-        residency: that of the schedule.
-        store, resident, gradients: the host's side; weights and gradients on the device.
-        reduces_stages: the gradients of a stage are reduced over other ranks before they leave, so the program needs a
-            REDUCE_GRAD for each.
+        residency: the residency of the schedule.
+        store: the stages on the host.
+        resident: the weights on the device.
+        gradients: the gradients on the device.
+        reduces_stages: the gradients of each stage are reduced over other ranks before they leave the device, so the
+            program needs a REDUCE_GRAD for each stage.
     """
 
     residency: Residency
@@ -72,7 +81,7 @@ class HostUpdate:
     def _keep_tied(self, *, has_tied: bool, device: torch.device) -> None:
         self._device = device
         self._tied_replicas = self.store.replicas.again() if self.store.is_shared and has_tied else None
-        self._batches: dict[int, HostBatch] = {}  # by the version that each leads to
+        self._batches: dict[int, HostBatch] = {}  # key: the version that the batch's step makes
 
     # Called on the main thread while a batch runs.
 
@@ -82,10 +91,10 @@ class HostUpdate:
         )
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """Nothing to do: each stage takes its own buffer in `accumulate`."""
+        """Do nothing: each stage takes its buffer in `accumulate`."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Nothing to do: batches do not interrupt one another here."""
+        """Do nothing: batches do not overlap where weights live on the host."""
 
     # Called on the chain's thread.
 
@@ -95,7 +104,7 @@ class HostUpdate:
 
     @torch.no_grad()
     def reduce_embed(self, version: int) -> None:
-        """Add up the gradients of tied parameters, which are on the host."""
+        """Add up the gradients of tied parameters, which are on the host, and write the sums to the host."""
         places = self._places_of_tied()
         if not places:
             return
@@ -108,14 +117,14 @@ class HostUpdate:
     # Called on the main thread, after the chain.
 
     def step(self, version: int) -> BatchReport:
-        """Decide about all updates of the batch."""
+        """Make the decisions for the updates of all stages."""
         batch = self._batches[version]
         self._decide(batch)
         batch.stepped = True
         self._forget(version)
         return batch.report
 
-    # The words of the host are called on the main thread; the functions that they return, in their lane.
+    # These methods are called on the main thread, and the functions that they return in a lane.
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
         return self.resident.fetch(stage, version)
@@ -127,7 +136,7 @@ class HostUpdate:
         self.gradients.accumulate(stage)
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
-        if not self.reduces_stages:  # else when they are reduced
+        if not self.reduces_stages:  # else `reduce_grad` notes them
             self._norms.note(version, self._norms_of(stage))
         return self.gradients.store(stage)
 
@@ -145,7 +154,7 @@ class HostUpdate:
         return make
 
     def _require_steppable(self, stage: int) -> None:
-        """Raise an error before an UPDATE of the stage that must not be made. Here every UPDATE may be made."""
+        """Raise an error if the UPDATE of a stage must not be made. The base class raises none."""
 
     def _forget(self, version: int) -> None:
         batch = self._batches[version]
@@ -155,7 +164,7 @@ class HostUpdate:
     # Called between batches, drained.
 
     def begin_evaluation(self) -> None:
-        """Nothing to do: stages are fetched."""
+        """Do nothing: an evaluation fetches the stages."""
 
     def show_newest(self) -> None:
         """Show the host's weights in the parameters, for a checkpoint."""

@@ -1,14 +1,16 @@
-"""Inputs that wait for their recompute in the host's memory.
+"""Inputs that wait for their recompute in host memory.
 
-Problem: each stage of a relay keeps the inputs of a whole batch from its forwards to its recomputes, so the device's
-bytes would grow with the number of stages.
+Problem: each stage of a relay saves the inputs of a whole batch from its forwards to its recomputes, so the bytes on
+the device would grow with the number of stages.
 
 Solution: OFFLOAD takes the input from its stage and copies it to host memory (`Streams.host_buffer`: pinned on CUDA, a
-shared mapping on a CPU), RELOAD copies it into new memory of the device, and the recompute gets that. Copies run in the
-lanes. What the thread that computes allocates and frees it does at places of its row, never when a copy happens to be
-done: memory is that of the program, and on CUDA every block is made and given back in the order of one stream. So an
-input that leaves is held until a computation has waited for its OFFLOAD, or for one behind it in its lane, and a host
-buffer is taken again once one has waited for the RELOAD from it.
+shared mapping on a CPU). RELOAD copies it into new memory on the device, which the recompute uses. The copies run in
+the lanes.
+
+The main thread allocates and frees at fixed places of its row, and not when a copy happens to end. So memory follows
+from the program, and on CUDA all blocks are allocated and freed in the order of one stream. An offloaded input is
+therefore held on the device until a computation has waited for its OFFLOAD or for a later one of the lane. A host
+buffer is reused after a computation has waited for the RELOAD from it.
 """
 
 from __future__ import annotations
@@ -29,12 +31,18 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 class InputStash:
-    """The stash of one rank. All calls come from the compute thread; the lanes call the functions that `offload` and
-    `reload` return. `saved` counts the inputs on the device, `ledger` their bytes and those of the buffers.
+    """The stash of one rank.
+
+    All calls come from the main thread, except that the lanes call the functions that `offload` and `reload` return.
+
+    Args:
+        saved: counts the microbatches whose inputs are on the device.
+        device: the device of the inputs.
+        ledger: counts the bytes of reloaded inputs and of host buffers; None: they are not counted.
 
     Attributes:
-        num_offloaded, num_bytes_offloaded: the inputs that have left the device, and their bytes.
-        num_buffers: buffers of host memory, each for one input.
+        num_offloaded, num_bytes_offloaded: the number and the bytes of the inputs that have been offloaded.
+        num_buffers: the number of host buffers, each for one input.
     """
 
     def __init__(
@@ -45,14 +53,15 @@ class InputStash:
         self._device = torch.device(device)
         self._make = streams_of(self._device).host_buffer
         self._ledger = ledger
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # host buffers
-        self._away: dict[_Key, Tensor] = {}  # host buffers
-        # On the device, each in a list of its own, so that the thread of a lane holds none of them beyond its copy.
-        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # in the order of their lane
-        self._coming: dict[_Key, list[Tensor]] = {}
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # free host buffers
+        self._away: dict[_Key, Tensor] = {}  # the host buffers of offloaded inputs
+        # Each input on the device is in its own list, and a copy refers to the list. So the main thread frees an input
+        # by emptying the list, even while the thread of a lane still refers to the copy.
+        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # inputs being offloaded, in the order of the lane
+        self._coming: dict[_Key, list[Tensor]] = {}  # inputs being reloaded
 
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Take the input of a microbatch from the stage. Returns the copy to the host, to be called in its lane."""
+        """Take the input of a microbatch from the stage. Return the copy to the host, to be called in its lane."""
         key, input = (stage.index, microbatch.index), stage.release_input(microbatch)
         buffer = self._away[key] = self._take(input)
         place = [input]
@@ -63,7 +72,7 @@ class InputStash:
         return lambda: _copy(place[0], buffer)
 
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Allocate the input on the device again. Returns the copy from the host, to be called in its lane."""
+        """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
         key = stage.index, microbatch.index
         assert key in self._away, f"the input of microbatch {key[1]} has never left stage {key[0]}"
         buffer = self._away[key]
@@ -74,7 +83,11 @@ class InputStash:
         return lambda: _copy(buffer, place[0])
 
     def note_awaited(self, word: Instruction) -> None:
-        """Free the inputs whose OFFLOAD is done: a computation has waited for it, or for its RELOAD."""
+        """Free the inputs whose OFFLOAD is known to be done, since a computation has waited for `word`.
+
+        `word` is an OFFLOAD or a RELOAD; other instructions are ignored. The OFFLOADs before it in the lane are done,
+        too.
+        """
         key = word.stage, word.microbatch
         if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
             left = None
@@ -84,7 +97,7 @@ class InputStash:
                 self._saved.remove(left[0])
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
-        """Give the reloaded input, if there is one, to the stage; called before its recompute, after the RELOAD."""
+        """Give the reloaded input, if there is one, to the stage. Called after its RELOAD, before its recompute."""
         key = stage.index, microbatch.index
         place = self._coming.pop(key, None)
         if place is not None:
@@ -93,7 +106,7 @@ class InputStash:
             stage.restore_input(microbatch, place.pop())
 
     def require_empty(self) -> None:
-        """Assert that every input is back; called while drained."""
+        """Assert that no input is on the host or being copied. Called while drained."""
         assert not (self._away or self._leaving or self._coming), f"inputs {list(self._away)} are still away"
 
     def _take(self, input: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """The lanes of a rank whose weights live on the host: to the device, from the device, and the host's optimizer.
 
-Problem: FETCH, FREE, STORE_GRAD and UPDATE take time beside the computation, each kind in an order of its own, and each
-waits for others: in its own lane, in another lane, in the chain of reductions, in the row.
+Problem: FETCH, FREE, STORE_GRAD and UPDATE run at the same time as the computation. Each of them must wait for other
+instructions: in its own lane, in another lane, in the chain of reductions, or in the row.
 
-Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator share. An
-instruction begins when the one before it in its lane and its dependencies are complete, and, on CUDA, when the device
-has done the earlier work of the row. Computations, and reductions in their own thread, wait for their dependencies. An
-instruction is complete when its call has returned and the lane's stream has done the work: other streams wait for that,
-and so does the host where it accesses the host's memory itself.
+Solution: three `LaneThread`s, and the rules of `program.lane_order.LaneOrder`, which checker and simulator use, too. An
+instruction begins when the one before it in its lane and its dependencies are complete, and on CUDA also when the
+device has done the earlier work of the row. Computations on the main thread and reductions on the thread of the chain
+wait for their dependencies. An instruction is complete when its call has returned and the stream of its lane has done
+the work. Other streams wait for this stream, and where the host itself accesses host memory, the host waits for it.
 
-A failure on any of these threads ends all waits here at once.
+A failure on any of these threads ends all waits at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LANES = (LaneName.H2D, LaneName.D2H, LaneName.HOST)
 
 @dataclass(eq=False, slots=True)
 class _Posted:
-    """A posted instruction for which others may wait."""
+    """An instruction for which others may wait. `event` marks the end of its work on the stream of its thread."""
 
     instruction: Instruction
     is_complete: bool = False
@@ -43,9 +43,21 @@ class _Posted:
 class Lanes:
     """The three lanes of one rank.
 
-    `order`: the dependencies; all instructions of the rank that wait, or for which others wait, pass through here, in
-    the order of its row. `timeout`: seconds that a computation waits. `on_awaited`: called with each instruction for
-    which a computation has waited, on the computation's thread.
+    Each instruction of the row that waits, or for which others wait, must be passed to `request`, `in_chain` or
+    `wait_for`, in the order of the row.
+
+    Args:
+        order: the dependencies of the instructions.
+        device: the device of the rank.
+        timeout: the seconds that a computation waits at most.
+        tracer: records the instructions of the lanes.
+        on_error: called with the first error of a lane or of the chain, on the thread that failed.
+        annotate: called by a lane with an error and the instruction that failed.
+        on_awaited: called on the main thread with each instruction for which a computation has waited.
+
+    Attributes:
+        traced: whether instructions that are requested from now on are traced.
+        waiting: the instruction for which a computation waits now, or None.
     """
 
     def __init__(
@@ -60,9 +72,7 @@ class Lanes:
         on_awaited: Callable[[Instruction], None] = lambda word: None,
     ) -> None:
         self.traced = True
-        """Whether what is requested now shall be in the trace."""
         self.waiting: Instruction | None = None
-        """While a computation waits: for which word."""
         self._order = order
         self._timeout = timeout
         self._streams = streams_of(device)
@@ -71,7 +81,7 @@ class Lanes:
         self._error: Exception | None = None
         self._progress = threading.Condition()
         self._num_told = 0
-        self._posted: dict[int, _Posted] = {}  # by number, those that may still be awaited
+        self._posted: dict[int, _Posted] = {}  # number in the row -> an instruction that may be awaited
         self._most_kept = 64
         self._last: dict[LaneName, _Posted] = {}
         self._lanes = {
@@ -84,12 +94,15 @@ class Lanes:
         return sum(lane.num_incomplete for lane in self._lanes.values())
 
     def request(self, instruction: Instruction, call: Callable[[], Any]) -> None:
-        """Queue `call` in the instruction's lane; the instruction is complete when it is done, on the device too."""
+        """Queue `call` in the lane of the instruction.
+
+        The instruction is complete when `call` has returned and its work on the device is done.
+        """
         self._raise_error()
         name = instruction.kind.row.lane
         posted, awaited = self._tell(instruction)
         given = self._streams.record()
-        on_host = name is LaneName.HOST  # it reads what a copy has brought, with no kernel of the device
+        on_host = name is LaneName.HOST  # the host reads copied data itself, without a stream
 
         def ready() -> None:
             self._join(awaited, on_host=on_host)
@@ -103,7 +116,7 @@ class Lanes:
         self._lanes[name].request(instruction, carry_out, ready=ready, traced=self.traced)
 
     def in_chain(self, instruction: Instruction, call: Callable[[], None]) -> Callable[[], None]:
-        """The call for the chain of a reduction that waits for lanes, or for which lanes wait."""
+        """Wrap the call of a reduction that waits for lanes, or for which lanes wait; the chain calls the result."""
         posted, awaited = self._tell(instruction)
 
         def reduce() -> None:
@@ -114,12 +127,12 @@ class Lanes:
         return reduce
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the dependencies of `computation` are complete; returns whether there were any.
+        """Wait until the dependencies of `computation` are complete. Return whether any of them was not complete yet.
 
-        On CUDA the host waits until the work is queued on the device, and the current stream until it is done.
+        On CUDA the host waits until their work is queued on the device, and the current stream waits until it is done.
 
         Raises:
-            TimeoutError: the wait takes too long; names the awaited instruction and the one that runs.
+            TimeoutError: the wait took longer than `timeout`. The message has the awaited and the running instructions.
             Exception: the error of a lane or a reduction.
         """
         _, awaited = self._tell(computation)
@@ -133,14 +146,14 @@ class Lanes:
         return waits
 
     def settle(self) -> None:
-        """Wait until all requests are complete, and forget them; called while drained."""
+        """Wait until all requests are complete. Called while drained."""
         self._join(list(self._last.values()), timeout=self._timeout, on_host=True)
         self._last.clear()
         for lane in self._lanes.values():
             lane.wait(lane.num_requested, self._timeout)
 
     def fail(self, error: Exception) -> None:
-        """Note an error of a lane or the chain, which ends all waits; the first error is kept."""
+        """Store an error of a lane or of the chain, which ends all waits. Only the first error is stored."""
         with self._progress:
             if self._error is not None:
                 return
@@ -149,14 +162,12 @@ class Lanes:
         self._on_error(error)
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop the threads when all requests are done."""
+        """Stop the threads after all requests. Waits at most `timeout` seconds for each thread."""
         for lane in self._lanes.values():
             lane.close(timeout)
 
-    # -- words --------------------------------------------------------------------------------------------------------
-
     def _tell(self, instruction: Instruction) -> tuple[_Posted, list[_Posted]]:
-        """The posted instruction, for later waits, and the instructions for which it waits."""
+        """Pass an instruction to the order. Return its record and the records of its dependencies."""
         awaited = [self._posted[number] for number in self._order.awaited(instruction)]
         posted = _Posted(instruction)
         if instruction.kind in AWAITED:
@@ -182,8 +193,10 @@ class Lanes:
         timeout: float | None = None,
         waiting: Instruction | None = None,
     ) -> None:
-        """Wait until all of these are complete: on the host, and then on the device for the current stream, or
-        `on_host` for the host, too.
+        """Wait until all of `awaited` are complete.
+
+        The host waits for their calls. Then the current stream waits for their work on the device; with `on_host` the
+        host waits for it instead.
         """
         if not awaited:
             return

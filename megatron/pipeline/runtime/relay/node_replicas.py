@@ -1,16 +1,16 @@
-"""The replicas of one part of the model that run on one node, and the memory that they share.
+"""The replicas of one part of the model that run on the same node, and their shared memory.
 
-Problem: replicas hold the same weights, masters and moments. On the host, d replicas of a node would hold d copies of
-what is large enough to have been moved there.
+Problem: replicas have the same weights, masters and moments. With weights on the host, d replicas on a node would hold
+d copies of them in host memory.
 
-Solution: the ranks of a data-parallel group tell each other their hosts' names over the job's store; those of one host
-map the same memory, which each of them can read whole, and of which each writes its share. It is an anonymous file
-(``memfd``): the first replica makes it, the others open it through ``/proc``, and then it has no name and no
-descriptor anywhere. So the kernel frees it with the last process, however that ends, nothing can be left in /dev/shm,
-and the size of /dev/shm is no limit.
+Solution: the ranks of a data-parallel group exchange the names of their hosts over the job's store. The replicas on one
+host map the same memory. Each of them can read all of it and writes its share. The memory is an anonymous file
+(``memfd``). The first replica makes it, the others open it through ``/proc``, and afterwards no name and no descriptor
+of it is left. So the kernel frees the memory when the last process ends for any reason. Nothing stays in /dev/shm, and
+its size is no limit.
 
-Where one has to wait for all, `barrier` does. A process that is gone breaks the connection at once; one that does not
-come is waited for as long as for any transfer, and then named.
+`barrier` waits for all replicas. If a process has ended, the connection breaks and the wait ends at once. If a process
+does not join in time, the error has its rank.
 """
 
 from __future__ import annotations
@@ -28,24 +28,30 @@ from torch import Tensor
 
 from megatron.backend.streams import streams_of
 
-_num_made: Counter[tuple[int, ...]] = Counter()  # part of the names, so that later ones meet apart from these
-_OF_THE_TIMEOUT = 0.8  # computations that wait for what stands behind a barrier give up later: it knows who is late
-_STEP = 8  # int64s from one replica's counter to the next one's: a cache line
+_num_made: Counter[tuple[int, ...]] = Counter()  # part of a store's prefix, so that no two meetings share it
+_OF_THE_TIMEOUT = 0.8  # the error of a barrier has the late rank, so it must come before errors of other waits
+_STEP = 8  # int64s between the counters of two replicas: a cache line
 
 
 class NodeReplicas:
-    """This replica and the other replicas on its host.
+    """This replica and the other replicas on its host. The constructor is collective over `ranks`.
 
-    `ranks`: the global ranks that hold the same part of the model, on any hosts; each of them makes this, in the same
-    order as any others of these ranks. `host`: what to call this host; None: its host name. `device`: on CUDA, shared
-    memory is pinned for it.
+    If some ranks make several objects, they must make them in the same order.
+
+    Args:
+        ranks: the global ranks that hold the same part of the model, on any host.
+        host: the name of this host; None: its host name.
+        device: on CUDA, shared memory is pinned for this device.
+        timeout: how long a rank waits for the others.
 
     Attributes:
-        ranks: those on this host, ascending; `index`: of this one among them.
-        group: that of these ranks, over gloo; None for a single one. timeout: how long a rank waits for the others.
+        ranks: the ranks on this host, ascending.
+        index: the position of this rank in `ranks`.
+        group: a gloo group of `ranks`; None for a single rank.
+        host, timeout: as given.
 
     Raises:
-        ValueError: processes that say they are on one host cannot map each other's memory.
+        ValueError: processes with the same host name cannot map each other's memory.
     """
 
     def __init__(
@@ -62,34 +68,38 @@ class NodeReplicas:
         self.ranks = _on_one_host(sorted(ranks), self.host, timeout)
         self.index = self.ranks.index(_rank())
         self.group = self._connect()
-        self._entered = self.buffer((len(self.ranks) * _STEP,), torch.int64)[::_STEP]  # by replica: its barriers
+        self._entered = self.buffer((len(self.ranks) * _STEP,), torch.int64)[::_STEP]  # replica -> collectives entered
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def again(self) -> NodeReplicas:
-        """The same replicas over another connection, for another thread. Collective."""
+        """The same replicas with another connection, for another thread. Collective."""
         return NodeReplicas(self.ranks, host=self.host, device=self._streams.device, timeout=self.timeout)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory, zeroed, which all replicas have mapped; of this process alone where there is one. Collective."""
+        """Zeroed host memory that all replicas have mapped, or private to the process if it is alone. Collective."""
         count = torch.Size(shape).numel()
         if self.size == 1 or not count:
             return self._streams.kept_host_buffer(shape, dtype)
         return self._streams.pin_mapping(self._map(count, dtype).view(shape))
 
     def barrier(self) -> None:
-        """Wait until all replicas have come here; what they wrote before is seen behind it.
+        """Wait until all replicas have entered the barrier. Afterwards each sees what the others wrote before it.
 
         Raises:
-            RuntimeError: one is gone, or has not come in time; says which.
+            RuntimeError: a replica has ended or has not joined in time. The message has its rank.
         """
         if self.group is not None:
             self.together(lambda: self.group.barrier().wait())
 
     def together(self, collective: Callable[[], object]) -> None:
-        """Call `collective` on all replicas, in the same order as other collectives. Raises as `barrier`."""
+        """Call `collective`, on all replicas in the same order as other collectives.
+
+        Raises:
+            RuntimeError: a replica has ended or has not joined in time. The message has its rank.
+        """
         self._entered[self.index] += 1
         try:
             collective()
@@ -106,7 +116,11 @@ class NodeReplicas:
         return dist.ProcessGroupGloo(store, self.index, self.size, _OF_THE_TIMEOUT * self.timeout)
 
     def _map(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the first replica, in all. Its descriptor is closed when all have mapped it."""
+        """Map the same memory on all replicas. The first replica makes it and closes its descriptor afterwards.
+
+        Raises:
+            ValueError: a replica cannot map the memory; raised on all replicas.
+        """
         said, file, problem, memory = torch.zeros(3, dtype=torch.int64), -1, None, None
         num_bytes = count * dtype.itemsize
         try:
@@ -126,7 +140,7 @@ class NodeReplicas:
             problem = f"the memory of rank {self.ranks[0]} cannot be opened ({error})"
         failed = torch.zeros(self.size, dtype=torch.int64)
         failed[self.index] = problem is not None
-        self.group.allreduce([failed]).wait()  # the first replica's descriptor is not needed any more, either
+        self.group.allreduce([failed]).wait()  # now all have opened the first replica's descriptor
         if file >= 0:
             os.close(file)
         if failed.any():
@@ -144,9 +158,14 @@ def _name(token: int) -> str:
 
 
 def _mapped(process: int, file: int, token: int, count: int, dtype: torch.dtype) -> Tensor:
-    """The memory behind a process's descriptor; keeps no descriptor. OSError, RuntimeError: it cannot be had."""
+    """Map the memory behind the descriptor `file` of a process, without keeping a descriptor.
+
+    Raises:
+        OSError: the descriptor cannot be read or belongs to another file.
+        RuntimeError: the memory cannot be mapped.
+    """
     path = f"/proc/{process}/fd/{file}"
-    if f"memfd:{_name(token)}" not in os.readlink(path):  # hosts that only have the same name
+    if f"memfd:{_name(token)}" not in os.readlink(path):  # another host with the same name
         raise OSError(f"{path} is another file")
     return torch.from_file(path, shared=True, size=count, dtype=dtype)
 
@@ -158,7 +177,7 @@ def _root(rank: int) -> dist.BroadcastOptions:
 
 
 def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
-    """Those of `ranks` that say they are on `host`."""
+    """The ranks of `ranks` whose host has the name `host`, in the same order."""
     if len(ranks) == 1:
         return ranks
     store = meeting_of("host", ranks)
@@ -169,7 +188,7 @@ def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
 
 
 def meeting_of(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
-    """A fresh store for these ranks and this purpose; each rank has to call it equally often."""
+    """A new store for these ranks and the purpose `what`. All ranks must call it equally often."""
     key = (what, *ranks)
     _num_made[key] += 1
     prefix = f"node_replicas/{what}/{'-'.join(map(str, ranks))}/{_num_made[key]}"

@@ -1,20 +1,21 @@
-"""The weights of a few stages on the device: FETCH brings them, FREE takes them away.
+"""The weights of a few stages on the device: FETCH copies them there, and FREE removes them.
 
-Problem: parameters have to show the weights of their stage while it computes, and to take no memory otherwise. A use of
-absent weights must not go unseen: a slot that is overwritten while a graph still refers to it gives wrong gradients
-without any error.
+Problem: while a stage computes, its parameters must show its weights, and otherwise they must take no memory. A use of
+weights that are not there must be detected: if a slot is overwritten while a graph refers to it, the gradients are
+wrong without an error.
 
-Solution: an arena on the device. Every stage has a fixed place in it, such that any K stages in a row, in the order of
-the rank, lie apart; for K = 2 the arena is filled from both ends, and is as large as the largest pair of neighbours. A
-FETCH copies the host's flat weights to the stage's place and points ``param.data`` there. Between FREE and FETCH
-``param.data`` is a single NaN, expanded to the shape of the parameter. Buffers of the modules stay on the device.
+Solution: an arena on the device, in which every stage has a fixed place. Any K successive stages of the rank have
+places that do not overlap. For K = 2 the arena is filled from both ends and is as large as the largest pair of
+neighbours. A FETCH copies the flat weights of the stage from the host to its place and points ``param.data`` there.
+Between FREE and FETCH ``param.data`` is a single NaN, expanded to the shape of the parameter. The buffers of modules
+stay on the device.
 
-FREE takes effect at two moments. In the row it does so at once: later instructions of the row find NaN. In the lane it
-does so when the computations before it are done; only then may another FETCH write to the place.
+FREE takes effect twice. In the row it takes effect at once: later instructions of the row see NaN. In the lane it takes
+effect when the computations before it are done, and only then may another FETCH write to the place.
 
-Replicas on a node that share a store would all read the same bytes of the host's memory, and GPUs on one host link wait
-for one another. So each replica may fetch 1/d of a stage, and an all-gather in place brings the rest over the link
-between the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
+Replicas on a node that share a store would all read the same bytes of host memory, and GPUs behind the same host link
+would wait for each other. So each of d replicas may fetch 1/d of a stage, and an all-gather in place completes it over
+the links between the devices (L2L's eager parallelism; Pudipeddi et al., 2020, section 3).
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas, meeting_
 
 
 class ResidentWeights:
-    """The device's side of a `HostStore`.
+    """The weights of a `HostStore` on the device.
 
-    `modules`: stage -> its module; the parameters are those that the store was made of, in its order, and away from now
-    on.
-    `num_resident`: K, the most stages that are there at once. All calls come from the thread that computes, but for
-    what `fetch` and `free` return, which the lane to the device calls.
+    All calls come from the main thread, except that the lane to the device calls the functions that `fetch` and `free`
+    return. After construction the parameters show NaN. The constructor is collective over replicas that gather.
+
+    Args:
+        modules: stage -> module, in the order of the rank; their parameters are those of `store`, in the same order.
+        store: the weights on the host.
+        num_resident: K, the largest number of stages on the device at once.
+        device: the device of the weights.
 
     Attributes:
-        num_fetched, num_bytes_fetched: how many fetches there were, and what they have copied from the host.
+        num_fetched, num_bytes_fetched: the number of fetches, and the bytes that they have copied from the host.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class ResidentWeights:
             stage: dict(zip(store.stages[stage].weights, module.parameters(), strict=True))
             for stage, module in modules.items()
         }
-        self._resident: dict[int, int] = {}  # stage -> version, as far as the row has come
+        self._resident: dict[int, int] = {}  # stage -> version, at the present place in the row
         self._num_resident = num_resident
         self._shows_host = False
         stages = [store.stages[stage] for stage in modules]
@@ -82,8 +87,9 @@ class ResidentWeights:
         self._take_all_away()
 
     def _warm_up(self, device: torch.device) -> None:
-        """Gather each stage's place once while nothing else runs: NCCL connects a group where it is first used, and
-        again where a size takes another algorithm.
+        """Gather into the place of each stage once while nothing else runs.
+
+        NCCL connects a group at its first use, and again if a size needs another algorithm.
         """
         if self._gather is not None:
             for flats in self._flat.values():
@@ -94,15 +100,19 @@ class ResidentWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the arena: what weights take on the device, whichever stages are there."""
+        """The bytes of the arena, which do not depend on the stages that are on the device."""
         return sum(arena.nbytes for arena in self._arena.values())
 
     def of_stage(self, stage: int) -> StageWeights:
-        """What a stage is built with in the place of weight versions."""
+        """The weights of a stage, with which the stage is built in place of weight versions."""
         return StageWeights(self, stage)
 
     def fetch(self, stage: int, version: int) -> Callable[[], None]:
-        """`version` of the stage shall be on the device. Returns what copies it."""
+        """Mark `version` of a stage as on the device. Return the copy, to be called in the lane.
+
+        Raises:
+            ValueError: the place of a stage that is on the device overlaps with the place of this stage.
+        """
         if self._shows_host:
             self._take_all_away()
         assert stage not in self._resident, f"stage {stage} is on the device already"
@@ -127,27 +137,29 @@ class ResidentWeights:
         return copy
 
     def free(self, stage: int) -> Callable[[], None]:
-        """Nothing in the row uses the stage's weights from here on. Returns what the lane does: nothing, when the
-        device has done what the row gave it.
+        """Make the parameters of a stage show NaN. Return the call for the lane, which does nothing.
+
+        The lane calls it when the device has done the earlier work of the row, and later fetches of the lane wait for
+        it.
         """
         del self._resident[stage]
         self._take_away(stage)
         return lambda: None
 
     def close(self) -> None:
-        """End what fetches gather with. Collective over the replicas that do."""
+        """End the communicator with which fetches gather. Collective over the replicas that gather."""
         if self._gather is not None:
             self._gather.close()
 
     def load(self, stage: int, version: int) -> None:
-        """A computation with `version` of the stage follows, whose FETCH is complete."""
+        """Assert that `version` of a stage is on the device, before a computation with it."""
         found = self._resident.get(stage)
         assert found == version, f"version {version} of stage {stage} is not on the device: " + (
             f"version {found} is" if found is not None else "no FETCH stands before it without a FREE behind"
         )
 
     def show_on_host(self) -> None:
-        """Drained: show the newest weights in all parameters, those of the host itself, until the next FETCH."""
+        """Point all parameters at the weights on the host until the next FETCH. Called while drained."""
         assert not self._resident, f"stages {list(self._resident)} are on the device"
         for stage, parameters in self._parameters.items():
             weights = self._store.stages[stage].weights
@@ -176,14 +188,14 @@ class ResidentWeights:
 
 
 class StageWeights:
-    """The interface of a stage to its weights, in the place of weight versions."""
+    """The weights of one stage, with the method of weight versions that stages call."""
 
     def __init__(self, weights: ResidentWeights, stage: int) -> None:
         self._weights = weights
         self._stage = stage
 
     def load(self, version: int) -> None:
-        """A computation with this version follows."""
+        """Assert that `version` is on the device."""
         self._weights.load(self._stage, version)
 
 
@@ -196,12 +208,14 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 class _WeightGather:
-    """Gathers flat tensors over `replicas`, which are more than one, on the lane that fetches. Collective, `gather` and
-    `close` too. Replicas run one program, so they come to their gathers in one order.
+    """Gathers flat tensors over `replicas`, which are at least two, on the lane that fetches.
+
+    The constructor, `gather` and `close` are collective. Replicas run the same program, so they gather in the same
+    order.
     """
 
     def __init__(self, replicas: NodeReplicas, *, device: torch.device) -> None:
-        self._replicas = replicas.again()  # of this lane's own: updates and reductions join theirs meanwhile
+        self._replicas = replicas.again()  # this lane's connection: updates and reductions run at the same time
         self._streams = streams_of(device)
         self._communicator = None
         if self._streams.runs_ahead:
@@ -211,29 +225,31 @@ class _WeightGather:
             )  # fmt: skip
 
     def share(self, length: int) -> slice:
-        """What this replica fetches of a flat tensor of so many elements, a multiple of the number of replicas."""
+        """This replica's slice of a flat tensor whose `length` is a multiple of the number of replicas."""
         part = length // self._replicas.size
         return slice(self._replicas.index * part, (self._replicas.index + 1) * part)
 
     def gather(self, flat: Tensor) -> None:
-        """Complete `flat`, on the device, of which this replica has its share. On CUDA, when the current stream has.
+        """Gather the shares of all replicas into `flat`, which has this replica's share.
+
+        On CUDA `flat` is complete when the current stream has done the gather.
 
         Raises:
-            RuntimeError: a replica is gone, or has not come in time; says which.
+            RuntimeError: a replica has ended or has not joined in time. The message has its rank.
         """
-        whole = flat.view(torch.uint8)  # any dtype is bytes here
+        whole = flat.view(torch.uint8)  # bytes, for any dtype
         own = whole[self.share(len(whole))]
         group = self._communicator or self._replicas.group
         self._replicas.together(lambda: group._allgather_base(whole, own).wait())
 
     def close(self) -> None:
-        """End the communicator, when nothing is left for it."""
+        """End the communicator after all its work."""
         if self._communicator is not None:
             shut_down(self._communicator)
 
 
 class HostVersions:
-    """The one version of weights on the host, with the interface of weight versions for evaluations and checkpoints."""
+    """The weights on the host, with the methods of weight versions that evaluations and checkpoints use."""
 
     def __init__(self, store: HostStore, weights: ResidentWeights) -> None:
         self._store = store
@@ -241,18 +257,18 @@ class HostVersions:
 
     @property
     def newest(self) -> int:
-        """The version of all stages."""
+        """The version, which is the same for all stages while drained."""
         (version,) = set(self._store.versions.values())
         return version
 
     def show_newest(self) -> None:
-        """Point the parameters at the host's weights, until the next FETCH."""
+        """Point the parameters at the weights on the host until the next FETCH."""
         self._weights.show_on_host()
 
     def newest_tensors(self) -> dict[str, Tensor]:
-        """name -> weight: the host's own, not a copy."""
+        """Name -> weight on the host, not copied."""
         return self._store.newest_tensors()
 
     def reset(self, version: int) -> None:
-        """The host's weights, which were written meanwhile, are this version."""
+        """Declare that the weights on the host, which were written from a checkpoint, are this version."""
         self._store.versions = dict.fromkeys(self._store.versions, version)

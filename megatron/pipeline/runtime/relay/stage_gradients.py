@@ -1,13 +1,19 @@
-"""Gradients that leave stage by stage: a few flat buffers on the device, which the rank's stages take in turn.
+"""Gradients that leave the device stage by stage, and their norms.
 
-A stage takes a buffer with its first backward of a batch; autograd adds to views of it in place, as to any gradient.
-Its STORE_GRAD gives the buffer back once it has copied it to the host. Stages take buffers in the order of the row, and
-always the buffer that was given back first: a backward waits for just that copy (`lane_order.LaneOrder`), on CUDA with
-its stream, too. The norms are computed on the device, before the gradients leave.
+Problem: where weights live on the host, the device must not hold the gradients of all stages at once.
 
-A stage's norms wait for the other stages' norms. They are small, but their memory grows with the model's depth, unlike
-all other memory on the device. So they go to the host, into one vector with a place for each, and come back in one copy
-to be added up in the usual place and order. The host waits for nothing.
+Solution: a few flat buffers on the device, which the stages of the rank take in turn. A stage takes a buffer at its
+first backward of a batch, and autograd adds to views of the buffer in place. The buffer is free again when the
+STORE_GRAD of the stage has copied it to the host. Stages take buffers in the order of the row, always the buffer that
+was given back first. So a backward waits only for the copy from that buffer (`lane_order.LaneOrder`), on CUDA also on
+its stream.
+
+Problem: norms are computed on the device before the gradients leave, and the norms of a stage wait for those of the
+other stages. They are small, but their number grows with the depth of the model, and all other memory on the device
+does not.
+
+Solution: the norms are copied to one vector on the host, and back to the device in one copy, where they are added up in
+the same order as under other schedules. The host does not wait for these copies.
 """
 
 from __future__ import annotations
@@ -31,10 +37,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class NormsOnHost(Generic[Key]):
-    """The norms of one batch at a time.
+    """Stores the norms of the gradients of one batch at a time on the host.
 
-    `keys`: of all that will ever be noted, in the order in which they come back. `dtype`: of the norms. Calls may come
-    from several threads, one after the other, with their streams in that order.
+    Calls may come from several threads, but not at the same time, and their streams must be ordered in the same way.
+
+    Args:
+        keys: the keys of all norms, in the order in which `take` returns them.
+        dtype: the dtype of the norms.
+        device: the device of the norms.
     """
 
     def __init__(self, keys: Iterable[Key], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
@@ -45,13 +55,16 @@ class NormsOnHost(Generic[Key]):
         self._version: int | None = None
 
     def note(self, version: int, norms: Mapping[Key, Tensor]) -> None:
-        """Scalars on the device, of the batch that leads to `version`; of what was noted before, the new ones count."""
+        """Store norms, scalars on the device, of the batch whose step makes `version`.
+
+        A norm replaces the norm that was stored under the same key.
+        """
         assert self._version in (None, version), f"norms of version {self._version} are there, and {version} notes some"
         self._version = version
         self._noted |= norms.keys()
         ordered = sorted(((self._places[key], norm) for key, norm in norms.items()), key=lambda each: each[0])
         first = 0
-        for last in range(1, len(ordered) + 1):  # runs of neighbours are one copy
+        for last in range(1, len(ordered) + 1):  # one copy for each run of neighbours
             if last == len(ordered) or ordered[last][0] != ordered[last - 1][0] + 1:
                 start, stop = ordered[first][0], ordered[last - 1][0] + 1
                 values = torch.stack([norm for _, norm in ordered[first:last]])
@@ -59,7 +72,7 @@ class NormsOnHost(Generic[Key]):
                 first = last
 
     def take(self, version: int) -> dict[Key, Tensor]:
-        """All that were noted of the batch, scalars on the device; they are forgotten here."""
+        """Remove and return all norms of the batch whose step makes `version`: key -> scalar on the device."""
         assert self._version in (None, version), f"norms of version {self._version} are there, and not of {version}"
         back = self._host.to(self._device, non_blocking=True, copy=True)
         taken = {key: back[place] for key, place in self._places.items() if key in self._noted}
@@ -74,15 +87,17 @@ Name = TypeVar("Name")
 
 
 def show_as_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
-    """Autograd adds to the view itself, in place."""
+    """Make autograd add the gradient of `parameter` to `view` in place; None: no backward follows."""
     parameter.grad = view
 
 
 def copied_back(
     on_host: Mapping[Name, Tensor], replicas: NodeReplicas | None, *, device: torch.device
 ) -> dict[Name, Tensor]:
-    """Gradients that have left, on the device again. Of `replicas`, each has brought a share of them to the host: all
-    have when they are read here, and none writes to them before all have read them.
+    """Copy gradients from the host back to the device. Collective over `replicas`.
+
+    Each of `replicas` has written a share of the gradients to the host. The barriers make all shares present before
+    they are read, and keep replicas from writing before all have read.
     """
     if replicas is not None:
         replicas.barrier()
@@ -93,10 +108,17 @@ def copied_back(
 
 
 class StageGradients:
-    """The gradient buffers of one rank.
+    """The gradient buffers of one rank on the device.
 
-    `stages`: stage -> its place on the host; `parameters`: stage -> name -> the parameter whose gradient it is. `show`:
-    has backwards add to a view of a buffer (in the dtype of the host's gradients) for a parameter, or to nothing.
+    Args:
+        stages: stage -> the stage on the host.
+        parameters: stage -> name -> parameter.
+        show: called with a parameter and a view of a buffer; makes backwards add the parameter's gradient to the view,
+            which has the dtype of the host's gradients. Called with None when no backward follows.
+        device: the device of the buffers.
+
+    Attributes:
+        num_bytes: the bytes of all buffers.
     """
 
     def __init__(
@@ -120,11 +142,11 @@ class StageGradients:
             for _ in range(num_buffers)
         )
         self.num_bytes = num_buffers * sum(count * dtype.itemsize for dtype, count in length.items())
-        self._buffers: dict[int, Flat] = {}  # of the stages that have one
-        self._flat: dict[int, Flat] = {}  # what each stage has added up last; its part of a buffer
+        self._buffers: dict[int, Flat] = {}  # stage -> the buffer that it has taken
+        self._flat: dict[int, Flat] = {}  # stage -> its part of the buffer that it took last
 
     def accumulate(self, stage: int) -> None:
-        """A backward of the stage follows: it adds to the stage's buffer, or to one that is zeroed for it."""
+        """Make backwards of the stage add to its buffer. If it has none, it takes a free buffer, which is zeroed."""
         if stage in self._buffers:
             return
         assert self._free, f"stages {list(self._buffers)} have all gradient buffers, and {stage} needs one"
@@ -138,17 +160,19 @@ class StageGradients:
             self._show(parameter, views[name])
 
     def flat(self, stage: int) -> Flat:
-        """What the stage has added up, until it is on the host: dtype -> 1-d tensor."""
+        """The gradients of a stage before STORE_GRAD has copied them: dtype -> 1-d tensor."""
         return self._flat[stage]
 
     def norms(self, stage: int) -> dict[str, Tensor]:
-        """name -> the norm of the gradient, FP64 scalars on the device: nobody has waited for them."""
+        """Name -> the norm of the gradient: float64 scalars on the device, possibly still being computed."""
         views = self.views(stage)
         return {name: norm_of(view) for name, view in views.items()}
 
     def store(self, stage: int) -> Callable[[], None]:
-        """No backward adds to the gradients any more. Returns what copies them to the host, or this replica's share;
-        when that is done, the buffer is free.
+        """End the backwards of a stage, and give its buffer back.
+
+        Returns the function that copies the gradients, or this replica's share, to the host. The next stage that takes
+        the buffer must wait for this copy.
         """
         for parameter in self._parameters[stage].values():
             self._show(parameter, None)
@@ -161,5 +185,5 @@ class StageGradients:
         return copy
 
     def views(self, stage: int) -> dict[str, Tensor]:
-        """The same by name, in the parameters' shapes."""
+        """The gradients of a stage by name, as views in the shapes of the parameters."""
         return self._stages[stage].gradient_layout.views(self._flat[stage])

@@ -1,1 +1,1 @@
-"""Kinds of stages, each with its updates: any module, chunks of megatron.core, and stages that sleep."""
+"""The kinds of stages with their weight updates: any ``nn.Module``, chunks of megatron.core, and stages that sleep."""

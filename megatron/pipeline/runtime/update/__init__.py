@@ -1,1 +1,1 @@
-"""From the gradients of a batch to the next weights: the chain of reductions, versions, predictions, steps."""
+"""From the gradients of a batch to the next weights: reductions, weight versions, predictions and steps."""

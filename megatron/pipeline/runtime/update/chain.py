@@ -1,12 +1,13 @@
-"""The chain: the reductions between a batch's last backward and its step, off the path of the computation.
+"""The chain: the reductions between the last backward of a batch and its step, on a background thread.
 
-Problem: reductions over replicas, tied embeddings and the global norm depend on all ranks; waiting for them where
-they are posted would stall the pipeline at every batch border.
+Problem: the reductions over replicas, over tied embeddings and of the global norm depend on other ranks. If the main
+thread waited for a reduction where the program posts it, the pipeline would stall after every batch.
 
-Solution: one background thread per rank runs them in program order, so every group of ranks sees its collectives in one
-order. Only STEP waits. On CUDA the thread works on a stream of its own, which first waits for what the compute stream
-had been given when the reduction was posted. A failure in the thread is raised by the next post or wait of the main
-thread, and handed to `on_error` at once, since the main thread may be blocked in a transfer.
+Solution: one background thread per rank runs the reductions in program order, so all members of a group start its
+collectives in the same order. The main thread waits only where it needs the result, as in STEP. On CUDA the background
+thread has its own stream. Before each reduction this stream waits for the work that the compute stream had received
+when the reduction was posted. If a reduction fails, the next `post` or `wait` of the main thread raises the error. The
+error also goes to `on_error` at once, since the main thread may be blocked in a transfer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,19 @@ from megatron.pipeline.runtime.contract.trace import CHAIN, Tracer
 
 
 class Chain:
-    """Runs posted calls in order on one background thread (and, on CUDA, one stream)."""
+    """Runs posted calls in order on one background thread, on CUDA also on one stream.
+
+    Args:
+        device: the device of the calls.
+        timeout: seconds that `wait` and `close` wait at most.
+        tracer: records start and end of each call.
+        on_error: called on the background thread with the error of a call.
+        annotate: called before `on_error` with the error and the instruction whose call failed.
+
+    Attributes:
+        error: the error of the call that failed; no call runs after it.
+        current: the instruction whose call runs now.
+    """
 
     def __init__(
         self,
@@ -52,7 +65,10 @@ class Chain:
         self._thread: threading.Thread | None = None
 
     def post(self, instruction: Instruction, call: Callable[[], None]) -> None:
-        """Run `call` after all calls posted before it."""
+        """Run `call` on the background thread after all calls posted before.
+
+        Raises the error of an earlier call.
+        """
         self.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="pipeline chain", daemon=True)
@@ -62,9 +78,9 @@ class Chain:
         self._queue.put((instruction, call, self._streams.record()))
 
     def wait(self, version: int) -> None:
-        """Wait until everything posted so far for `version` is done; on CUDA the current stream waits as well.
+        """Wait until all calls posted so far for `version` are done; on CUDA the current stream waits for them as well.
 
-        Raises the error that a call raised, or TimeoutError naming the call that does not end.
+        Raises the error of a call that failed, or TimeoutError with the call that has not ended.
         """
         ticket = self._posted.pop(version, 0)
         if self._num_done < ticket:
@@ -79,14 +95,14 @@ class Chain:
             self._streams.wait(self._done)
 
     def close(self) -> None:
-        """Stop the thread when it has run all posted calls."""
+        """Stop the thread after all posted calls; waits at most `timeout` seconds."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(self._timeout)
             self._thread = None
 
     def raise_error(self) -> None:
-        """Raise the error of a call, if one failed."""
+        """Raise the error of a call, if a call has failed."""
         if self.error is not None:
             raise self.error
 

@@ -1,12 +1,12 @@
 """The steps of torch's Adam, AdamW and SGD in one pass that leaves parameters, moments and gradients unchanged.
 
-Problem: an optimizer's own `step` writes into its operands, so a prediction would have to copy all of them first. It
-needs the stepped weights alone.
+Problem: an optimizer's own `step` writes into its operands. A prediction needs only the stepped weights, but it would
+have to copy all operands first.
 
-Solution: the operations of `torch.optim` in the same order, so with the same bits, into other tensors. On a CPU the
-pass goes block by block, as the optimizers go parameter by parameter; the blocks are so small that intermediate results
-stay in the cache. On a CUDA device `torch._foreach_*` takes many parameters at once, as the optimizers do there, to
-save launches. Everything is FP32. Other optimizers, and most options of these, are not supported.
+Solution: run the operations of `torch.optim` in the same order and write the results into other tensors, which gives
+the same bits. On a CPU the pass goes through each parameter in blocks that are so small that intermediate results stay
+in the cache. On a CUDA device `torch._foreach_*` takes many parameters in one launch, as the optimizers do there. All
+arithmetic is FP32. Other optimizers, and most options of these three, are not supported.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ import torch
 from torch import Tensor
 
 BlockStep = Callable[..., None]
-"""Called with three tensors of scratch, the tensor for the result, the parameter, its gradient and its moments: one
-block of each, flat and of one size. The result may be the first of the scratch."""
+"""A step of one block. The arguments are a list of three scratch tensors, the tensor for the result, the parameter, its
+gradient and its moments, all flat FP32 tensors of one size. The result may be the first scratch tensor."""
 
 
 class Rule(Protocol):
-    """An optimizer's step of one of its groups, with the group's learning rate and options at construction.
+    """The step of one group of an optimizer, with the learning rate and the options that the group has at construction.
 
-    `moments`: names of the state tensors of a parameter, each of the parameter's shape.
+    Attributes:
+        moments: names of the state tensors that the step reads, each of the parameter's shape.
     """
 
     moments: tuple[str, ...]
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
-        """Whether this rule supports the options of the group."""
+        """Whether the rule supports the options of the group."""
 
     def block_step(self, state: dict[str, Any], factor: float | Tensor) -> BlockStep:
-        """The next step of the parameter that has this state, with `factor` times the gradient."""
+        """The next step of a parameter with this state; the step uses `factor` times the gradient."""
 
     def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        """The next values of the parameters; `gradients` are scratch afterwards."""
+        """The values of the parameters after the step. The tensors in `gradients` may be overwritten."""
 
 
 class AdamRule:
-    """Adam and AdamW. `decoupled`: whether weight decay is, where the group does not say."""
+    """Adam and AdamW. `decoupled`: whether weight decay is decoupled if the group has no option for it."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
@@ -62,7 +63,7 @@ class AdamRule:
         )
 
     def _sizes(self, state: dict[str, Any]) -> tuple[float, float]:
-        """The length of a parameter's next step, and the root of the bias of the second moment."""
+        """lr / (1 - beta1^t) and sqrt(1 - beta2^t) for the next step t of a parameter."""
         count = float(state["step"] + 1)
         return self._lr / (1 - self._beta1**count), (1 - self._beta2**count) ** 0.5
 
@@ -150,20 +151,24 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _scalar(value: float | Tensor) -> Tensor:
-    """The value as a tensor: torch wraps a number anew in each call, which takes about as long as the call itself."""
+    """The value as an FP32 scalar tensor. torch would wrap a number in every call, which takes as long as the call."""
     return value.float() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
 
 
 BLOCK = 2**16
-"""Elements of a block, of each thread: three blocks of FP32 scratch and the operands fit into 2 MiB of cache."""
+"""Elements of a block per thread. Three FP32 scratch blocks and the operands fit into 2 MiB of cache."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """One parameter to step; all tensors have its number of elements.
+    """One parameter to step; the other tensors have as many elements.
 
-    `parameter`: one of the optimizer's, with its `state` there. `gradient`: of any floating dtype; the step uses
-    `factor` times it, a number or a scalar on the device. `target`: receives the stepped values, of any floating dtype.
+    Attributes:
+        parameter: a parameter of the optimizer.
+        gradient: of any floating dtype; the step uses `factor` times the gradient.
+        factor: a number or a scalar tensor on the device.
+        state: the optimizer's state of the parameter.
+        target: receives the stepped values; of any floating dtype.
     """
 
     parameter: Tensor
@@ -178,11 +183,16 @@ RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
     torch.optim.AdamW: (AdamRule, {"decoupled": True}),
     torch.optim.SGD: (SgdRule, {}),
 }
-"""Exact type of an optimizer (a subclass may step differently) -> its rule and the rule's arguments."""
+"""The exact type of an optimizer -> its rule and the arguments of the rule. A subclass may step in another way."""
 
 
 class ElementwiseStep:
-    """Takes the next step of one group of an optimizer, with the group's present learning rate and options."""
+    """Takes the next step of the parameters of one group of an optimizer.
+
+    Args:
+        rule: the rule of the group.
+        on_cpu: step in blocks; else all parameters of a chunk at once.
+    """
 
     def __init__(self, rule: Rule, *, on_cpu: bool) -> None:
         self._rule = rule
@@ -190,7 +200,7 @@ class ElementwiseStep:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
-        """The step of a group; None if its optimizer, an option or a kind of parameter is not supported."""
+        """The step of a group; None if the optimizer, an option, or a parameter's type or device is not supported."""
         rule, options = RULES.get(type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
@@ -202,7 +212,7 @@ class ElementwiseStep:
         return None
 
     def can_take(self, each: Operands) -> bool:
-        """Whether the state exists (the first step makes it) and the tensors have the usual memory layout."""
+        """Whether the state has FP32 moments (the optimizer's first step makes them) and all tensors are contiguous."""
         moments = [each.state.get(name) for name in self._rule.moments]
         return all(
             isinstance(moment, Tensor) and moment.dtype is torch.float32 and moment.shape == each.parameter.shape
@@ -212,7 +222,7 @@ class ElementwiseStep:
     def take(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
         """Write the stepped values of the parameters of a chunk into their targets.
 
-        `where`: for each, a scalar on the device that says whether to step it; None: yes.
+        `where` has for each parameter a bool scalar tensor on the device, whether to step it, or None: step it.
         """
         if not self._on_cpu:
             self._take_at_once(chunk, where)
@@ -245,7 +255,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
-    """Each tensor times its factor, in one launch for all tensors of one factor."""
+    """Each tensor times its factor, with one launch for all tensors that have the same factor."""
     result = list(gradients)
     for factor in {id(factor): factor for factor in factors}.values():
         places = [place for place, each in enumerate(factors) if each is factor]
@@ -261,5 +271,5 @@ def _block_size() -> int:
 
 
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Flat blocks of the tensors, one block of each at a time."""
+    """Flat blocks of the tensors: first the first block of each tensor, then the second block of each, and so on."""
     return zip(*(tensor.view(-1).split(_block_size()) for tensor in tensors), strict=True)

@@ -1,16 +1,17 @@
-"""Gradient buffers of a batch, their squared norm, and the one small all-reduce on which all ranks agree before a step.
+"""Gradient buffers, the squared norm of gradients, and one small all-reduce per batch by which all ranks decide alike.
 
 Problem: without flushes the first backwards of batch j+1 run while the gradients of batch j are still being reduced and
-clipped, so the two must not share memory.
+clipped, so the two batches must not share memory.
 
-Solution: flat buffers, one tensor per dtype, with a view per parameter. ``param.grad`` is pointed at the views of a
-free buffer before a batch's first backward; autograd adds into them in place. Replicas all-reduce the flat tensor.
+Solution: flat buffers, one tensor per dtype, with a view per parameter. Before the first backward of a batch,
+``param.grad`` is pointed at the views of a free buffer, and autograd adds to them in place. Replicas all-reduce the
+flat tensors.
 
-Norm, overflow, losses and stop requests (to stop, save or evaluate) travel in one float64 vector, over all ranks of the
-job, stages and replicas alike, so that all ranks decide alike. A stop request is a bit; each bit has its own element,
-and the sum of the element over the ranks is positive where any rank asks for it. Measurements of single ranks
-(rank_metrics) travel along: every rank has its own element for each, which is 0 on the others. So do the squared norms
-of layers, to which each rank adds its part.
+One float64 vector is summed over all ranks of the job, that is all stages and replicas. It holds the squared norm, the
+overflow, the losses and the stop requests (to stop, save or evaluate), so all ranks make the same decisions. Each bit
+of the stop requests has its own element, whose sum is positive if any rank makes the request. The vector also holds
+measurements of single ranks (rank_metrics): for each measurement every rank has its own element, which is 0 on the
+other ranks. It also holds the squared norms of layers, to which each rank adds its part.
 """
 
 from __future__ import annotations
@@ -30,12 +31,18 @@ from megatron.pipeline.runtime.contract.tensors import as_real
 
 
 class GradientBuffer:
-    """One set of gradients: `flat` holds one tensor per dtype, `views` name -> its part in the parameter's shape."""
+    """One set of gradients, zero at first.
+
+    Attributes:
+        flat: one tensor per dtype.
+        views: name -> view of a flat tensor with the parameter's shape.
+        written: names of the gradients to which a backward has added, if `GradientBuffers` records them.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.flat: list[Tensor] = []
         self.views: dict[str, Tensor] = {}
-        self.written: set[str] = set()  # gradients that a backward has added to, where this is recorded
+        self.written: set[str] = set()
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters.items():
             by_dtype.setdefault(parameter.dtype, []).append(name)
@@ -52,12 +59,12 @@ class GradientBuffer:
             flat.zero_()
 
     def untouched(self) -> list[str]:
-        """The names of gradients that no backward has written and that are all 0."""
+        """The names of the gradients that no backward is known to have written and whose elements are all 0."""
         rest = (name for name in self.views if name not in self.written)
         return [name for name in rest if not self.views[name].count_nonzero()]
 
     def norm_squared(self, *, leave_out: frozenset[str] = frozenset()) -> Tensor:
-        """Sum of squares: a float64 scalar on the device, possibly still being computed."""
+        """The squared norm without the gradients in `leave_out`: a float64 scalar, possibly still being computed."""
         norms = [norm_of(view) for name, view in self.views.items() if name not in leave_out]
         return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64)
 
@@ -71,7 +78,10 @@ class GradientBuffer:
 
 
 class GradientBuffers:
-    """A fixed number of buffers, taken and given back. `notes_writes`: record which gradients are `written`."""
+    """A fixed number of gradient buffers, which batches take and give back.
+
+    `notes_writes`: record in `GradientBuffer.written` the gradients to which backwards add.
+    """
 
     def __init__(
         self, parameters: Mapping[str, torch.nn.Parameter], *, num_buffers: int, notes_writes: bool = False
@@ -89,7 +99,7 @@ class GradientBuffers:
             self._shown.written.add(name)
 
     def take(self) -> GradientBuffer:
-        """A free buffer, zeroed, with every parameter's ``grad`` pointed at it."""
+        """Take a free buffer, zero it, and point every parameter's ``grad`` at it."""
         assert self._free, "every gradient buffer still waits for its step: the program needs more gradient buffers"
         buffer = self._free.pop()
         buffer.zero()
@@ -97,18 +107,18 @@ class GradientBuffers:
         return buffer
 
     def show(self, buffer: GradientBuffer | None, *, without: Collection[str] = ()) -> None:
-        """Point every parameter's ``grad`` at a buffer. `without`: names whose ``grad`` is None instead."""
+        """Point every parameter's ``grad`` at a buffer; None for the names in `without`, or if there is no buffer."""
         self._shown = buffer
         for name, parameter in self._parameters.items():
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
 
     @property
     def shown(self) -> GradientBuffer | None:
-        """The buffer to which backwards add."""
+        """The buffer to which backwards add now; None if there is none."""
         return self._shown
 
     def copy_of(self, buffer: GradientBuffer) -> SimpleNamespace:
-        """A copy of the present gradients, with the same `views`; `flat` holds these."""
+        """A copy of the gradients with `views` as in `GradientBuffer`; `flat` has the tensors of `views`."""
         views = {name: view.clone() for name, view in buffer.views.items()}
         return SimpleNamespace(views=views, flat=views.values())
 
@@ -116,22 +126,22 @@ class GradientBuffers:
         self._free.append(buffer)
 
     def close(self) -> None:
-        """Stop recording writes, and remove the gradients of all parameters."""
+        """Stop recording writes, and set every parameter's ``grad`` to None."""
         self.show(None)
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def norm_squared(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """Sum of squares of all elements: a float64 scalar on `device`, possibly still being computed.
+    """The sum of squares of all elements: a float64 scalar on `device`, possibly still being computed.
 
-    Uses one norm per tensor (`norms_of`). Not finite if any element is not; 0 without tensors.
+    It is the sum of the squares of `norms_of`. Not finite if an element is not finite; 0 if there are no tensors.
     """
     return sum_of_squares(norms_of(gradients), device=device)
 
 
 def norms_of(gradients: Iterable[Tensor]) -> Sequence[Tensor]:
-    """The norm of each tensor: scalars on its device, in FP32, or in float64 if any tensor is float64."""
+    """The norm of each tensor: scalars on the tensor's device, in float64 if any tensor is float64, else in FP32."""
     tensors = [as_real(each) for each in gradients]
     is_wide = any(each.dtype is torch.float64 for each in tensors)
     return torch._foreach_norm(tensors, 2, dtype=torch.float64 if is_wide else torch.float32) if tensors else []
@@ -143,7 +153,7 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def sum_of_squares(norms: Sequence[Tensor], *, device: torch.device) -> Tensor:
-    """The squared norm of tensors with these norms: a float64 scalar on `device`."""
+    """The sum of the squares of scalar tensors: a float64 scalar on `device`."""
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(list(norms)).double().square().sum()
@@ -154,8 +164,15 @@ NUM_STOP_BITS = 8
 
 @dataclass(frozen=True)
 class NormReduction:
-    """Sums over the job: squared gradient norm, number of ranks that overflowed, stop requests (bits), losses as
-    numerator and denominator, squared gradient norms of layers. `rank_metrics`: name -> values in rank order.
+    """The sums over the ranks of the job for one batch.
+
+    Attributes:
+        norm_squared: the squared norm of the gradients.
+        num_overflows: the number of ranks whose gradients overflowed.
+        stop_requests: bits, each set if any rank makes the request.
+        losses: name -> (numerator, denominator).
+        layers_squared: the squared norm of the gradients of each layer.
+        rank_metrics: name -> values in rank order.
     """
 
     norm_squared: float
@@ -186,11 +203,22 @@ def all_reduce_norm(
     layers_squared: Sequence[float] = (),
     rank_metrics: Mapping[str, float] | None = None,
 ) -> NormReduction:
-    """Sum the contributions of all ranks.
+    """Sum the contributions of all ranks of the job. Collective over `group`.
 
-    `group`: all ranks of the job, used for nothing else, a torch.distributed group or a bare backend; None with a
-    single rank. `device`: one on which the group communicates. `layers_squared`: as many layers on all ranks.
-    `rank_metrics`: the same names on all ranks. Raises ValueError for more than `NUM_STOP_BITS` stop requests.
+    Args:
+        norm_squared: the squared norm of the gradients that this rank counts.
+        overflow: whether the gradients of this rank overflowed.
+        stop_requests: bits, as in `NormReduction`.
+        losses: name -> (numerator, denominator) on this rank; names not in `loss_names` are ignored.
+        loss_names: the same on all ranks.
+        group: all ranks of the job, as a torch.distributed group or a bare backend that is used for nothing else; None
+            for a single rank.
+        device: a device on which the group communicates.
+        layers_squared: this rank's part of the squared norm of each layer, with the same length on all ranks.
+        rank_metrics: measurements of this rank, with the same names on all ranks.
+
+    Raises:
+        ValueError: `stop_requests` has a bit beyond the first `NUM_STOP_BITS`.
     """
     if not 0 <= stop_requests < 1 << NUM_STOP_BITS:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Muon: matrices step along their orthogonalised momentum, and everything else steps by AdamW, in one optimizer.
+"""One optimizer that steps matrices by Muon, along their orthogonalised momentum, and other parameters by AdamW.
 
 Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) keeps one moment of a matrix W with gradient G:
 
@@ -6,20 +6,21 @@ Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/) keeps one
     U = momentum M + (1 - momentum) G with Nesterov, else U = M
     W = (1 - lr decay) W - lr scale O(U)
 
-O(U) replaces the singular values of U by values near 1. It is computed by an iteration of Newton-Schulz: X = U / |U|
-with the Frobenius norm, then several times X = a X + (b A + c A A) X with A = X X^T. The operations and their order are
-those of torch.optim.Muon, so that its settings give its bits.
+O(U) replaces the singular values of U by values near 1. The Newton-Schulz iteration computes O(U): X = U / |U| with the
+Frobenius norm, then several times X = a X + (b A + c A A) X with A = X X^T. The operations and their order are those of
+torch.optim.Muon, so the same settings give the same bits.
 
-The iteration reads a whole matrix. Where tensor ranks have parts of it, either each rank orthogonalises its part by
-itself (`blockwise`, another algorithm whose result depends on the number of tensor ranks), or the ranks gather the
-matrix and each orthogonalises it (`duplicated`). Rows or columns of a gathered matrix may stand in another order than
-in one process: O commutes with such an order, so the result differs by rounding alone.
+The iteration needs a whole matrix. If each tensor rank has a part of the matrix, there are two modes. `blockwise`: each
+rank orthogonalises its part alone. This is a different algorithm, and its result depends on the number of tensor ranks.
+`duplicated`: the ranks gather the matrix, and each rank orthogonalises all of it. The rows or columns of a gathered
+matrix may be in another order than in one process. O commutes with a permutation, so the result differs only by
+rounding.
 
-The matrix of queries, keys and values is three matrices below one another: each of them is orthogonalised by itself,
-over all heads, unless `qkv_rows` is None.
+The weight of queries, keys and values is one parameter with the rows of three matrices. Each of the three is
+orthogonalised alone, over all heads, unless `qkv_rows` is None.
 
-One optimizer of both kinds keeps what megatron.core builds over an optimizer: masters, groups, checkpoints, learning
-rates. A group says by its option `muon` which kind it is.
+Both rules are in one optimizer because megatron.core builds masters, groups, checkpoints and learning rates over one
+optimizer. The option `muon` of a group selects the rule.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169),
     ),
 }  # fmt: skip
-"""Name -> (a, b, c) of successive iterations; after the last one they begin anew, but polar_express repeats its last.
+"""Name -> (a, b, c) of successive iterations. After the last iteration they start again from the first, except that
+polar_express repeats its last.
 
 The names and values are those of NVIDIA's emerging_optimizers, which megatron.core uses. simple: Jordan et al., and
 torch.optim.Muon. quintic: https://leloykun.github.io/ponder/muon-opt-coeffs. polar_express: arXiv 2505.16932. aol:
@@ -60,11 +62,12 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, columns: math.sqrt(rows / columns),
     "shape_scaling": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""Name -> the factor of a step, from the shape of the matrix. shape_scaling is the `original` of torch.optim.Muon, and
-spectral with an extra factor of 0.2 its `match_rms_adamw`."""
+"""Name -> function (rows, columns) -> factor of a step. shape_scaling is `original` in torch.optim.Muon, and spectral
+with an extra factor of 0.2 is `match_rms_adamw`."""
 
 WHOLE, ROWS, COLUMNS, QKV = "whole", "rows", "columns", "qkv"
-"""Values of a group's option `muon`: how tensor ranks share its matrices. QKV: rows, of queries, keys and values."""
+"""Values of the option `muon` of a group: how its matrices are divided among tensor ranks. QKV: the weights of queries,
+keys and values, divided by rows."""
 
 _DIMENSION = {ROWS: 0, QKV: 0, COLUMNS: 1}
 _SMALLEST_NORM = 1e-7  # torch.optim.Muon's
@@ -72,16 +75,17 @@ _SMALLEST_NORM = 1e-7  # torch.optim.Muon's
 
 @dataclass(frozen=True)
 class Orthogonalization:
-    """How matrices are orthogonalised.
+    """The settings of the orthogonalisation.
 
     Attributes:
         coefficients: a key of `COEFFICIENTS`.
-        num_steps: number of iterations.
+        num_steps: the number of iterations.
         in_bfloat16: iterate in bfloat16, else in FP32.
         scale: a key of `SCALES`.
-        extra_scale: another factor of every step.
-        qkv_rows: the rows of queries, keys and values in each group of queries; None: they are one matrix.
-        group: the tensor ranks, which gather the matrices that they share; None: each rank takes its part as a matrix.
+        extra_scale: multiplies the factor from `SCALES`.
+        qkv_rows: the numbers of rows of queries, of keys and of values in each query group; None: orthogonalise them as
+            one matrix.
+        group: the tensor ranks, which gather each divided matrix; None: each rank orthogonalises its part alone.
     """
 
     coefficients: str = "quintic"
@@ -93,10 +97,15 @@ class Orthogonalization:
     group: dist.ProcessGroup | None = None
 
     def direction(self, update: Tensor, layout: str) -> tuple[Tensor, float]:
-        """The orthogonalised update of a rank's part of a matrix, and the factor by which a step multiplies it.
+        """Orthogonalise the update of a matrix. Collective over `group`, if given and the matrix is divided.
 
-        Collective over the tensor ranks if they gather. `update` is not changed. The direction has the dtype of the
-        iteration.
+        Args:
+            update: this rank's part of the update, [rows, columns]; not changed.
+            layout: `WHOLE`, `ROWS`, `COLUMNS` or `QKV`.
+
+        Returns:
+            This rank's part of the direction, in the dtype of the iteration, and the factor by which a step multiplies
+            the direction.
         """
         matrix = update.bfloat16() if self.in_bfloat16 else update.float()
         shares = 1 if self.group is None or layout == WHOLE else self.group.size()
@@ -116,7 +125,7 @@ class Orthogonalization:
         return torch.cat(parts, dim=dimension)
 
     def _of_parts(self, matrix: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """Queries, keys and values, each orthogonalised and scaled by itself."""
+        """The matrix of queries, keys and values, each orthogonalised and scaled alone."""
         by_group = matrix.view(-1, sum(rows), matrix.shape[1])
         parts = []
         for each in by_group.split(rows, dim=1):
@@ -134,7 +143,10 @@ class Orthogonalization:
 
 
 def newton_schulz(matrix: Tensor, coefficients: Iterable[tuple[float, float, float]]) -> Tensor:
-    """The matrix with its singular values replaced by values near 1, in its dtype. Products are of the smaller size."""
+    """The matrix with its singular values replaced by values near 1, in the same dtype.
+
+    A matrix with more rows than columns is transposed first, so that X X^T has the smaller size.
+    """
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=_SMALLEST_NORM)
@@ -147,13 +159,13 @@ def newton_schulz(matrix: Tensor, coefficients: Iterable[tuple[float, float, flo
 class Muon(torch.optim.AdamW):
     """Steps groups with the option `muon` by Muon, and the others by AdamW.
 
-    State of a matrix: `step`, `momentum_buffer`; of another parameter AdamW's.
+    The state of a parameter that Muon steps is `step` and `momentum_buffer`. Other parameters have AdamW's state.
 
     Args:
-        params: as of any torch optimizer; matrices have two dimensions.
-        lr, betas, eps, weight_decay: as of AdamW; Muon reads learning rate and weight decay, too.
-        momentum, nesterov: Muon's; of a group where the group says them.
-        orthogonalization: how matrices are orthogonalised.
+        params: as for any torch optimizer. The parameters of a group with the option `muon` have two dimensions.
+        lr, betas, eps, weight_decay: as for AdamW; Muon uses `lr` and `weight_decay`, too.
+        momentum, nesterov: the defaults of these options of a group; only Muon uses them.
+        orthogonalization: its settings; None: the defaults.
     """
 
     def __init__(
@@ -177,7 +189,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient. `closure`: computes them, and the loss that is returned."""
+        """Step every parameter that has a gradient.
+
+        `closure`, if given, computes the gradients first and returns the loss, which this method returns.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -191,7 +206,7 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """What AdamW steps of a group: nothing where it is Muon's."""
+        """Hide the parameters of Muon's groups from AdamW's step."""
         return False if group["muon"] is not None else super()._init_group(group, *lists)
 
     def _step_matrix(self, parameter: Tensor, group: dict[str, Any]) -> None:
@@ -205,7 +220,7 @@ class Muon(torch.optim.AdamW):
         parameter.add_(direction, alpha=-lr * factor)
 
     def make_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Make the state that a first step would find, where there is none."""
+        """Make the state of a parameter before its first step, if it has none."""
         state = self.state[parameter]
         names = ("exp_avg", "exp_avg_sq") if group["muon"] is None else ("momentum_buffer",)
         state.setdefault("step", torch.tensor(0.0))
@@ -215,7 +230,7 @@ class Muon(torch.optim.AdamW):
 
 
 def _unwrapped(step: Callable) -> Callable:
-    """A step without the hooks that torch wraps around it, which the optimizer's own step has, too."""
+    """A `step` without torch's wrapper that calls hooks, since the wrapper of `Muon.step` calls them already."""
     while hasattr(step, "__wrapped__"):
         step = step.__wrapped__
     return step

@@ -1,23 +1,24 @@
 """Optimizers around a torch optimizer: a stand-in with other parameters, gap-aware steps, FP32 masters.
 
-`stand_in` makes an optimizer with other groups or state. Its step computes what the optimizer's own `step` computes,
-and neither hooks nor learning-rate schedules see it.
+`stand_in` makes an optimizer of the same type with other groups and another state. Its step is computed as by the
+original optimizer, and neither hooks nor learning-rate schedules see the step.
 
-`GapAware` (Barkai et al., 2020). A stale gradient belongs to weights that no longer exist. Dividing it by the number of
-steps in between shrinks it too much where the steps were small. So each element of a gradient is divided by
+`GapAware` (Barkai et al., 2020). A stale gradient was computed at weights that have been stepped since. Dividing the
+gradient by the number of these steps shrinks it too much if the steps were small. So each element of a gradient is
+divided by
 
     1 + |w - w_F| / C
 
-w are the weights that the step changes, w_F those of the forward, predicted or not, and C is a running average of the
-size of that element's steps: the gap is counted in steps of usual size. Of complex weights, the real and the imaginary
-parts are elements. A batch of several microbatches has the gap of its first one, whose forward was the furthest behind.
-A batch whose forward has the weights of its backward is stepped as the optimizer steps it, bit for bit.
+w are the weights before the step, w_F the weights of the forward, predicted or not, and C is a running average of the
+size of the element's steps. So the gap is measured in steps of average size. The real and the imaginary part of a
+complex weight are two elements. A batch of several microbatches has the gap of its first microbatch, whose forward was
+the furthest behind. If the forward has the weights of the backward, the step equals the optimizer's step bit for bit.
 
-`GapAwareMasters` and the other masters (Micikevicius et al., 2018). BF16 keeps 8 bits of a number, so a step below
-1/512 of a weight is rounded away, and so are small gains of a moment with a decay of 0.999. Hence gradients are
-converted to FP32, a torch optimizer steps FP32 masters, with its state in FP32, and the masters are copied into the
-weights. Nothing is ever read back from the weights, so masters have to be saved. FP16, which would need a loss scale,
-is not supported.
+`MasterWeights` and `GapAwareMasters` (Micikevicius et al., 2018). BF16 has 8 significant bits, so a step below 1/512 of
+a weight is rounded away, and so is a small change of a moment with a decay of 0.999. Therefore gradients are converted
+to FP32, a torch optimizer steps FP32 masters with its state in FP32, and the masters are copied into the weights.
+Masters are never read back from the weights, so a checkpoint must hold the masters. FP16 would need a loss scale and is
+not supported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from megatron.pipeline.runtime.contract.tensors import as_real
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_THE_INSTANCE = ("step", "state", "param_groups", *HOOKS)
-"""Attributes that a stand-in does not share; a learning-rate schedule replaces `step` of its optimizer."""
+"""The attributes that a stand-in does not copy. `step` is included because a scheduler sets it on the instance."""
 
 
 def stand_in(
@@ -44,9 +45,9 @@ def stand_in(
     *,
     shares_tables: bool,
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same type with these groups and this state.
+    """An optimizer of the same type with these groups, this state and no hooks.
 
-    `shares_tables`: its other dicts and lists are the optimizer's own, not copies.
+    `shares_tables`: the stand-in has the other dicts and lists of `optimizer` itself, and not copies.
     """
     made = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -61,7 +62,7 @@ def stand_in(
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """Run a stand-in's step, without hooks."""
+    """Run the step of a stand-in, without torch's global optimizer hooks."""
     step = type(optimizer).step
     if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
         step = step.__wrapped__
@@ -69,7 +70,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group's options, without its parameters."""
+    """A copy of the options of a group, without its parameters."""
     options = list(group.items())  # at once: another thread's step may add a counter meanwhile
     return {key: copied(value) for key, value in options if key != "params"}
 
@@ -79,16 +80,16 @@ def copied(value: Any) -> Any:
 
 
 SMOOTHING = 0.99
-"""The share of the running average that is kept with each step."""
+"""The weight of the old value when a step updates the running average."""
 
 _AVERAGE = "step_average"
 
 
 class GapAware:
-    """Gap-aware steps of `optimizer`. A scheduler or a predictor takes `optimizer` itself.
+    """Gap-aware steps of `optimizer`. A scheduler or a predictor is made for `optimizer` itself.
 
-    The average lies in the optimizer's state, so that a checkpoint has it. It also keeps a copy of the parameters for
-    each batch between its forward and its step, and one more during a step.
+    The running average is in the optimizer's state, so that a checkpoint has it. More memory is needed for a copy of
+    the parameters per batch between `remember` and its step, and for another copy during a step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -97,23 +98,26 @@ class GapAware:
 
     @torch.no_grad()
     def remember(self, batch: int) -> None:
-        """Keep the shown weights as those of the forward of `batch`, where its step changes other weights."""
+        """Store a copy of the shown weights as the weights of the forward of `batch`.
+
+        Without this call, `step_of` assumes that the forward had the weights that the step changes.
+        """
         self._weights_of_forward[batch] = {each: each.detach().clone() for each in self._parameters()}
 
     @torch.no_grad()
     def step_of(self, batch: int) -> None:
-        """Step with the gradients of `batch`; changes the gradients."""
+        """Step with the gradients of `batch`. Divides the gradients in place."""
         for parameter, before in self._weights_of_forward.pop(batch, {}).items():
             average = self.optimizer.state.get(parameter, {}).get(_AVERAGE)
             if parameter.grad is not None and average is not None:
                 gap = as_real(before.sub_(parameter)).abs_().div_(average)
-                gap.masked_fill_(average == 0, 0.0)  # an element that no step has moved
+                gap.masked_fill_(average == 0, 0.0)  # the element has not moved in any step
                 as_real(parameter.grad).div_(gap.add_(1.0))
         stepped = {each: each.detach().clone() for each in self._parameters() if each.grad is not None}
         self.optimizer.step()
         for parameter, before in stepped.items():
             size = as_real(before.sub_(parameter)).abs_()
-            state = self.optimizer.state[parameter]  # which the optimizer has filled by now
+            state = self.optimizer.state[parameter]  # the optimizer's step has filled it
             if _AVERAGE in state:
                 state[_AVERAGE].lerp_(size, 1.0 - SMOOTHING)
             else:
@@ -122,7 +126,7 @@ class GapAware:
     def _parameters(self) -> Iterator[Tensor]:
         return (each for group in self.optimizer.param_groups for each in group["params"])
 
-    # --- the optimizer's
+    # --- the interface of the optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -136,12 +140,15 @@ class GapAware:
 
 
 class MasterWeights:
-    """Steps `optimizer`, whose parameters are masters; a scheduler takes `optimizer` itself.
+    """Steps `optimizer`, whose parameters are FP32 masters of the weights. A scheduler is made for `optimizer` itself.
 
-    `weight_of`: master -> its weight, of the same shape, whose `grad` a step reads. Each step writes the weights, which
-    begin as the rounded masters; a checkpoint has to restore both.
+    Each step reads ``grad`` of the weights and writes the rounded masters into the weights. The weights must equal the
+    rounded masters at first, also after a checkpoint was loaded. A step needs memory for one more FP32 number per
+    element, for the gradient.
 
-    A step needs one more FP32 number an element, for the gradient.
+    Args:
+        optimizer: an optimizer over the masters and no other parameters.
+        weight_of: master -> weight of the same shape.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, weight_of: Mapping[Tensor, Tensor]) -> None:
@@ -158,7 +165,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Copy the weights' gradients to the masters, in FP32; a weight without a gradient is not stepped."""
+        """Copy the gradients of the weights to the masters, in FP32. A weight without a gradient is not stepped."""
         for master, weight in self.weight_of.items():
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
 
@@ -172,19 +179,23 @@ class MasterWeights:
     def _masters(self) -> Iterator[Tensor]:
         return (each for group in self.optimizer.param_groups for each in group["params"])
 
-    # --- the optimizer's
+    # --- the interface of the optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and the masters in its order."""
+        """The state of the optimizer, and the masters in the order of its parameters."""
         return {"optimizer": self.optimizer.state_dict(), "masters": [each.detach() for each in self._masters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`. Raises ValueError for masters of other number or shapes."""
+        """Restore the result of `state_dict`.
+
+        Raises:
+            ValueError: the masters differ in number or shape.
+        """
         own, given = list(self._masters()), state.get("masters", ())
         if [each.shape for each in own] != [each.shape for each in given]:
             raise ValueError(
@@ -197,9 +208,9 @@ class MasterWeights:
 
 
 class GapAwareMasters(GapAware):
-    """`GapAware` over masters: the gap is that of the masters since the forward, since the weights are too coarse.
+    """`GapAware` over masters. The gap is the change of the masters since the forward, since weights are too coarse.
 
-    For weights that are not predicted: a forward used the rounded masters.
+    Not for predicted weights: the forward is assumed to have used the rounded masters.
     """
 
     def __init__(self, masters: MasterWeights) -> None:
@@ -207,7 +218,7 @@ class GapAwareMasters(GapAware):
         self._masters = masters
 
     def step_of(self, batch: int) -> None:
-        """Step with the weights' gradients of `batch`, which are not changed."""
+        """Step with the gradients of the weights, which belong to `batch`. The gradients are not changed."""
         self._masters.take_gradients()
         super().step_of(batch)
         self._masters.write()

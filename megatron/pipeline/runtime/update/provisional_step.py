@@ -1,15 +1,17 @@
-"""An optimizer's step taken provisionally: the weights that it would give, without changing parameters or state.
+"""Provisional steps: the weights that an optimizer's step would give, without a change of parameters or state.
 
-Where the optimizer's rule is known the step is one pass (`elementwise_step`). Otherwise the optimizer's own `step` runs
-on copies of the parameters and of their state with another gradient: right for any optimizer whose state belongs to its
-parameters or is a value of their group. A few parameters are copied at a time, so that the copies take little memory.
-Either way a prediction equals the coming step bit for bit where the gradient does, and hooks and learning-rate
-schedules do not see it.
+Problem: a computation needs the weights after the next step before the gradients of that step are complete.
 
-`PartialStep`: a forward at stale weights finds gradients that no step has taken yet, since their batch is not complete
-at its stage. Their sum holds 1 / size of each microbatch's gradient, so size / number times the sum stands for the
-whole batch. `ProvisionalStep` takes the optimizer's next step with it, at the current learning rate, and changes
-nothing. Where there are masters, they are stepped and the result is rounded.
+Solution: `ProvisionalStep` takes the step with the gradients that are there and writes the result into other tensors.
+If `elementwise_step` knows the optimizer's rule, the step is one pass. Otherwise the optimizer's own `step` runs on
+copies of the parameters and of their state. This works for any optimizer whose state belongs to its parameters or is a
+value of their group. A few parameters are copied at a time, so the copies take little memory. In both cases equal
+gradients give the bits of the true step, and hooks and learning-rate schedules do not see the provisional step.
+
+`PartialStep` is for a forward at stale weights, while the stage has gradients of a batch that is not complete. Their
+sum holds 1/m of the gradient of each microbatch, where m is the number of microbatches of the batch. With n of them
+done, m/n times the sum is an estimate for the whole batch. If there are FP32 masters, the step starts from the masters
+and the result is rounded.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from megatron.pipeline.runtime.update.optimizer_wrappers import (
 )
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes of parameters stepped at once; copies of Adam's moments and gradients make it four times as much."""
+"""The bytes of the parameters that are stepped at once. With copies of gradients and Adam's moments it is four times
+as much."""
 
 
 class ProvisionalStep:
-    """Takes the steps of `optimizer` provisionally."""
+    """Takes provisional steps of an optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -49,14 +52,14 @@ class ProvisionalStep:
         *,
         where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
-        """Step from where the optimizer's parameters are.
+        """Write the values that the parameters would have after the optimizer's next step.
 
         Args:
-            gradient_of: the gradient of one of them, and a factor on it, a number or a real scalar on the device. The
-                gradient has as many elements and any floating or complex dtype, and is not changed. None: the
-                parameter is not stepped.
-            target_of: of a parameter, a tensor of as many elements that receives where the step leads.
-            where: of a parameter, a scalar on the device that says whether to step it; None: yes.
+            gradient_of: parameter -> (gradient, factor); the step uses the product. The gradient has as many elements
+                as the parameter and any floating or complex dtype. It is not changed. The factor is a number or a
+                real scalar tensor on the device. None in place of the pair: the parameter is not stepped.
+            target_of: parameter -> tensor of as many elements that receives the result; not the parameter's memory.
+            where: parameter -> bool scalar tensor on the device: whether to step the parameter; None: step it.
         """
         for group in self._optimizer.param_groups:
             elementwise = ElementwiseStep.of(self._optimizer, group)
@@ -89,7 +92,7 @@ class ProvisionalStep:
             _write(each.target, moved if steps is None else torch.where(steps, moved, each.parameter))
 
     def _step(self, group: dict[str, Any], copies: dict[Tensor, Tensor]) -> None:
-        """The optimizer's own `step`, on a stand-in that has one group and a copy of its state."""
+        """Run the optimizer's own `step` on a stand-in with one group of `copies` and a copy of their state."""
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for parameter, moved in copies.items():
             if parameter in self._optimizer.state:
@@ -118,7 +121,7 @@ class LastUpdate:
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Chunks of a few parameters."""
+    """Cut the parameters into chunks of about `CHUNK_BYTES` bytes."""
     chunk: list[Tensor] = []
     num_bytes = 0
     for parameter in parameters:
@@ -141,10 +144,14 @@ def is_scale_invariant(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class PartialStep:
-    """Provisional steps of `optimizer` with a part of a batch; `parameters` (by name) show their weights meanwhile.
+    """Takes provisional steps with a part of a batch.
+
+    Args:
+        optimizer: the optimizer that makes the true steps.
+        parameters: name -> parameter; they show the true weights when a step is taken.
 
     Raises:
-        ValueError: gap-aware steps, whose gap is known when a batch is complete.
+        ValueError: `optimizer` is a `GapAware`. Its gap is known only when a batch is complete.
     """
 
     def __init__(
@@ -165,12 +172,12 @@ class PartialStep:
 
     @torch.no_grad()
     def take(self, gradients: Mapping[str, Tensor], factor: float, targets: Mapping[str, Tensor]) -> None:
-        """Write the stepped weights.
+        """Write the stepped weights into `targets`.
 
         Args:
-            gradients: name -> the sum so far; not changed.
+            gradients: name -> the sum of the gradients so far; not changed.
             factor: multiplies the gradients.
-            targets: name -> receives the weights, of the parameter's shape and dtype; no parameter's own memory.
+            targets: name -> tensor of the parameter's shape and dtype, which does not share memory with a parameter.
         """
         for name, parameter in self._fixed.items():
             targets[name].copy_(parameter)

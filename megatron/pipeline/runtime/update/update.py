@@ -1,8 +1,8 @@
-"""The weight update of a rank whose weights live on the device: its batches, gradients held, and predictions.
+"""The part of a weight update that is the same for torch's and megatron.core's optimizers, with weights on the device.
 
-`DeviceUpdate` keeps what every such update keeps, by the version that a batch leads to. What differs between a torch
-optimizer and megatron.core's is an adapter: the gradient buffers, the reduction over other ranks, and in subclasses the
-norm and the step.
+`DeviceUpdate` stores the batches in flight with their gradient buffers, and runs the calls of the executor that choose
+a buffer or prepare a prediction. Its two subclasses differ in the gradient buffers and the reductions, which are
+objects that they pass in, and in the norm and the step, which are their methods.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 
 @dataclass
 class Partial:
-    """The sum of the gradients of some microbatches of a batch: as a buffer, or that of the tied embedding."""
+    """The sum of the gradients of the first `num_microbatches` microbatches of a batch."""
 
-    gradients: Any
+    gradients: Any  # a gradient buffer, or the tensor of the tied embedding alone
     num_microbatches: int
 
 
 @dataclass
 class Batch:
-    """A batch between its first forward and its completed report."""
+    """A batch between its first forward and the completion of its report."""
 
     info: BatchInfo
     report: BatchReport
     buffer: Any = None
-    partial: Partial | None = None  # what a prediction reads, where that is not the buffer
+    partial: Partial | None = None  # the copy that the prediction reads; None: it reads the buffer
     partial_embed: Partial | None = None
 
 
 class DeviceUpdate:
-    """`PredictingUpdate` of one rank. Subclasses add `reduce_grad`, `reduce_embed`, `reduce_norm`, `step` and
+    """Base of the `PredictingUpdate` of one rank.
 
-    - `_new_batch(info)`: the `Batch` of one that begins;
-    - `_predict(version, batch, partial, partial_embed)`: makes predicted weights;
-    - `_repeat(version)`: makes them by taking the last update again.
+    A subclass adds `reduce_grad`, `reduce_embed`, `reduce_norm`, `step` and
+
+    - `_new_batch(info)`: returns a new `Batch`;
+    - `_predict(version, batch, partial, partial_embed)`: makes the predicted weights;
+    - `_repeat(version)`: makes them by taking the last update again;
+    - `_reduction`: an object that reduces gradients over other ranks. `over_data(buffer)` averages a buffer over the
+      replicas. `tied_key` is the key of the tied embedding, where its two stages are on different ranks.
+      `over_partial_embedding(gradient, over_data=)` adds up the gradients of the embedding on the first and the last
+      stage; with `over_data` it averages them over the replicas before.
 
     Args:
         versions: the weights.
-        gradients: the buffers of a rank. `take()`: a free one, zeroed, to which backwards add from now on;
-            `show(buffer)`: they add to this one again; `copy_of(buffer)`. A buffer has `views`: key -> gradient.
-        reduces_partial: predictions read the mean over the replicas.
+        gradients: the gradient buffers of the rank. `take()` returns a free buffer, zeroed, to which backwards add from
+            now on. `show(buffer)` makes backwards add to that buffer again. `copy_of(buffer)` copies the gradients. A
+            buffer has `views`: key -> gradient.
+        reduces_partial: predictions read the mean of the gradients over the replicas.
         reads_gradients: predictions read gradients; else they take the last update again.
-
-    The attribute `_reduction` has the sums over other ranks. `over_data(buffer)` averages over the replicas;
-    `tied_key` is the key of the tied embedding, where its stages are on two ranks;
-    `over_partial_embedding(gradient, over_data=)` adds up both stages' gradients of it, after an average.
     """
 
     _reduction: Any
@@ -61,7 +64,7 @@ class DeviceUpdate:
         self.reduces_partial = reduces_partial
         self.reads_gradients = reads_gradients
         self._gradients = gradients
-        self._batches: dict[int, Any] = {}  # by the version that each leads to
+        self._batches: dict[int, Any] = {}  # key: the version that the batch's step makes
 
     def begin_batch(self, info: BatchInfo) -> None:
         self._batches[info.index + 1] = self._new_batch(info)
@@ -76,10 +79,11 @@ class DeviceUpdate:
         self.show_newest()
 
     def show_newest(self) -> None:
-        """Drained: show the newest weights in the parameters. Collective over replicas of predicted weights."""
-        self.versions.show_newest()
+        """Show the newest weights in the parameters; called while drained.
 
-    # Predictions.
+        With predicted weights the call is collective over the replicas.
+        """
+        self.versions.show_newest()
 
     def hold(self, version: int, num_microbatches: int) -> None:
         batch = self._batches[version]

@@ -1,18 +1,20 @@
 """Weight versions: which buffer holds which version of a stage's weights.
 
-Problem: without flushes a microbatch must see the same weights in its forward and its backward while newer ones are
-already being made, so several versions of the weights are alive at once. Autograd adds a trap: a saved graph refers to
-the storage it was built on, and some operators (``x @ w``) look the parameter up again in the backward.
+Problem: without flushes, newer weights are made while microbatches are in flight, and a microbatch must see the same
+weights in its forward and its backward. So several versions of the weights are alive at once. Autograd adds a trap: a
+saved graph refers to the storage on which it was built, but some operators (``x @ w``) look the parameter up again in
+the backward.
 
-Solution: a table from version to slot. A slot is one full set of weight tensors; `load` points ``param.data`` of every
-parameter at the slot of a version, before every forward, recompute and backward. A version that was skipped (overflow)
-is an alias: a second name for the slot of the version before. A slot is written only while no live version names it,
-so what autograd saved is never changed. Versions retire by a window: when version v is made, v - window is forgotten
-(1: flush; 2: 2bw; p - s at stage s: PipeDream's stashing), see PipeDream-2BW (Narayanan et al. 2021), section 3.1.
+Solution: a table from version to slot. A slot is one full set of weight tensors. Before every forward, recompute and
+backward, `load` points ``param.data`` of every parameter at the slot of a version. If the step to a version was skipped
+(overflow), the version is an alias: a second name for the slot of the version before. A slot is written only while no
+live version uses it, so tensors that autograd has saved never change. When version v is made, version v - window is
+forgotten. The window is 1 under flush, 2 under 2bw, and p - s at stage s under PipeDream's stashing (PipeDream-2BW,
+Narayanan et al. 2021, section 3.1).
 
-`AheadVersions` has one version, and for forwards a second set of weights ahead of it, at which no gradient is computed.
-The set is made when a forward first asks for it, and serves until a forward asks for weights further ahead or for
-another version. The update whose optimizer makes the versions decides how: by a prediction or by a provisional step.
+`AheadVersions` has one version and a second set of weights for forwards, which is ahead of that version. No gradient is
+computed at the second set. It is made when a forward first asks for it, and reused until a forward asks for another
+version or another distance. The weight update makes it, by a prediction or by a provisional step.
 """
 
 from __future__ import annotations
@@ -31,10 +33,21 @@ Slot = Mapping[str, Tensor]
 class WeightVersions:
     """The live weight versions of one rank's parameters.
 
-    `parameters`: name -> parameter, each once. `window`: how many successive versions may be alive, >= 1.
-    `first_version`: the version that the parameters hold now. `make_slot`: allocates another set of tensors of the same
-    names, shapes and dtypes (default: one ``empty_like`` each); give it where parameters must be views of one buffer.
-    `on_switch(slot)`: called after the parameters have been pointed at another slot (slots count from 0, the original).
+    Args:
+        parameters: name -> parameter, each parameter once.
+        window: the largest number of successive versions alive at once, at least 1.
+        first_version: the version that the parameters hold now.
+        make_slot: allocates a slot: name -> tensor with the parameter's shape and dtype. Needed where parameters must
+            be views of one buffer; default: ``empty_like`` of each parameter.
+        on_switch: called with the number of a slot after the parameters have been pointed at it. Slot 0 has the tensors
+            that the parameters had at first.
+
+    Attributes:
+        newest: the newest version.
+        peak_live: the largest number of versions alive at once so far.
+
+    Raises:
+        ValueError: `window` is less than 1.
     """
 
     def __init__(
@@ -67,15 +80,19 @@ class WeightVersions:
 
     @property
     def num_slots(self) -> int:
-        """Slots allocated so far; they are made on demand, at most `window`."""
+        """The number of slots allocated so far, at most `window`; a slot is allocated when it is first needed."""
         return len(self._slots)
 
     def live(self) -> list[int]:
-        """The versions that can be loaded, in ascending order."""
+        """The live versions in ascending order."""
         return sorted(self._table)
 
     def slot_of(self, version: int) -> int:
-        """Index of the slot that holds `version`; ValueError if it is not alive."""
+        """The number of the slot that holds `version`.
+
+        Raises:
+            ValueError: the version is not alive.
+        """
         slot = self._table.get(version)
         if slot is None:
             raise ValueError(
@@ -84,21 +101,29 @@ class WeightVersions:
         return slot
 
     def tensors(self, version: int) -> dict[str, Tensor]:
-        """name -> tensor of a live version: the slot itself, not a copy."""
+        """The tensors of a live version by name, not copied.
+
+        Raises:
+            ValueError: the version is not alive.
+        """
         return dict(self._slots[self.slot_of(version)])
 
     def load(self, version: int) -> None:
-        """Point every parameter at the slot of `version`; nothing to do if it is shown already."""
+        """Point every parameter at the slot of `version`.
+
+        Raises:
+            ValueError: the version is not alive.
+        """
         slot = self._table.get(version)
         if slot != self._shown_slot or slot is None:
             self._show(self.slot_of(version))
 
     def show_newest(self) -> None:
-        """Show the newest weights: for an evaluation or a checkpoint."""
+        """Load the newest version, for an evaluation or a checkpoint."""
         self.load(self.newest)
 
     def newest_tensors(self) -> dict[str, Tensor]:
-        """name -> tensor of the newest weights: the slot itself, not a copy."""
+        """The tensors of the newest version by name, not copied."""
         return self.tensors(self.newest)
 
     def _show(self, slot: int) -> None:
@@ -110,10 +135,18 @@ class WeightVersions:
             self._on_switch(slot)
 
     def prepare(self, version: int, *, copy: bool = True) -> dict[str, Tensor]:
-        """Retire what the window no longer holds, give `version` a free slot, and point the parameters at it.
+        """Forget the versions that leave the window, give `version` a free slot, and point the parameters at this slot.
 
-        `copy`: fill the slot with the newest version (an optimizer that updates in place needs it; one that writes the
-        weights from FP32 masters does not). Returns the slot's tensors. With window 1 the slot is the only one.
+        Args:
+            version: the newest version + 1.
+            copy: fill the slot with the newest version. An optimizer that updates weights in place needs the copy; an
+                optimizer that writes weights from FP32 masters does not.
+
+        Returns:
+            The tensors of the slot by name, not copied.
+
+        Raises:
+            ValueError: `version` is not the newest version + 1.
         """
         self._check_successor(version)
         source = self._slots[self._table[self.newest]]
@@ -132,17 +165,22 @@ class WeightVersions:
 
     @contextmanager
     def making(self, version: int, *, copy: bool = True) -> Iterator[dict[str, Tensor]]:
-        """`prepare`, then a block in which an optimizer may write the parameters in place.
+        """Call `prepare`, then run a block in which an optimizer may write the parameters in place.
 
-        The parameters' autograd version counters are put back at the end: a graph in flight has saved the parameter
-        with another slot behind it, and would otherwise take the write for a change of its own weights.
+        At the end of the block the parameters get their old autograd version counters back. A graph in flight has saved
+        the parameter while it showed another slot. With a new counter, autograd would report that the saved weights
+        were changed.
         """
         tensors = self.prepare(version, copy=copy)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
             yield tensors
 
     def alias(self, version: int, *, of: int) -> None:
-        """Make `version` another name of the slot of `of`: the step that should have made it was skipped."""
+        """Make `version` a second name for the slot of version `of`, because the step to `version` was skipped.
+
+        Raises:
+            ValueError: `version` is not the newest version + 1, or `of` is not alive.
+        """
         self._check_successor(version)
         slot = self.slot_of(of)
         self._table[version] = slot
@@ -151,10 +189,14 @@ class WeightVersions:
         self.peak_live = max(self.peak_live, len(self._table))
 
     def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Forget all versions and take these (version -> name -> tensor), as a checkpoint holds them.
+        """Replace all versions by the versions of a checkpoint, and show the newest.
 
-        Values are copied into the slots; two versions given as one mapping object share a slot. Raises ValueError for
-        an empty mapping, more versions than the window, missing names or other shapes.
+        Args:
+            mapping: version -> name -> tensor. The values are copied into slots. Versions with the same mapping object
+                share a slot.
+
+        Raises:
+            ValueError: `mapping` is empty or has more versions than the window; a name is missing or a shape differs.
         """
         if not mapping or len(mapping) > self._window:
             raise ValueError(
@@ -177,7 +219,11 @@ class WeightVersions:
         self._show(table[self.newest])
 
     def reset(self, *versions: int) -> None:
-        """Declare that the weights shown now are all of these versions (at least one), and no other is alive."""
+        """Make each of these versions a name for the weights that are shown now, and forget all others.
+
+        Raises:
+            ValueError: no version, or more versions than the window.
+        """
         if not versions or len(versions) > self._window:
             raise ValueError(
                 f"cannot reset to weight versions {sorted(versions)}: 1 to {self._window} fit this schedule"
@@ -195,7 +241,7 @@ class WeightVersions:
             tensor.copy_(value)
 
     def _outside_of_slots(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, cloned where they lie in a slot, which restoring is about to overwrite."""
+        """The weights, with those in a slot cloned, since `restore` overwrites the slots."""
         inside = {tensor.data_ptr() for slot in self._slots for tensor in slot.values()}
         return {name: value.clone() if value.data_ptr() in inside else value for name, value in weights.items()}
 
@@ -222,9 +268,16 @@ Make = Callable[[int, int, Mapping[str, Tensor], Mapping[str, Tensor]], None]
 
 
 class AheadVersions(WeightVersions):
-    """`WeightVersions` with a window of 1, and `load_ahead`, which needs a function set by `make_with`.
+    """`WeightVersions` with a window of 1 and a second slot for weights ahead of the version.
 
-    `ahead`: that of the weight policy.
+    An update sets by `make_with` the function that computes the weights ahead; `load_ahead` needs it.
+
+    Args:
+        ahead: the attribute of the weight policy.
+        parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
+
+    Attributes:
+        num_made: how often weights ahead have been computed.
     """
 
     def __init__(
@@ -239,20 +292,27 @@ class AheadVersions(WeightVersions):
         super().__init__(parameters, window=1, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
         self.ahead = ahead
         self._make: Make | None = None
-        self._made: tuple[int, int] | None = None  # of the weights in the slot ahead: version, and how far ahead
+        self._made: tuple[int, int] | None = None  # the weights in the second slot: version, how far ahead
         self.num_made = 0
 
     def make_with(self, make: Make) -> None:
-        """Set the function `make(version, how far ahead, weights, targets)`, which writes the targets. Weights and
-        targets are by name; the parameters show the weights.
+        """Set the function `make(version, far, weights, targets)` that writes the weights ahead.
+
+        `far` is the argument of `load_ahead`. `weights` has the tensors of `version` by name, which the parameters show
+        during the call. `targets` has the tensors to write by name.
         """
         self._make = make
 
     def load_ahead(self, version: int, far: int) -> None:
-        """Show weights ahead of `version`, the newest: predicted `far` steps, or stepped with the gradients of `far`
-        microbatches (1 and more).
+        """Show weights ahead of `version`, which is the newest.
 
-        Raises ValueError where `version` is not alive.
+        Args:
+            version: the newest version.
+            far: at least 1. For predictions the number of steps ahead; for provisional steps the number of microbatches
+                whose gradients the step uses.
+
+        Raises:
+            ValueError: `version` is not alive.
         """
         assert self._make is not None, "an update says how"
         slot = self.slot_of(version)
@@ -278,4 +338,4 @@ class AheadVersions(WeightVersions):
 
 
 _AHEAD = 1
-"""The slot of the weights ahead; the true weights live in slot 0, where optimizers step in place."""
+"""The slot of the weights ahead. The true weights are in slot 0, where optimizers step in place."""

@@ -1,31 +1,32 @@
-"""Predictions of the weights that an optimizer will have some steps ahead, their versions, and their clipping.
+"""Predictions of an optimizer's weights some steps ahead, the versions of predicted weights, and their clipping.
 
-Problem: a forward at stale weights has a loss that the weights of its backward do not have. The gradients in between
-are not known yet.
+Problem: a forward uses older weights than its backward. The steps between the two are not known yet, because their
+gradients are not known.
 
-Solution: each coming step is assumed to have the direction of the last one. With direction d, learning rates
-l_1 ... l_h to come and decoupled weight decay c, the steps w <- (1 - l_j c) w - l_j d give
+Solution: assume that each coming step has the direction of the last step. With direction d, learning rates l_1 ... l_h
+of the coming steps and decoupled weight decay c, the steps w <- (1 - l_j c) w - l_j d give
 
     w^ = w prod_j (1 - l_j c) - d sum_j l_j prod_{i>j} (1 - l_i c)
 
     SGD with momentum   d = v                             SpecTrain (Chen et al., 2018)
     Adam, AdamW         d = m^ / (sqrt(v^) + eps)         XPipe (Guan et al., 2019)
 
-v is torch's momentum buffer: gradients that keep it constant make steps of v with Nesterov's momentum, too, and it
-includes dampening and coupled weight decay. m^ and v^ are Adam's moments, corrected for their bias; with amsgrad v^ is
-the largest so far. A parameter without state is predicted to stay.
+v is torch's momentum buffer, which includes dampening and coupled weight decay. With Nesterov's momentum a step also
+has the direction v as long as the buffer is constant. m^ and v^ are Adam's moments, corrected for their bias; with
+amsgrad v^ is the largest second moment so far. A parameter without state is predicted to stay the same.
 
-`PredictedVersions`: computations use predictions alone, so no graph refers to the true weights, and a step changes them
-in place: one set of tensors serves. An optimizer with FP32 masters has it already. For parameters that the optimizer
-steps themselves it is a slot of its own, which no computation loads.
+`PredictedVersions` holds predicted weights and the true weights. Computations use only predictions, so no graph refers
+to the true weights, a step may change them in place, and one set of them is enough. If the optimizer has FP32 masters,
+the masters are that set. Parameters that the optimizer steps directly get a set of tensors that no computation loads.
 
-Clipping: a step clips by the norm of all gradients of its batch, which is unknown when the step is predicted: some
-microbatches are to come, and other ranks hold the rest of the model. The factor of the step before is a guess, which
-would not clip a sudden jump of the norm. So a prediction uses that factor, or a smaller one that a stage's own
-gradients demand. Their norm is a part of the global one, so no step multiplies them by more than the largest norm
-divided by theirs. The sum over a part f of a batch, times 1/f, is an estimate of these gradients whose norm is too
-large: with signal S and noise N its square is S^2 + N^2/f, where that of the whole batch is S^2 + N^2. The norm times
-the root of f is at most the latter, and equal to it where all is noise: so that is taken.
+Clipping: a step clips by the norm of all gradients of its batch. This norm is unknown when the step is predicted,
+because some microbatches are still to come and other ranks hold the rest of the model. The factor of the last step is a
+guess, which would not clip a sudden jump of the norm. The gradients of the stage give an upper bound: their norm is at
+most the global norm, so a step multiplies them by at most the largest allowed norm divided by theirs. A prediction uses
+the smaller of the guess and the bound. For the bound, the norm of the stage's gradients is estimated from a part f of
+the batch. The sum over this part times 1/f has too large a norm: with signal S and noise N its square is S^2 + N^2/f,
+but the square of the whole batch's norm is S^2 + N^2. So the estimate is multiplied by the root of f: the square is
+then f S^2 + N^2, at most that of the whole batch, and equal to it where there is only noise.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor], bool]
 
 
 class WeightPredictor:
-    """Predicts the weights of `optimizer`, whose learning rates `scheduler` sets; None: rates are constant.
+    """Predicts the weights of an optimizer.
+
+    Args:
+        optimizer: SGD with momentum, Adam or AdamW of torch.
+        scheduler: the learning-rate scheduler of `optimizer`; None: learning rates are constant.
 
     Raises:
-        ValueError: an optimizer whose state does not tell the direction of its steps.
+        ValueError: another optimizer, or SGD without momentum.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, scheduler: Any = None) -> None:
@@ -70,11 +75,11 @@ class WeightPredictor:
 
     @torch.no_grad()
     def predict(self, horizon: int, tensors: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Write the weights after the next `horizon` steps.
+        """Write the weights that are predicted after the next `horizon` steps.
 
         Args:
-            horizon: steps, 1 and more.
-            tensors: (a parameter, its present weights, the target of the prediction), of one shape and dtype.
+            horizon: the number of steps, at least 1.
+            tensors: (parameter, its present weights, the tensor to write), of the same shape and dtype.
         """
         rates = learning_rates_to_come(self._optimizer, self._scheduler, horizon)
         group_of = {
@@ -92,7 +97,7 @@ class WeightPredictor:
 
 
 def _factors(group: Mapping[str, Any], rates: Iterable[float], kind: type) -> tuple[float, float]:
-    """The factors (of the weights, of the direction) in the formula above."""
+    """The factors of w and of d in the formula for w^."""
     decoupled = group.get("decoupled_weight_decay", kind is torch.optim.AdamW)
     decay = float(group["weight_decay"]) if decoupled else 0.0
     kept, moved = 1.0, 0.0
@@ -102,7 +107,7 @@ def _factors(group: Mapping[str, Any], rates: Iterable[float], kind: type) -> tu
 
 
 def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor) -> bool:
-    """Write SGD's direction into `target`; returns False if the parameter has no state yet."""
+    """Write the direction of SGD into `target`. Return False if the parameter has no state yet."""
     buffer = state.get("momentum_buffer")
     if buffer is None:
         return False
@@ -111,13 +116,13 @@ def _momentum(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor
 
 
 def _moments(group: Mapping[str, Any], state: Mapping[str, Any], target: Tensor) -> bool:
-    """Write Adam's direction into `target`; returns False if the parameter has no state yet."""
+    """Write the direction of Adam into `target`. Return False if the parameter has no state yet."""
     if not state:
         return False
     num_steps = float(state["step"])
     first, second = (1.0 - float(beta) ** num_steps for beta in group["betas"])
     squares = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-    target, mean, squares = as_real(target), as_real(state["exp_avg"]), as_real(squares)  # as torch steps complex ones
+    target, mean, squares = as_real(target), as_real(state["exp_avg"]), as_real(squares)  # as in torch's step
     torch.sqrt(squares, out=target)
     target.div_(second**0.5).add_(group["eps"])
     torch.div(mean, target, out=target)
@@ -132,24 +137,24 @@ _RULES: Mapping[type, _Rule] = {
 }
 
 
-# --- the learning rates of the steps to come, asked of a scheduler that must not notice
+# --- the learning rates of the coming steps, read without changing the scheduler
 
 
 def learning_rates_to_come(
     optimizer: torch.optim.Optimizer, scheduler: Any, horizon: int
 ) -> tuple[tuple[float, ...], ...]:
-    """For each group of `optimizer`, the learning rates of its next `horizon` steps, the next one first.
+    """For each group of `optimizer`, the learning rates of the next `horizon` steps, the next step first.
 
-    `scheduler`: a torch learning-rate scheduler over `optimizer` that steps behind each of its steps, or None. A copy
-    of it steps ahead, over copies of the groups' options; so it may depend only on its own state, the groups and the
-    step.
+    `scheduler` is a torch learning-rate scheduler that steps after each step of `optimizer`, or None. A copy of the
+    scheduler steps ahead on copies of the groups' options. So its rates may depend only on its own state, the options
+    of the groups and the number of steps.
     """
     rates = [_rates(optimizer.param_groups)]
     if scheduler is None:
         return tuple(zip(*rates * horizon, strict=True))
     if horizon > 1:
         groups = SimpleNamespace(param_groups=[settings_of(group) for group in optimizer.param_groups], step=_no_step)
-        groups._opt_called = True  # which a scheduler asks in order to warn
+        groups._opt_called = True  # a scheduler warns without it
         ahead = copy.deepcopy(scheduler, {id(optimizer): groups})
         for _ in range(horizon - 1):
             ahead.step()
@@ -169,11 +174,14 @@ _no_step._wrapped_by_lr_sched = True
 
 
 class PredictedVersions(WeightVersions):
-    """`WeightVersions` of predicted weights; the parameters' present values are both the true weights and the first
-    prediction.
+    """`WeightVersions` of predicted weights, with a window of 2, and the true weights.
 
-    `stepped`: names of the parameters that the optimizer changes itself (default: all); the others have masters.
-    `write_true`: writes the true weights of the others into the parameters as they are shown.
+    At first the values of the parameters are both the true weights and the prediction of `first_version`.
+
+    Args:
+        stepped: names of the parameters that the optimizer steps directly; the others have masters. Default: all.
+        write_true: writes the masters into the tensors that their parameters show.
+        parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
     """
 
     def __init__(
@@ -193,13 +201,13 @@ class PredictedVersions(WeightVersions):
         self._true = {name: self._parameters[name].data.clone() for name in names}
         self._has_masters = len(self._true) < len(self._parameters)
         self._write_true = write_true
-        self._true_slot: int | None = None  # where true weights were last written that have masters
+        self._true_slot: int | None = None  # the slot into which masters were written last
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
-        """A block in which the parameters that the optimizer changes show the true weights, so that it may step.
+        """Run a block in which the parameters that the optimizer steps directly show the true weights.
 
-        As in `making`, the parameters' version counters are put back.
+        At the end of the block the parameters get their autograd version counters back, as in `making`.
         """
         shown = {name: self._parameters[name].data for name in self._true}
         self._show_true()
@@ -210,14 +218,15 @@ class PredictedVersions(WeightVersions):
 
     @contextmanager
     def predicting(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """A block that gets the tensors of the predicted weights of `version` and writes them."""
+        """Run a block that writes the predicted weights of `version` into the tensors that it receives, by name."""
         tensors = self.prepare(version, copy=False)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
             yield tensors
 
     def show_newest(self) -> None:
-        """Show the true weights, for an evaluation or a checkpoint. Only while drained: it writes into the slot that
-        is then free.
+        """Show the true weights, for an evaluation or a checkpoint.
+
+        Call it only while drained: the masters are written into a slot that only then is free.
         """
         if self._shown_slot == _TRUE:
             return
@@ -240,8 +249,9 @@ class PredictedVersions(WeightVersions):
         super().load(version)
 
     def restart(self, version: int, predicted: Mapping[str, Tensor] | None = None) -> None:
-        """Restart from a checkpoint: the parameters show the true weights of `version`, which stay shown, and
-        `predicted` is the prediction; None: the prediction equals the true weights.
+        """Restart from a checkpoint. The parameters show the true weights of `version`, before the call and after it.
+
+        `predicted` has the predicted weights by name; None: they equal the true weights.
         """
         slot = 1 if self._true_slot == 0 else 0
         while slot >= len(self._slots):
@@ -253,29 +263,29 @@ class PredictedVersions(WeightVersions):
         self.newest = version
 
     def newest_tensors(self) -> dict[str, Tensor]:
-        """name -> tensor of the true weights, which are shown then."""
+        """Show the true weights, and return their tensors by name."""
         self.show_newest()
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
 
 _TRUE = -1
-"""The slot number that stands for the true weights."""
+"""The value of `_shown_slot` while the true weights are shown."""
 
 
 def prediction_factor(
     part: float, squares: Tensor, *, last: float, largest: float, num_unread: int = 0, loss_scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """The factor that makes a part of a batch's gradients an estimate of all of them, clipped.
+    """The factor that turns the sum of a part of a batch's gradients into a clipped estimate of the whole sum.
 
     Args:
-        part: share of a replica's microbatches, above 0 and at most 1.
-        squares: squared norm of the part's sum, a float64 scalar on its device.
-        last: factor by which the last step multiplied its gradients, at most 1.
-        largest: norm to which gradients are clipped.
-        num_unread: replicas whose gradients are not read; 0 where the mean over all is.
-        loss_scale: that of the batch.
-        dtype: that of the factor.
+        part: the share of the replica's microbatches in the sum, above 0 and at most 1.
+        squares: the squared norm of the sum, a float64 scalar tensor.
+        last: the factor by which the last step clipped its gradients, at most 1.
+        largest: the norm to which gradients are clipped.
+        num_unread: the number of replicas whose gradients are not read; 0 where the sum is the mean over all replicas.
+        loss_scale: the loss scale of the batch, by which the sum is multiplied.
+        dtype: the dtype of the result.
 
     Returns:
         A scalar of `dtype` on the device of `squares`, possibly still being computed.

@@ -250,12 +250,12 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
-    """Check what predicted weights require, and what they exclude. Error feedback is a prediction that reads nothing."""
+    """Check predicted weights and what they exclude. Error feedback is a prediction that reads no gradients."""
     if args.pipeline_2bw_error_feedback:
         if args.pipeline_2bw_provisional != "off":
             raise ValueError(
-                f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the same "
-                "missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
+                f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the "
+                "same missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
             )
         args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches = "uniform", 0
     require_predictions(args, weights, choice_of(args).name)

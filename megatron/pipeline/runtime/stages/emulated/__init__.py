@@ -1,1 +1,1 @@
-"""Stages that sleep instead of computing: they measure the schedule and the runtime."""
+"""Stages that sleep instead of computing, to measure the schedule and the runtime."""

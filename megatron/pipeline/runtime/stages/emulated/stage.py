@@ -1,11 +1,11 @@
-"""Stages and updates that sleep instead of computing, and really transfer what they should.
+"""Stages and updates that sleep instead of computing, while their transfers are real.
 
-Problem: two cores cannot show how well a schedule of sixteen stages overlaps, nor whether lanes overlap as a program
-promises: the processors and their memory would be the limit.
+Problem: on two cores one cannot measure how well the computations and lanes of sixteen stages overlap, because the
+processors and their memory would be the limit.
 
-Solution: forward and backward sleep until a deadline, so many stages run on few cores, while transfers and reductions
-move real bytes between real processes. The host update sleeps for the times of fetch, store, update and reduction, in
-the real lanes and threads. The measurement is of the schedule, the executor and the lanes.
+Solution: forward and backward sleep until a deadline, so many stages run on few cores. Transfers and reductions move
+real bytes between real processes. `EmulatedRelayUpdate` sleeps for the times of fetch, store, update and reduction, in
+the real lanes and threads. So a measurement shows the schedule, the executor and the lanes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PR_SET_TIMERSLACK = 29
 
 
 def sharpen_sleep() -> None:
-    """Ask Linux to wake this thread when it said (1 ns slack instead of 50 us); elsewhere sleeping stays coarse."""
+    """Ask Linux to wake this thread with a timer slack of 1 ns instead of 50 us. No effect on other systems."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
     except (AttributeError, OSError):
@@ -43,10 +43,9 @@ _OVERSLEEP = 0.0002
 
 
 def sleep_for(seconds: float) -> None:
-    """Wait until `seconds` from now by the monotonic clock.
+    """Wait for `seconds` by the monotonic clock.
 
-    Sleeping takes longer than asked, by 0.1 ms and more on a virtual machine, and would do so in every computation. So
-    the last 0.2 ms pass awake.
+    `time.sleep` takes too long, by 0.1 ms and more on a virtual machine. So the last 0.2 ms are a busy wait.
     """
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
@@ -55,11 +54,15 @@ def sleep_for(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class EmulatedTimes:
-    """Seconds that a microbatch takes at a stage; `recompute` defaults to nothing being recomputed, the halves of a
-    split backward, which come together, to half of a whole one each.
+    """The seconds that a microbatch takes at a stage.
+
+    Attributes:
+        forward, backward, recompute: of a whole forward, backward and recompute.
+        backward_input, backward_weight: of the halves I and W of a split backward, both given or both None; None: each
+            takes half of `backward`.
 
     Raises:
-        ValueError: one of the halves alone.
+        ValueError: only one of the halves is given.
     """
 
     forward: float
@@ -77,17 +80,24 @@ class EmulatedTimes:
 
     @property
     def halves(self) -> tuple[float, float]:
-        """Seconds of I and of W."""
+        """The seconds of I and of W."""
         if self.backward_input is None:
             return self.backward / 2, self.backward / 2
         return self.backward_input, self.backward_weight
 
 
 class EmulatedStage:
-    """Stage `index` of `num_stages` that takes `times` and sends `payload_bytes` per microbatch in both directions.
+    """Stage `index` of a chain of `num_stages` that sleeps instead of computing.
 
-    It counts `activation_bytes` for each microbatch that it saves, and moves as many if it has an `activation_memory`.
-    Between the halves of a backward it counts `deferred_bytes`.
+    Args:
+        times: the seconds that it sleeps.
+        payload_bytes: the bytes of a microbatch sent to each neighbour.
+        activation_bytes: the bytes that count as saved for each microbatch, and that move if it is evicted.
+        deferred_bytes: the bytes that count as saved between the halves of a split backward.
+        activation_memory: counts and moves the activations of the rank; None: nothing is evicted.
+
+    Raises:
+        ValueError: less than 8 `activation_bytes` with an `activation_memory`.
     """
 
     loss_names = ("loss",)
@@ -109,7 +119,7 @@ class EmulatedStage:
         self.input_spec = None if index == 0 else spec
         self.output_spec = None if index == num_stages - 1 else spec
         self._times = times
-        self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written: every send may read the same tensor
+        self._payload = torch.zeros(spec.shape, dtype=spec.dtype)  # never written, so all sends read the same tensor
         self._output = None if self.output_spec is None else self._payload
         self._input_grad = None if self.input_spec is None else self._payload
         if activation_memory is not None and activation_bytes < 8:
@@ -118,13 +128,13 @@ class EmulatedStage:
             )
         self._activation_bytes = activation_bytes
         self._memory = activation_memory
-        self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer that it was loaded into
+        self._saved: dict[int, Tensor | None] = {}  # microbatch -> the buffer from which it was loaded, if it was
         self._deferred_bytes = deferred_bytes
         self._halfway: set[int] = set()  # microbatches between I and W
         sharpen_sleep()
 
     def load_version(self, version: int) -> None:
-        """No weights to show."""
+        """Do nothing."""
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         sleep_for(self._times.forward)
@@ -140,14 +150,18 @@ class EmulatedStage:
         return self._backward(microbatch, self._times.backward)
 
     def split_backward(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         self._halfway.add(microbatch.index)
         return self._backward(microbatch, self._times.halves[0])
 
     def backward_weights(self, microbatch: Microbatch) -> None:
-        """Raises KeyError where the microbatch has had no I, or its W already."""
+        """Sleep for W.
+
+        Raises:
+            KeyError: the microbatch is not between its I and its W.
+        """
         self._halfway.remove(microbatch.index)
         sleep_for(self._times.halves[1])
 
@@ -155,7 +169,7 @@ class EmulatedStage:
         return self._deferred_bytes if microbatch.index in self._halfway else 0
 
     def _backward(self, microbatch: Microbatch, seconds: float) -> Tensor | None:
-        """What ends what is saved in full."""
+        """Sleep, and drop the saved activations."""
         sleep_for(seconds)
         if self._memory is not None:
             del self._saved[microbatch.index]
@@ -163,7 +177,7 @@ class EmulatedStage:
         return self._input_grad
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """The payload stays."""
+        """Do nothing."""
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
         return self._activation_bytes if microbatch.index in self._saved else 0
@@ -182,7 +196,11 @@ class EmulatedStage:
         return Eviction(self._activation_bytes, pack)
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Raises RuntimeError when another microbatch comes back."""
+        """Take back the activations of a microbatch.
+
+        Raises:
+            RuntimeError: `buffer` has the activations of another microbatch.
+        """
         assert microbatch.index not in self._saved, f"microbatch {microbatch.index} is here already"
         if (found := buffer[:8].view(torch.int64).item()) != microbatch.index:
             raise RuntimeError(f"stage {self.index} was given back microbatch {found} for {microbatch.index}")
@@ -192,7 +210,11 @@ class EmulatedStage:
         return torch.full_like(self._payload, microbatch.index)
 
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        """Raises RuntimeError when another microbatch's comes back."""
+        """Check that this is the input of the microbatch.
+
+        Raises:
+            RuntimeError: it is another input.
+        """
         if not torch.equal(input, torch.full_like(self._payload, microbatch.index)):
             raise RuntimeError(f"stage {self.index} was given back another input for microbatch {microbatch.index}")
 
@@ -205,8 +227,9 @@ class EmulatedStage:
 
 
 class EmulatedGraphStage(EmulatedStage):
-    """Stage `index` of `graph` that takes `times` and sends `payload_bytes` per microbatch over each of its edges, in
-    both directions.
+    """Stage `index` of `graph` that sleeps for `times` instead of computing.
+
+    It sends `payload_bytes` per microbatch over each of its edges, in both directions.
     """
 
     def __init__(self, *, index: int, graph: StageGraph, times: EmulatedTimes, payload_bytes: int) -> None:
@@ -217,15 +240,15 @@ class EmulatedGraphStage(EmulatedStage):
         self._input_grad = dict.fromkeys(graph.takers(Travelling.GRADIENT, index), (self._payload,))
 
     def load_ahead(self, version: int, horizon: int) -> None:
-        """No weights to predict."""
+        """Do nothing."""
 
     def load_provisional(self, version: int, unstepped: int) -> None:
-        """No weights to step."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class EmulatedReduction:
-    """One link of the chain: an all-reduce of `num_bytes` over `group`, or without a group a sleep of `seconds`."""
+    """A reduction of the chain: an all-reduce of `num_bytes` bytes over `group`, if given, and a sleep of `seconds`."""
 
     num_bytes: int = 0
     group: Any = None
@@ -239,10 +262,13 @@ class EmulatedReduction:
 
 
 class EmulatedUpdate:
-    """A weight update that only moves bytes: `grad` and `embed` are reduced where the program says so, `step`,
-    `predict` and `hold` sleep.
+    """A weight update without weights, whose reductions are real and whose other calls sleep.
 
-    `job_group`: all ranks of the job, for the norm reduction; None skips it.
+    Args:
+        grad: the reduction of gradients over the replicas.
+        embed: the reduction of the gradient of the tied embedding.
+        job_group: all ranks of the job, for the reduction of the norm; None for a single rank.
+        step_seconds, predict_seconds, hold_seconds: how long these calls sleep.
     """
 
     def __init__(
@@ -262,7 +288,7 @@ class EmulatedUpdate:
         self._predict_seconds = predict_seconds
         self._hold_seconds = hold_seconds
         self._reports: dict[int, BatchReport] = {}
-        self._unfinished: dict[int, int] = {}  # version -> how many of step and norm are to come
+        self._unfinished: dict[int, int] = {}  # version -> calls still to come: step, norm
 
     @staticmethod
     def _buffer(reduction: EmulatedReduction | None) -> Tensor | None:
@@ -275,10 +301,10 @@ class EmulatedUpdate:
         self._unfinished[info.index + 1] = 2
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """No gradients."""
+        """Do nothing."""
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """No gradients."""
+        """Do nothing."""
 
     def reduce_grad(self, version: int, stage: int) -> None:
         self.reduce_partial(version)
@@ -310,16 +336,16 @@ class EmulatedUpdate:
         return self._report(version)
 
     def begin_evaluation(self) -> None:
-        """No weights."""
+        """Do nothing."""
 
     def show_newest(self) -> None:
-        """No weights."""
+        """Do nothing."""
 
     def hold(self, version: int, num_microbatches: int) -> None:
         sleep_for(self._hold_seconds)
 
     def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """No gradients."""
+        """Do nothing."""
 
     reduce_partial_embed = reduce_embed
 
@@ -329,7 +355,7 @@ class EmulatedUpdate:
         sleep_for(self._predict_seconds)
 
     def _report(self, version: int) -> BatchReport:
-        """The report that the step and the norm share, whichever comes last."""
+        """Return the report of a batch, and remove it at the second of the calls by `step` and `reduce_norm`."""
         self._unfinished[version] -= 1
         if self._unfinished[version]:
             return self._reports[version]
@@ -338,31 +364,34 @@ class EmulatedUpdate:
 
 
 class EmulatedStageUpdates(EmulatedUpdate):
-    """Where each stage steps by itself: its STEP takes `step_seconds`."""
+    """An `EmulatedUpdate` of a rank whose stages step separately; the STEP of each stage sleeps for `step_seconds`."""
 
     def of_stage(self, stage: int) -> _StageStep:
         return _StageStep(step_seconds=self._step_seconds)
 
     def step(self, version: int) -> BatchReport:
-        """All stages have stepped."""
+        """Return the report of a batch that all stages have stepped."""
         return self._report(version)
 
 
 class _StageStep(EmulatedUpdate):
-    """The update of one stage that steps by itself."""
+    """The update of one stage that steps separately."""
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """No weights."""
+        """Do nothing."""
 
     def step(self, version: int) -> None:
         sleep_for(self._step_seconds)
 
 
 class EmulatedRelayUpdate(EmulatedUpdate):
-    """Each stage's words take the seconds that `seconds[kind][stage]` says, as `Costs.seconds` gives them, for FETCH,
-    STORE_GRAD, UPDATE and REDUCE_GRAD. A STEP takes those of all `stages` of this rank.
+    """An `EmulatedUpdate` of a rank whose weights live on the host: the calls of its lanes sleep.
 
-    `job_group`: all ranks of the job, for the norm reduction; None skips it.
+    Args:
+        seconds: kind -> seconds of each stage, as in `Costs.seconds`, for FETCH, FREE, STORE_GRAD, UPDATE, REDUCE_GRAD
+            and STEP. A STEP sleeps for the sum over `stages`.
+        stages: the stages of this rank.
+        job_group: all ranks of the job, for the reduction of the norm; None for a single rank.
     """
 
     residency = None
@@ -383,7 +412,7 @@ class EmulatedRelayUpdate(EmulatedUpdate):
         return self._sleep(Kind.FREE, stage)
 
     def accumulate(self, stage: int) -> None:
-        """No gradients."""
+        """Do nothing."""
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
         return self._sleep(Kind.STORE_GRAD, stage)

@@ -1,1 +1,1 @@
-"""Chunks of megatron.core as stages, and megatron.core's optimizers as their update."""
+"""Stages that are model chunks of megatron.core, and weight updates over megatron.core's optimizers."""

@@ -1,14 +1,18 @@
-"""The older and the predicted weight versions of a run, in its checkpoints.
+"""Older and predicted weight versions in checkpoints.
 
-Where batches use weights that are k batches old, k versions beside the newest are alive between two batches, and the
-next batches still use them. Each is an entry of its own, named by its age: 'previous_version' is one batch older than
-the model, 'previous_version_2' two, and so on. A version that a checkpoint lacks equals the one after it: its step was
-skipped, or the checkpoint comes from a policy that needs fewer versions.
+Problem: a run that continues from a checkpoint needs more weights than the newest. If batches use weights that are k
+batches old, the next batches use k older versions. If batches are computed at predicted weights, the next batch uses a
+prediction that differs from the true weights.
 
-Where batches are computed at predicted weights, those of the next batch are alive between two batches, beside the true
-weights, which are the model's. They are an entry of their own, 'provisional_version', stored tensor by tensor like the
-model. Replicas that predict from their own gradients have one entry each. A run that finds no such entry (a checkpoint
-of another policy) starts from the true weights, and a run of another policy ignores the entry.
+Solution: further entries in the checkpoint, stored tensor by tensor like the model.
+
+Each older version is an entry with its age in its name: 'previous_version' is one batch older than the model,
+'previous_version_2' two batches, and so on. If a checkpoint lacks a version, it equals the next newer version. Either
+the step between them was skipped, or the checkpoint was written under a policy that needs fewer versions.
+
+The prediction for the next batch is the entry 'provisional_version', while the model is the true weights. Replicas that
+predict from their own gradients have one entry each. If a checkpoint lacks the entry (another policy), the run starts
+from the true weights. Runs under other policies ignore the entry.
 """
 
 from __future__ import annotations
@@ -25,11 +29,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
-OLDER_VERSIONS = "previous_version"  # prefix of all their keys
+OLDER_VERSIONS = "previous_version"  # prefix of the keys of all older versions
 
 
 class SavedVersions(Protocol):
-    """The interface of the pipeline's weight versions (see megatron.pipeline.runtime.update.versions)."""
+    """The methods of the weight versions that checkpoints use (see megatron.pipeline.runtime.update.versions)."""
 
     newest: int
 
@@ -54,12 +58,13 @@ _Model = dict[str, ShardedStateDict]
 def version_state(
     model: dict[str, ShardedStateDict], tensors: dict[int, torch.Tensor], *, prefix: str
 ) -> dict[str, ShardedStateDict]:
-    """The model's checkpoint entries with the data of another weight version.
+    """The checkpoint entries of the model with the data of another weight version.
 
     Args:
         model: name of an entry -> sharded state of a chunk, whose data are the parameters themselves.
-        tensors: id of a parameter -> its data in that version, of the parameter's shape.
-        prefix: precedes every key.
+        tensors: id of a parameter -> its data in the other version, of the parameter's shape. State without data in
+            `tensors` is left out.
+        prefix: put before every key.
     """
     result: dict[str, ShardedStateDict] = {}
     for entry, chunk_state in model.items():
@@ -76,7 +81,7 @@ def version_state(
 
 
 class SavedUpdate(Protocol):
-    """What is asked of the pipeline's weight update beyond its optimizer."""
+    """The members of a weight update that checkpoints use, besides the optimizer."""
 
     versions: SavedVersions
     weights: WeightPolicy
@@ -88,7 +93,7 @@ class SavedUpdate(Protocol):
 
 
 def older_versions(chunks: Sequence[torch.nn.Module], update: SavedUpdate, iteration: int) -> OlderVersions:
-    """What a run that is drained after `iteration` batches needs besides the newest weights of `chunks`."""
+    """The versions that a run drained after `iteration` batches needs besides the newest weights of `chunks`."""
     found = chunks, update.versions, update.weights, iteration
     if update.weights.predicts:
         return PredictedVersion(*found, apart=update.replicas_predict_apart)
@@ -96,14 +101,17 @@ def older_versions(chunks: Sequence[torch.nn.Module], update: SavedUpdate, itera
 
 
 class OlderVersions:
-    """The versions besides the newest that a drained run needs to continue after `iteration` batches, by its policy.
+    """The versions besides the newest that a run drained after `iteration` batches needs to continue.
 
     Args:
         chunks: this rank's model chunks, which show the newest version.
+        versions: the weight versions of the rank.
+        weights: the weight policy; it says how many versions are needed.
+        iteration: the number of batches that are done.
 
     Attributes:
-        name: what a run that continues computes with besides the newest.
-        is_always_kept: a checkpoint has it even where no step made a version.
+        name: the version in words, for messages.
+        is_always_kept: a checkpoint under the policy has the entry even if the last step was skipped.
     """
 
     name = "the one before"
@@ -120,7 +128,7 @@ class OlderVersions:
         self._names_in_entries: dict[tuple[str, str], str] = {}
 
     def to_save(self, model: _Model) -> dict[str, _Model]:
-        """The entries that a checkpoint of the newest version, `model`, needs besides."""
+        """The entries that a checkpoint needs besides `model`, the entries of the newest version."""
         entries = {}
         for age, version in self._by_age():
             if self._versions.slot_of(version) != self._versions.slot_of(version + 1):
@@ -130,7 +138,10 @@ class OlderVersions:
         return entries
 
     def to_load(self, model: _Model, holds_prefix: Callable[[str], bool]) -> dict[str, _Model]:
-        """The entries to ask of a checkpoint, before `model` is filled. `holds_prefix`: whether it has such keys."""
+        """The entries to load from a checkpoint besides `model`. To be called before `model` is loaded.
+
+        `holds_prefix` tells whether the checkpoint has keys with a prefix.
+        """
         self._names_in_entries = self._find_names(model)
         entries = {}
         for age, _ in self._by_age():
@@ -140,13 +151,16 @@ class OlderVersions:
         return entries
 
     def counted_from(self, iteration: int) -> OlderVersions:
-        """These versions for a run that counts this many batches before it."""
+        """The same versions for a run that continues after `iteration` batches."""
         other = copy(self)
         other._entry = self._weights.entry_versions(iteration)
         return other
 
     def restore(self, loaded: dict) -> None:
-        """The weights shown become the newest version; `loaded` has the older ones, as `to_load` named them."""
+        """Make the weights that are shown the newest version, and take older versions from `loaded`.
+
+        `loaded` has the entries of `to_load`, loaded.
+        """
         if not any(_entry(age) in loaded for age, _ in self._by_age()):
             self._versions.reset(*self._entry)
             return
@@ -162,11 +176,11 @@ class OlderVersions:
         self._versions.restore(restored)
 
     def _by_age(self) -> Iterator[tuple[int, int]]:
-        """(age, version) of each, the youngest first."""
+        """(age, number) of each older version, the newest of them first."""
         return enumerate(reversed(self._entry[:-1]), start=1)
 
     def _names_of_parameters(self) -> dict[int, str]:
-        """id of a parameter -> its name in the version table."""
+        """id of a parameter -> its name in the weight versions."""
         names = {tensor.data_ptr(): name for name, tensor in self._versions.newest_tensors().items()}
         return {
             id(parameter): names[parameter.data_ptr()]
@@ -175,7 +189,7 @@ class OlderVersions:
         }
 
     def _find_names(self, model: _Model) -> dict[tuple[str, str], str]:
-        """(entry, name in the chunk's state) -> name in the version table."""
+        """(entry, name in the chunk's state) -> name in the weight versions."""
         return {
             (entry, name): self._names[id(sharded.data)]
             for entry, chunk_state in model.items()
@@ -189,19 +203,20 @@ def _entry(age: int) -> str:
 
 
 def _prefix(age: int) -> str:
-    """The prefix of the keys of an entry's tensors."""
+    """The prefix of the keys of the version of this age."""
     return f"{_entry(age)}."
 
 
 PREDICTED_VERSION = "provisional_version"
-"""Prefix of the keys of all predictions."""
+"""The name of the entry of a prediction, and the prefix of the keys of all predictions."""
 
 
 class PredictedVersion(OlderVersions):
-    """The predicted version of a drained run after `iteration` batches.
+    """The predicted weights of a run drained after `iteration` batches.
 
     Args:
-        apart: whether each replica has a prediction of its own.
+        chunks, versions, weights, iteration: as for `OlderVersions`.
+        apart: each replica has its own prediction.
     """
 
     name = "the predicted one"
@@ -221,17 +236,18 @@ class PredictedVersion(OlderVersions):
         self._replica = parallel_state.get_data_parallel_rank() if apart else 0
 
     def to_save(self, model: dict) -> dict:
-        """The entry that a checkpoint of the true weights, `model`, needs besides."""
+        """The entry that a checkpoint needs besides `model`, the entries of the true weights."""
         if self._versions.live() == [0]:
-            return {}  # before the first batch they are the true ones
+            return {}  # before the first batch the prediction equals the true weights
         tensors = self._versions.tensors(self._iteration)
         data = {parameter: tensors[name] for parameter, name in self._names.items()}
         return {PREDICTED_VERSION: self._state(model, data, self._replica)}
 
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
-        """The entry to ask of a checkpoint; if that has fewer replicas, the entry of its first one.
+        """The entry to load from a checkpoint besides `model`.
 
-        Empty for a new run: its first batch is computed at the true weights.
+        If the checkpoint has no entry of this replica, it is the entry of the first replica. Empty for a new run, whose
+        first batch is computed at the true weights.
         """
         self._names_in_entries = self._find_names(model)
         if self._iteration == 0:
@@ -248,7 +264,10 @@ class PredictedVersion(OlderVersions):
         return other
 
     def restore(self, loaded: dict) -> None:
-        """The weights shown become the true ones; `loaded` has the prediction, as `to_load` named it."""
+        """Make the weights that are shown the true weights, and take the prediction from `loaded`.
+
+        `loaded` has the entry of `to_load`, loaded.
+        """
         predicted = None
         if PREDICTED_VERSION in loaded:
             predicted = self._versions.newest_tensors()
@@ -258,7 +277,7 @@ class PredictedVersion(OlderVersions):
 
     def _state(self, model: dict, data: dict[int, torch.Tensor], replica: int) -> dict:
         state = version_state(model, data, prefix=_predicted_prefix(replica))
-        if replica == 0:  # the first replica writes it for all that read it
+        if replica == 0:  # as for the model, the first replica writes
             return state
         return {
             entry: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
@@ -267,11 +286,11 @@ class PredictedVersion(OlderVersions):
 
 
 def _predicted_prefix(replica: int) -> str:
-    """The prefix of the keys of a replica's tensors."""
+    """The prefix of the keys of a replica's prediction."""
     return f"{PREDICTED_VERSION}.{replica}."
 
 
 def _of_own_replica(sharded):
-    """The tensor, marked as held by this replica alone, so that this replica writes it."""
+    """A copy of a sharded tensor that is marked as held by this replica alone, so that this replica writes it."""
     assert isinstance(sharded.replica_id, tuple), "megatron.core numbers replicas by (pipeline, tensor, data)"
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

@@ -1,4 +1,4 @@
-"""What the weight updates over megatron.core have in common: groups, decisions, and their state in checkpoints."""
+"""The base class of the weight updates over megatron.core: groups, decisions, and state in checkpoints."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -15,13 +15,16 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimize
 
 
 class CoreUpdate:
-    """The weight update of one rank.
+    """Base of the weight update of one rank.
 
     Args:
-        optimizer: what `get_megatron_optimizer` returned for the rank's chunks.
-        scheduler: megatron.core's learning-rate schedule, counted in samples; None keeps the learning rate.
-        weights: the policy of the schedule.
+        optimizer: the result of `get_megatron_optimizer` for the chunks of the rank.
+        scheduler: megatron.core's learning-rate schedule, counted in samples; None: a constant learning rate.
+        weights: the weight policy of the schedule.
         loss_names: the losses that the last stage reports, the same on all ranks.
+
+    Attributes:
+        replicas_predict_apart: whether each replica predicts weights from its own gradients.
     """
 
     replicas_predict_apart = False
@@ -39,14 +42,12 @@ class CoreUpdate:
         self.weights = weight_policy(weights)
         self.loss_names = loss_names
         self._inner = single_optimizer(optimizer)
-        self._last_norm: float | None = None  # exact norm of the newest batch whose chain has ended
+        self._last_norm: float | None = None  # the norm of the last batch that has stepped
 
     def _connect(self, timeout: timedelta | None, rank_metrics: Mapping[str, Callable[[], float]] | None) -> None:
-        """Make the chain's groups and the decisions over them. Collective over the job.
+        """Make the groups of the chain and the decisions that use them. Collective over the job.
 
-        `timeout`: that of the chain's collectives; default: ten minutes. `rank_metrics`: name -> a measurement of this
-        rank, read once a batch on the chain's thread; the values of all ranks come with the batch's report. The same
-        names on all ranks.
+        `timeout`, `rank_metrics`: as for `MegatronWeightUpdate`.
         """
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
@@ -56,30 +57,36 @@ class CoreUpdate:
         )  # fmt: skip
 
     def _new_report(self, info: BatchInfo) -> BatchReport:
-        """Choose the loss scale of a batch that begins."""
+        """Return a new report of a batch that begins, with its loss scale."""
         return self._decisions.begin(info)
 
     def loss_scale(self, batch: int) -> float:
-        """The factor on the losses of a running batch."""
+        """The factor that multiplies the losses of a batch whose report is not complete."""
         return self._batches[batch + 1].report.loss_scale
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step, of the groups that follow the schedule."""
+        """The learning rate of the next step for the parameter groups that follow the schedule."""
         return self._decisions.learning_rate
 
     def close(self) -> None:
-        """End the groups of the chain, drained. Collective: every rank of the job calls it, after the engine's."""
-        dist.barrier()  # a group that one member has left may fail another that is still at its last reduction
+        """End the groups of the chain. Call it while drained, after `close` of the engine.
+
+        Collective: every rank of the job calls it.
+        """
+        dist.barrier()  # if a member left a group early, the last reduction of another member might fail
         self._groups.close()
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """The state beside megatron.core's optimizer, scheduler and the weights; plain numbers, equal on all ranks."""
+        """The state besides weights, optimizer and scheduler: plain numbers that are equal on all ranks."""
         return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore `state_dict`, also another update's, after the optimizer's state; None: the checkpoint has none."""
+        """Restore the result of `state_dict` of any update over megatron.core; None: the checkpoint has none.
+
+        To be called after the optimizer's state was loaded.
+        """
         self._decisions.scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None

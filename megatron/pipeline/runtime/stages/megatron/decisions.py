@@ -1,7 +1,8 @@
-"""The decisions about a batch that are equal on all ranks: loss scale, report, scaling of gradients, next loss scale.
+"""The decisions about a batch that must be equal on all ranks: loss scale, clipping, skipped steps, learning rate.
 
-Wherever the weights live, one norm and one overflow decide about a batch, over one float64 all-reduce; the step divides
-by the loss scale and clips with one factor, and then learning rate and loss scale advance.
+`Decisions` serves updates with weights on the device and on the host. One float64 all-reduce gives all ranks the norm
+and the overflow of a batch. Then the step multiplies the gradients by one factor that unscales and clips, and learning
+rate and loss scale advance.
 """
 
 import math
@@ -20,17 +21,17 @@ from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 
 class Decisions:
-    """The decisions on one rank.
+    """Makes the decisions on one rank.
 
     Args:
         optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
         delay: how many batches old the weights of a batch are.
-        world: all ranks of the job, used on the chain's thread; None for a single one.
+        world: the group of all ranks of the job, used on the chain's thread; None for a single rank.
 
     Attributes:
         scales: the loss scales of the batches.
-        clip_grad: the largest norm; 0: no clipping.
-        rank_metrics: as given; others may be added before the first batch.
+        clip_grad: the norm to which gradients are clipped; 0: no clipping.
+        rank_metrics: as given; metrics may be added before the first batch.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Decisions:
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
     def begin(self, info: BatchInfo) -> BatchReport:
-        """The new report of a batch that begins, with its loss scale."""
+        """Return a new report of a batch that begins, with its loss scale."""
         scale = self.scales.of_batch(info.index)
         return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
 
@@ -67,10 +68,14 @@ class Decisions:
         *,
         layers_squared: Sequence[float] = (),
     ) -> None:
-        """Complete the batch's report with the sums over all ranks. Collective, on the chain's thread.
+        """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
 
-        `norm_squared`: that of this rank's gradients, which contain the loss scale; `layers_squared`: that of each
-        layer's gradients.
+        Args:
+            report: the report of the batch, which has its loss scale.
+            norm_squared: the squared norm of the scaled gradients that this rank counts.
+            stop_requests: bits, see `NormReduction`.
+            losses: name -> (numerator, denominator) on this rank.
+            layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared,
@@ -95,7 +100,7 @@ class Decisions:
         )
 
     def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
-        """The factor that unscales and clips a batch's gradients. `norm`: used in place of the batch's own."""
+        """The factor that unscales and clips a batch's gradients. `norm` replaces the norm in the report."""
         norm = report.grad_norm if norm is None else norm
         coefficient = 1.0 / report.loss_scale
         if self.clip_grad > 0.0:
@@ -105,36 +110,39 @@ class Decisions:
         return coefficient
 
     def note(self, report: BatchReport) -> None:
-        """Write into the report the learning rate, and whether the step is skipped for an overflow."""
+        """Write into the report the learning rate, and whether the step is skipped because of an overflow."""
         report.learning_rate = self.learning_rate
         report.skipped = report.overflow
 
     def advance(self, report: BatchReport) -> None:
-        """Advance learning rate and loss scale after the batch."""
+        """Advance the loss scale and, unless the step was skipped, the learning rate."""
         if not report.skipped and self._scheduler is not None:
             self._scheduler.step(increment=report.num_samples)
         self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step, for the groups that follow the schedule."""
+        """The learning rate of the next step for the parameter groups that follow the schedule."""
         groups = self._optimizer.param_groups
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0
 
 
-# --- the loss scale of a batch where the next batch begins before its step
+# --- loss scales of batches that begin before the step of the batch before
 
 
 class LossScales:
-    """Loss scale per batch, around one of megatron.core's scalers (None: the scale is always 1).
+    """The loss scale of each batch, from a scaler of megatron.core (None: the scale is always 1).
 
-    Under 2bw batch j starts before batch j-1 has been stepped, so it cannot use the scale that follows from it. Batch j
-    is scaled and unscaled with the scale after the STEP of batch j-2 (`delay` 2), under flush after that of batch j-1
-    (`delay` 1); the first batches use the initial scale. That choice must not depend on a drain, which executes steps
-    early, so the scales after the last steps are kept. Two batches in flight can overflow for one and the same too
-    large scale; such a pair lowers it once: a batch that overflowed with a scale above the current one changes nothing.
-    The scaler's tensors live on the host, because the thread that computes reads its scale at every step, and would
+    Under 2bw batch j begins before the step of batch j-1, so it cannot use the scale after that step. Batch j uses the
+    scale after the STEP of batch j-2 (`delay` 2); under flush it uses the scale after the STEP of batch j-1 (`delay`
+    1). The first batches use the initial scale. A drain executes steps early but must not change the scale of a batch,
+    so the scales after the last steps are stored.
+
+    Two batches in flight may overflow because of the same scale, which must be lowered only once. So if a batch
+    overflowed with a scale above the current one, the scale stays the same.
+
+    The scaler's tensors are moved to the host, because the main thread reads the scale at every step and would
     otherwise wait for the device.
     """
 
@@ -151,11 +159,11 @@ class LossScales:
         return 1.0 if self._scaler is None else float(self._scaler.scale.item())
 
     def of_batch(self, batch: int) -> float:
-        """The scale of a batch that begins now."""
+        """The scale of a batch."""
         return self._after_step.get(batch - self._delay, self._before_first)
 
     def step(self, batch: int, *, scale: float, overflow: bool) -> None:
-        """Update the scaler after `batch`, which used `scale`; to be called in the order of the batches."""
+        """Update the scaler after `batch`, which used `scale`. To be called in the order of the batches."""
         if self._scaler is None:
             return
         if overflow and scale > self.current:
@@ -167,13 +175,13 @@ class LossScales:
             self._before_first = self._after_step.pop(old)
 
     def state_dict(self) -> dict:
-        """The scales after the last steps, which megatron.core's scaler does not hold."""
+        """The scales after the last steps, which the state of megatron.core's scaler does not contain."""
         return {"after_step": dict(self._after_step), "before_first": self._before_first}
 
     def load_state_dict(self, state: dict | None) -> None:
-        """Restore the state; None (a checkpoint without it, or of another schedule): use the scaler's present scale.
+        """Restore the result of `state_dict`. None: batches use the present scale of the scaler.
 
-        To be called whenever the scaler's own state was loaded, which puts it on the device.
+        To be called after each load of the scaler's own state, which puts the scaler's tensors on the device.
         """
         _to_host(self._scaler)
         self._after_step = dict(state["after_step"]) if state else {}

@@ -1,9 +1,10 @@
 """The items that a stage draws from its data iterator for each microbatch.
 
-Problem: an iterator yields microbatches in order, and a program may have a stage compute them in another order: stages
-would take different samples for the same microbatch. A recompute needs the items of its forward, too.
+Problem: an iterator yields microbatches in order, but a program may have a stage compute them in another order. Then
+stages would use different samples for the same microbatch. In addition, a recompute needs the items of its forward.
 
-Solution: items of skipped microbatches are drawn ahead, one for each microbatch, and kept until their forward comes.
+Solution: `DrawnData` draws the items of skipped microbatches ahead, one item per microbatch, and stores them until
+their forward. `Recorder` stores the items of a forward.
 """
 
 from collections.abc import Iterator
@@ -11,19 +12,19 @@ from typing import Any
 
 
 class DrawnData:
-    """The training data of one stage. Each of its microbatches is requested once."""
+    """The training data of one stage. Each microbatch may be requested once."""
 
     def __init__(self) -> None:
         self._next: int | None = None  # the microbatch that the iterator yields next
-        self._ahead: dict[int, Any] = {}  # by microbatch
+        self._ahead: dict[int, Any] = {}  # microbatch -> its item
 
     def of(self, microbatch: int, source: Iterator | None, *, first: int) -> Iterator | None:
         """An iterator over the items of a microbatch.
 
         Args:
             microbatch: its index over the whole run.
-            source: None where the stage reads none.
-            first: the first microbatch of its batch, with which the iterator begins if nothing was drawn before.
+            source: the data iterator; None if the stage reads no data.
+            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch.
         """
         if source is None:
             return None
@@ -36,7 +37,7 @@ class DrawnData:
 
 
 class Recorder:
-    """An iterator that remembers what was drawn from it, so that a recomputed forward sees the same data."""
+    """An iterator over `source` that appends each item to `drawn`, so that a recompute can use the same data."""
 
     def __init__(self, source: Iterator, drawn: list[Any]) -> None:
         self._source = source

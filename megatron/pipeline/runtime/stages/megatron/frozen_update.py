@@ -1,8 +1,9 @@
-"""The update of a rank whose megatron.core chunks are all frozen: weights do not change, and batches pass through.
+"""The weight update of a rank whose megatron.core chunks are all frozen.
 
-The rank takes part in the norm, to which it adds nothing, because the norm brings the reports; it does not wait for it,
-so the step of a batch comes before its norm. Learning rate and loss scale advance with the reports, as on every other
-rank, since callers may ask the rank for them and its part of a checkpoint contains them.
+The weights never change, but the rank takes part in the reduction of the norm, with a norm of 0, because the reports
+come with it. The rank does not wait for the norm: the step of a batch may come before its norm. Learning rate and loss
+scale advance with the reports, as on every other rank, since callers may read them on this rank and its part of a
+checkpoint contains them.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +22,12 @@ from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
 class _NoVersions:
-    """Weight versions without weights, for checkpoints."""
+    """The interface of weight versions for checkpoints, without weights."""
 
     newest = 0
 
     def show_newest(self) -> None:
-        """They are shown."""
+        """Do nothing."""
 
     def newest_tensors(self) -> dict[str, Tensor]:
         return {}
@@ -35,7 +36,7 @@ class _NoVersions:
         return 0
 
     def reset(self, *versions: int) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def live(self) -> list[int]:
         return [0]
@@ -44,16 +45,16 @@ class _NoVersions:
         return {}
 
     def restore(self, mapping: dict[int, dict[str, Tensor]]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
 
 class MegatronFrozenUpdate(CoreUpdate):
     """`WeightUpdate` of a rank without trainable parameters.
 
     Args:
-        chunks: the rank's, each wrapped in megatron.core's DDP.
-        optimizer: megatron.core's, of no parameters; its groups have the learning rates.
-        num_layers: of the model, where the norms of layers come with the reports; 0: they do not.
+        chunks: the model chunks of the rank, each wrapped in megatron.core's DDP.
+        optimizer: megatron.core's optimizer without parameters; its groups have the learning rates.
+        num_layers: the number of layers of the model, if reports have the norms of layers; else 0.
         scheduler, weights, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`.
     """
 
@@ -73,21 +74,21 @@ class MegatronFrozenUpdate(CoreUpdate):
         self.chunks = chunks
         self._nothing = (0.0,) * num_layers
         self._connect(timeout, rank_metrics)
-        self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
+        self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self.versions = _NoVersions()
         with torch.no_grad():
             warm_up_common(chunks, self._groups.world)
 
     def begin_batch(self, info: BatchInfo) -> None:
-        """A batch begins; its loss scale is not known here yet, nor needed."""
+        """Begin a report. Its loss scale is not known yet on this rank, and not needed before the norm."""
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
 
     def step(self, version: int) -> BatchReport:
-        """The report of the batch; `reduce_norm` completes it."""
+        """Return the report of the batch, which `reduce_norm` completes."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report; advance learning rate and loss scale."""
+        """Complete the batch's report, and advance learning rate and loss scale."""
         report = self._reports.pop(version)
         report.loss_scale = self._decisions.scales.of_batch(report.batch)
         self._decisions.complete(report, 0.0, stop_requests, losses, layers_squared=self._nothing)
@@ -96,7 +97,7 @@ class MegatronFrozenUpdate(CoreUpdate):
         self._last_norm = report.grad_norm
 
     def begin_evaluation(self) -> None:
-        """Nothing to do: the weights are always the newest."""
+        """Do nothing: the parameters always show the newest weights."""
 
     def show_newest(self) -> None:
-        """They are shown."""
+        """Do nothing: the parameters always show the newest weights."""

@@ -1,11 +1,11 @@
-"""Process groups for the reduction chain alone.
+"""Process groups that only the reduction chain uses.
 
-Problem: the chain runs on a thread of its own beside forwards and backwards that use megatron.core's groups (tensor
-parallelism). Two threads on one group would let its collectives interleave differently on different ranks.
+Problem: the chain runs on its own thread, while forwards and backwards use megatron.core's groups (tensor parallelism).
+If two threads used one group, the order of its collectives could differ between ranks.
 
-Solution: duplicates of the groups, used by the chain only, built directly on the job's store under names that all
-members agree on. Every rank makes them in the same order (data, tensor, embedding, world) and only members take part,
-so start-up neither deadlocks nor grows with the number of groups.
+Solution: duplicates of the groups for the chain. They are built directly on the job's store, under names that all
+members compute alike. Every rank makes its groups in the same order (data, tensor, embedding, world), and only the
+members of a group take part. So start-up cannot deadlock, and its time does not grow with the number of groups.
 """
 
 from collections import Counter
@@ -21,11 +21,18 @@ from megatron.core import parallel_state
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_num_created: Counter[tuple] = Counter()  # per name and ranks: part of the names, so that a later group is another
+_num_created: Counter[tuple] = Counter()  # by name and ranks; part of a group's prefix, so that no two groups share it
 
 
 class ChainGroup:
-    """One group of the chain; its collectives block until they are done (NCCL: make the current stream wait)."""
+    """One group of the chain. Its collectives block until they are done; with NCCL the current stream waits instead.
+
+    Args:
+        name: part of the group's prefix in the store.
+        ranks: global ranks of the members, in the order of their ranks in the group.
+        backend_name: "nccl" or "gloo".
+        timeout: the timeout of a collective; doubled with NCCL.
+    """
 
     def __init__(self, name: str, ranks: list[int], *, backend_name: str, timeout: timedelta) -> None:
         key = (name, *ranks)
@@ -47,14 +54,17 @@ class ChainGroup:
             self.process_group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def all_reduce(self, tensor: Tensor, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> None:
-        """Reduce `tensor` in place over the group."""
+        """All-reduce `tensor` in place over the group."""
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         with _Staged(tensor, self.uses_nccl) as staged:
             self.process_group.allreduce([staged], options).wait()
 
     def reduce_scatter(self, tensor: Tensor) -> None:
-        """Sum a flat `tensor` over the group; afterwards only this rank's equal share of it is valid."""
+        """Sum a flat `tensor` over the group in place.
+
+        Afterwards only this rank's share is valid: part `rank` of `size` equal parts.
+        """
         options = dist.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp.SUM
         with _Staged(tensor, self.uses_nccl) as staged:
@@ -62,14 +72,14 @@ class ChainGroup:
             self.process_group._reduce_scatter_base(share, staged, options).wait()
 
     def close(self) -> None:
-        """End the group when all its work is done. Collective over its members."""
+        """End the group after all its work. Collective over its members."""
         if self.uses_nccl:
             shut_down(self.process_group)
         self.process_group = None  # gloo's sockets and threads end with the last reference
 
 
 class _Staged:
-    """A tensor in memory on which its group works: for gloo that of the host."""
+    """A context with a tensor on which the group can work: with gloo a copy on the host, copied back at the end."""
 
     def __init__(self, tensor: Tensor, uses_nccl: bool) -> None:
         self._tensor = tensor
@@ -85,7 +95,7 @@ class _Staged:
 
 @dataclass
 class ChainGroups:
-    """The chain's own groups; None where the group has one member (or this rank is none)."""
+    """The groups of the chain; None for a group that has one member or to which this rank does not belong."""
 
     data: ChainGroup | None
     tensor: ChainGroup | None
@@ -94,7 +104,7 @@ class ChainGroups:
 
     @classmethod
     def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT) -> "ChainGroups":
-        """Duplicate megatron.core's current groups. Collective: every rank of the job calls it once."""
+        """Duplicate megatron.core's groups. Collective: every rank of the job calls it once."""
         backend_name = "nccl" if uses_nccl() else "gloo"
 
         def duplicate(name: str, ranks: list[int]) -> ChainGroup | None:
@@ -110,14 +120,14 @@ class ChainGroups:
         )
 
     def close(self) -> None:
-        """End all groups while drained. Collective over all ranks."""
+        """End all groups. Call it while drained. Collective over all ranks."""
         for group in (self.data, self.tensor, self.embedding, self.world):
             if group is not None:
                 group.close()
 
 
 def uses_nccl() -> bool:
-    """Whether the job's collectives go over NCCL."""
+    """Whether the collectives of the job use NCCL."""
     return "nccl" in dist.get_backend() and backend.is_cuda()
 
 

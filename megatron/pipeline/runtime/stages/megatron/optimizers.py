@@ -1,14 +1,15 @@
-"""What a weight update takes from megatron.core's DDP and optimizers: masters, gradient buffers and weight versions.
+"""Masters, gradient buffers and weight versions over megatron.core's DDP and optimizers.
 
-Gradient buffers: the next batch accumulates into another buffer while the chain reduces the gradients of one batch.
-DDP gives every parameter a `main_grad`, a view of one flat buffer, and adds each gradient to it. A slot is one such set
-of flat buffers; slot 0 is DDP's own, a second one is made when a batch begins its backwards while the first is still
-needed. Switching repoints every reference that megatron.core keeps: the buffer, its buckets, the bucket groups' cached
-shards and the parameters.
+Gradient buffers. DDP gives every parameter a `main_grad`, a view of a flat buffer, and adds each gradient to it. While
+the chain reduces the gradients of one batch, the next batch must accumulate into another buffer. A slot is one set of
+flat buffers. Slot 0 has DDP's own buffers. A second slot is allocated when a batch begins its backwards while the first
+slot is still in use. A switch changes every reference that megatron.core keeps: in the buffer, its buckets, the cached
+shards of the bucket groups, and the parameters.
 
-Weight versions: with the distributed optimizer the parameters are views of one flat buffer per dtype, which the
-parameter all-gather fills, so a slot of weights is a set of flat buffers. Its FP32 shards are views of that buffer,
-too: stepping them would change weights that forwards in flight still use, so they become masters of their own.
+Weight versions. With the distributed optimizer the parameters are views of flat buffers, which the all-gather of the
+parameters fills. So a slot of weights is a set of flat buffers. The optimizer's shards of FP32 parameters are views of
+these buffers, too, and stepping them would change weights that forwards in flight use. So they are replaced by masters
+with their own storage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ MegatronCoreOptimizer = FP32Optimizer | Float16OptimizerWithFloat16Params | Dist
 
 
 def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
-    """True if the optimizer updates some of the model's parameters themselves and not masters of them."""
+    """Whether the optimizer steps some of the model's parameters directly, and not masters of them."""
     if isinstance(optimizer, DistributedOptimizer) or optimizer.is_stub_optimizer:
         return False
     if isinstance(optimizer, FP32Optimizer):
@@ -41,7 +42,11 @@ def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
 
 
 def single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
-    """The optimizer of all parameters of the rank's chunks. Raises ValueError where there are several."""
+    """The single optimizer of the rank's chunks.
+
+    Raises:
+        ValueError: `optimizer` chains several optimizers.
+    """
     if not isinstance(optimizer, ChainedOptimizer):
         return optimizer
     if len(optimizer.chained_optimizers) != 1:
@@ -53,7 +58,7 @@ def single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
 
 
 def copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
-    """Give the optimizer's parameters their gradients, in FP32, without any collective."""
+    """Give the parameters of the optimizer their gradients, in FP32, without a collective."""
     if isinstance(optimizer, FP32Optimizer):
         optimizer.prepare_grads()
     elif not optimizer.is_stub_optimizer:
@@ -61,7 +66,7 @@ def copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
 
 
 def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
-    """Parameter of the model -> its FP32 master, for those that have one. Not of the distributed optimizer."""
+    """Parameter of the model -> its FP32 master, for parameters with a master. Not for the distributed optimizer."""
     if optimizer.is_stub_optimizer or isinstance(optimizer, FP32Optimizer):
         return {}
     groups = zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
@@ -69,7 +74,7 @@ def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
 
 
 def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
-    """The gradients of the optimizer's parameters, without those that are None."""
+    """The gradients of the parameters of the optimizer, without None."""
     if optimizer.is_stub_optimizer:
         return []
     return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
@@ -77,14 +82,19 @@ def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
 
 @dataclass(eq=False)
 class GradientSlot:
-    """One set of flat gradient buffers, and each parameter's view of them."""
+    """One set of flat gradient buffers, and the view that each parameter has of them."""
 
     flats: list[Tensor]
     views: dict[Parameter, Tensor]
 
 
 class CoreGradientBuffers:
-    """All gradient buffers of the DDP-wrapped chunks of one rank."""
+    """The gradient slots of the DDP-wrapped chunks of one rank; the first slot has DDP's own buffers.
+
+    Attributes:
+        buffers: DDP's buffers of all chunks.
+        shown: the slot to which backwards add.
+    """
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
@@ -92,11 +102,10 @@ class CoreGradientBuffers:
         self._slots = [self._slot([buffer.grad_data for buffer in self.buffers])]
         self._free = list(self._slots)
         self.shown = self._slots[0]
-        """The slot that backwards accumulate into."""
 
     @property
     def num_slots(self) -> int:
-        """Slots allocated so far."""
+        """The number of slots allocated so far."""
         return len(self._slots)
 
     def _slot(self, flats: list[Tensor]) -> GradientSlot:
@@ -107,7 +116,7 @@ class CoreGradientBuffers:
         return GradientSlot(flats, views)
 
     def take(self) -> GradientSlot:
-        """Reserve a free slot, zeroed, and let backwards accumulate into it. Allocates where none is free."""
+        """Take a free slot, zero it, and make backwards add to it. Allocates a slot if none is free."""
         if self._free:
             slot = self._free.pop()
             for flat in slot.flats:
@@ -116,24 +125,23 @@ class CoreGradientBuffers:
             slot = self._slot([torch.zeros_like(flat) for flat in self._slots[0].flats])
             self._slots.append(slot)
         self.show(slot)
-        for chunk in self._chunks:  # what fused kernels have added to, which megatron.core notes for each batch
+        for chunk in self._chunks:  # fused kernels set the flag when they add to a gradient
             for param in chunk.params_with_grad:
                 param.grad_added_to_main_grad = False
         return slot
 
     def copy_of(self, slot: GradientSlot) -> GradientSlot:
-        """A copy of a slot's present gradients."""
         return self._slot([flat.clone() for flat in slot.flats])
 
     def give_back(self, slot: GradientSlot) -> None:
-        """The gradients in `slot` are no longer needed."""
+        """Make `slot` free again; its gradients are no longer needed."""
         self._free.append(slot)
 
     def __getitem__(self, number: int) -> GradientSlot:
         return self._slots[number]
 
     def show(self, slot: GradientSlot) -> None:
-        """Let backwards accumulate into `slot`, and megatron.core's optimizers read from it."""
+        """Make backwards add to `slot`, and megatron.core's optimizers read from it."""
         if slot is self.shown:
             return
         for buffer, flat in zip(self.buffers, slot.flats, strict=True):
@@ -149,14 +157,14 @@ class CoreGradientBuffers:
 
 
 def bucket_of(flat: Tensor, bucket) -> Tensor:
-    """The part of a flat buffer that one of its buckets covers."""
+    """The part of a flat buffer that belongs to one of its buckets."""
     return flat[bucket.offset : bucket.offset + bucket.grad_data.numel()]
 
 
 class LayersOfParameters:
-    """The transformer layer that each trainable parameter of `chunks` belongs to, in a model of `num_layers`.
+    """The transformer layer of each trainable parameter of `chunks`, in a model of `num_layers` layers.
 
-    Parameters in front of the layers or behind them (embeddings, heads) belong to none.
+    Parameters outside of the layers (embeddings, heads) belong to no layer.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int) -> None:
@@ -172,8 +180,9 @@ class LayersOfParameters:
         assert all(0 <= number < num_layers for number in self._numbers.values()), "layers are numbered over the model"
 
     def squared_norms(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
-        """The squared norm of each layer, float64 [num_layers], from the FP32 norms of parameters' gradients; 0 for
-        layers without any.
+        """The squared norm of each layer, float64 [num_layers], from the norms of the gradients of parameters.
+
+        It is 0 for a layer without parameters in `norms`.
         """
         result = torch.zeros(self.num_layers, dtype=torch.float64, device=backend.device())
         own = [(self._numbers[parameter], norm) for parameter, norm in norms.items() if parameter in self._numbers]
@@ -185,7 +194,10 @@ class LayersOfParameters:
 
 
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
-    """name -> trainable parameter of a rank's chunks, named as in the model, prefixed ``model0.`` ... if several."""
+    """Name -> trainable parameter of a rank's chunks.
+
+    Names are those in the model, with a prefix ``model0.``, ``model1.``, ... if there are several chunks.
+    """
     return {
         name if len(chunks) == 1 else f"model{number}.{name}": param
         for number, chunk in enumerate(chunks)
@@ -195,7 +207,7 @@ def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
 
 
 class DistributedSlots:
-    """Flat parameter buffers of the distributed optimizer, one set per slot of weight versions."""
+    """The flat parameter buffers of the distributed optimizer, one set per slot of the weight versions."""
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
@@ -204,7 +216,7 @@ class DistributedSlots:
         self._slots = [[buffer.param_data for buffer in self._buffers]]
 
     def make(self) -> dict[str, Tensor]:
-        """Allocate another set; returns name -> view of it."""
+        """Allocate another set of flat buffers. Return name -> view of it with the parameter's shape."""
         flats = [torch.zeros_like(buffer.param_data) for buffer in self._buffers]
         self._slots.append(flats)
         return {
@@ -214,7 +226,7 @@ class DistributedSlots:
         }
 
     def switch(self, slot: int) -> None:
-        """Point DDP's buffers, which the optimizer writes and the all-gather fills, at `slot`."""
+        """Point DDP's parameter buffers, into which the optimizer and the all-gather write, at slot number `slot`."""
         for buffer, flat in zip(self._buffers, self._slots[slot], strict=True):
             buffer.param_data = flat
             for bucket in buffer.buckets:
@@ -225,7 +237,10 @@ class DistributedSlots:
 
 
 def separate_masters(optimizer: DistributedOptimizer, *, share_storage: bool) -> None:
-    """Make the FP32 shards leaves: over the same storage (flush), or with storage of their own (several versions)."""
+    """Replace the optimizer's shards of FP32 parameters by new leaf tensors, the masters.
+
+    `share_storage`: masters share the storage of the shards (one weight version); else they are copies (several).
+    """
     replaced = {}
     for group in optimizer.shard_fp32_groups:
         for position, shard in enumerate(group):
@@ -243,7 +258,7 @@ def separate_masters(optimizer: DistributedOptimizer, *, share_storage: bool) ->
 def weight_versions(
     chunks: list[DistributedDataParallel], optimizer: MegatronCoreOptimizer, *, window: int, first_version: int = 0
 ) -> WeightVersions:
-    """The version table of one rank's chunks; prepares `optimizer` for it."""
+    """The weight versions of one rank's chunks. The distributed `optimizer` gets masters (see `separate_masters`)."""
     if not isinstance(optimizer, DistributedOptimizer):
         return WeightVersions(named_parameters(chunks), window=window, first_version=first_version)
     separate_masters(optimizer, share_storage=window == 1)

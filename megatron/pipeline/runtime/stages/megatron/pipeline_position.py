@@ -1,13 +1,14 @@
-"""The pipeline position that megatron.core sees: that of a stage, whichever rank holds the stage.
+"""The pipeline position that megatron.core sees: the position of a stage, on any rank.
 
-Problem: megatron.core derives a stage from the rank: stage = chunk x ranks + rank. The stage decides layer numbers, and
-so weights' names in checkpoints, which chunk embeds, which has the loss, and which two copies of a tied embedding
-belong together. A schedule may put its stages anywhere.
+Problem: megatron.core derives the stage of a chunk from the rank: stage = chunk x ranks + rank. The stage determines
+the layer numbers, and so the names of weights in checkpoints. It also determines which chunk embeds, which chunk has
+the loss, and which two copies of a tied embedding belong together. But a schedule may place its stages on any rank.
 
-Solution: each chunk is shown a pipeline with one rank for every stage, and itself on the rank that has its stage's
-number. `config_of_stage` does so in the configuration, `at_stage` in `parallel_state`, while the chunk is built and
-while it computes. The groups with which ranks communicate are untouched. `without_first_layers` lets the first stage
-begin behind layers whose output is known.
+Solution: each chunk sees a pipeline with one rank per stage, and itself on the rank with the number of its stage.
+`config_of_stage` sets this in the configuration. `at_stage` sets it in `parallel_state` while the chunk is built and
+while it computes. The groups with which ranks communicate do not change.
+
+`without_first_layers` lets the forward of the first stage begin after layers whose output is known.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,12 @@ _GROUP, _EMBEDDING_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP"
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """The layers of the stages, one stage on each rank, as seen by one stage, whichever rank asks."""
+    """megatron.core's layout of layers with one stage per rank. Questions are answered for `stage`, on any rank.
+
+    Args:
+        layers: the number of layers of each stage.
+        stage: the stage for which questions are answered.
+    """
 
     def __init__(self, layers: Sequence[int], stage: int) -> None:
         held = [[LayerType.decoder] * count for count in layers]
@@ -52,7 +58,7 @@ class StageLayout(PipelineParallelLayerLayout):
 
 
 class _StageGroup:
-    """The pipeline's group as a chunk sees it: it tells rank and size, and nobody communicates with it."""
+    """The group of the pipeline that a chunk sees. It has a rank and a size and cannot communicate."""
 
     def __init__(self, stage: int, num_stages: int) -> None:
         self._stage, self._num_stages = stage, num_stages
@@ -65,7 +71,7 @@ class _StageGroup:
 
 
 def config_of_stage(config: TransformerConfig, stage: int, layers: Sequence[int]) -> TransformerConfig:
-    """The configuration of one stage's chunk. `layers`: the number of layers of each stage."""
+    """A copy of `config` for the chunk of one stage. `layers`: the number of layers of each stage."""
     own = copy(config)
     own.pipeline_model_parallel_size = len(layers)
     own.virtual_pipeline_model_parallel_size = None
@@ -77,9 +83,10 @@ def config_of_stage(config: TransformerConfig, stage: int, layers: Sequence[int]
 
 @contextmanager
 def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[None]:
-    """In this block `parallel_state` gives the stage as the pipeline's rank, and the number of stages as its size.
+    """In this block `parallel_state` gives the stage as the rank of the pipeline and the number of stages as its size.
 
-    builds: a chunk is built, which keeps the position that it sees; `copy_tied_embeddings` handles a tied embedding.
+    `builds`: a chunk is built in the block. Then `parallel_state` also gives a group with that position, which the
+    chunk keeps, and no embedding group. The caller has to call `copy_tied_embeddings` afterwards.
     """
     shown = {_RANK: stage, _SIZE: num_stages, _NUM_VIRTUAL: None}
     if builds:
@@ -93,14 +100,15 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
 
 
 def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """The ranks of a pipeline with word embeddings, those of the first and the last stage, for
-    `parallel_state.initialize_model_parallel`."""
+    """The ranks of the first and the last stage of a pipeline, for `parallel_state.initialize_model_parallel`."""
     return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1]]})
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """The copies that this rank's chunks hold of an embedding that the first and the last stage share, in the order of
-    the stages: none, one or, where it has both stages, two."""
+    """This rank's copies of the embedding that the first and the last stage share, in the order of the stages.
+
+    There are two copies if the rank has both stages, and none if the embedding is not shared.
+    """
     copies = []
     for model in map(unwrap_model, chunks):
         at_an_end = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
@@ -111,9 +119,9 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Paramete
 
 @torch.no_grad()
 def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give the last stage the first one's embedding, where they share it. Collective over the embedding's ranks.
+    """Copy a shared embedding from the first to the last stage. Collective over the embedding group.
 
-    megatron.core has filled the last stage's copy with zeros.
+    megatron.core has filled the copy of the last stage with zeros, so a sum copies it between ranks.
     """
     copies = tied_embeddings(chunks)
     group = parallel_state.get_embedding_group(check_initialized=False)
@@ -125,8 +133,10 @@ def copy_tied_embeddings(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextmanager
 def without_first_layers(model: nn.Module, num_layers: int) -> Iterator[None]:
-    """In this block a forward of a first stage's chunk begins behind its first `num_layers` layers, with the tensor of
-    `set_input_tensor`: it does not embed or run these layers. Its results equal a whole forward's bit for bit.
+    """In this block the forward of the first stage's chunk begins after its first `num_layers` layers.
+
+    Its input is the tensor given to `set_input_tensor`: the output of these layers. The embedding and the layers do not
+    run. The results equal those of a whole forward bit for bit.
     """
     chunk = unwrap_model(model)
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))

@@ -1,14 +1,16 @@
-"""Predicted weights of megatron.core's chunks: from a part of a batch's gradients, through its own optimizer.
+"""Predicted weights of megatron.core's chunks: a provisional step with the gradients of a part of a batch.
 
-The step to come is taken provisionally (`provisional_step`), with the gradients that lie in the running buffer
-times c m / (n s): n of the batch's m microbatches are done, s is its loss scale and c clips (`prediction_clip`). The
-result goes into the slot of the weights that the next batch uses: each parameter from its FP32 master, or
-with the distributed optimizer each replica's shards, which are gathered then.
+The coming step is taken provisionally (`provisional_step`) with the gradients in the batch's buffer or in a copy of it,
+times c m / (n s). Here n of the m microbatches of the batch are done, s is its loss scale, and c clips
+(`prediction_factor`). The result is written into the slot of the weights that the next batch uses. The step of a
+parameter starts from its FP32 master, if it has one. With the distributed optimizer each replica computes its shards,
+and then the replicas gather them.
 
-Replicas read what they have themselves, so without the distributed optimizer each computes at a point of its own;
-`reduce_partial` has them read the mean. Tensor ranks have to agree: what each of them has seen a part of is added up,
-they clip by one norm, and an overflow of one leaves all without a prediction. A tied embedding is judged by its own
-gradient, which both stages have, so its copies stay equal.
+By default a replica reads only its own gradients, so without the distributed optimizer each replica computes at
+different weights. With `reduce_partial` all replicas read the mean. Tensor ranks must agree. So they sum the gradients
+of which each has a part, they clip by one norm, and if the gradients of one tensor rank overflow, all skip the
+prediction. The clipping and the overflow of a tied embedding depend on its own gradient alone. Both stages have this
+gradient, so the copies stay equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,16 +40,24 @@ from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 
 class MegatronPrediction:
-    """Predicts the weights of one rank's chunk.
+    """Predicts the weights of one rank's chunks.
+
+    Args:
+        chunks: the model chunks of the rank.
+        optimizer: megatron.core's optimizer of the chunks.
+        reduction: returns the reductions of the rank; called at predictions.
+        reduce_partial: replicas predict from the mean of their gradients.
+        uniform: predictions do not depend on the cut into stages, so they clip by `clip_factor` alone.
 
     Attributes:
-        versions: the predicted weights, and the true ones.
-        reduces: replicas predict from the mean over all.
-        uniform: predictions do not depend on the cut into stages, so they clip by `clip_factor` alone.
-        clip_factor: that of the last step that was not skipped; None: there was none yet, and it will clip.
+        versions: the predicted weights and the true weights.
+        reduces: `reduce_partial`.
+        uniform: as given.
+        clip_factor: the factor by which the last step that was not skipped clipped; None: steps clip, but there was
+            none yet.
 
     Raises:
-        ValueError: an optimizer that keeps no FP32 masters, or hides them.
+        ValueError: a precision-aware optimizer, whose FP32 masters cannot be read.
     """
 
     def __init__(
@@ -92,7 +102,7 @@ class MegatronPrediction:
         self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
 
     def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
-        """Each parameter of the optimizer, with the model's parameter and the part of it for which it stands."""
+        """Yield (parameter of the optimizer, (parameter of the model, its flat part that the former updates))."""
         optimizer = self._optimizer
         if optimizer.is_stub_optimizer:
             return
@@ -127,7 +137,16 @@ class MegatronPrediction:
         loss_scale: float,
         can_overflow: bool,
     ) -> None:
-        """Make the predicted weights of `version` from a part of the gradients of a batch of `num_microbatches`."""
+        """Make the predicted weights of `version` from a part of the gradients of the batch before.
+
+        Args:
+            version: the version to predict.
+            partial: the sum of the gradients of some microbatches.
+            embedding: the same for the tied embedding, summed over both stages, if another rank has the other stage.
+            num_microbatches: the number of microbatches of the whole batch.
+            loss_scale: the loss scale of the batch.
+            can_overflow: check that the gradients are finite; if not, the prediction equals the true weights.
+        """
         gradients = {model: partial.gradients.views[model] for model in self._names}
         tied = None
         if embedding is not None:
@@ -163,13 +182,13 @@ class MegatronPrediction:
             self._gather()
 
     def _partial_sums_over_tensor(self, gradients: dict[Parameter, Tensor]) -> list[tuple[Parameter, Tensor]]:
-        """Copies of the gradients of which each tensor rank has a part, summed over the tensor ranks."""
+        """(parameter, gradient reduced over the tensor ranks) for replicated parameters; the gradient is a copy."""
         group = parallel_state.get_tensor_model_parallel_group()
         result = []
         for models, operation in self._over_tensor if group.size() > 1 else ():
             if models:
                 flat = torch.cat([gradients[model].reshape(-1) for model in models])
-                dist.all_reduce(flat, group=group)  # SUM and MAX are what the group was warmed up with
+                dist.all_reduce(flat, group=group)  # not AVG: `warm_up` has used SUM and MAX
                 if operation is dist.ReduceOp.AVG:
                     flat.div_(group.size())
                 parts = flat.split([model.numel() for model in models])
@@ -180,11 +199,13 @@ class MegatronPrediction:
         return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
 
     def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
-        """The squared norms of the stage's gradients and of the tied embedding's, which both its copies have: two
-        scalars, equal on all ranks that have the same parameters, or parts, and read the same gradients.
+        """The squared norms of the stage's gradients and of the tied embedding's gradient, float64 [2].
+
+        The first norm is without the tied embedding. Both are summed over the tensor ranks. Ranks with the same
+        gradients have the same result.
         """
         of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
-        reads_shards = self._distributed and self.reduces  # of the rest there is no mean on this rank
+        reads_shards = self._distributed and self.reduces  # the mean of other shards is not on this rank
         if reads_shards:
             of_stage = {
                 model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage
@@ -199,11 +220,17 @@ class MegatronPrediction:
         return squares
 
     def _counts(self, model: Parameter) -> bool:
-        """Whether this tensor rank has a part of the parameter, or the one copy that counts."""
+        """Whether this tensor rank counts a parameter in norms: it has a part of the parameter, or its first copy."""
         return param_is_not_tensor_parallel_duplicate(model)
 
     def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
-        """The factors of the stage's and the tied embedding's gradients, given the known parts of the batch."""
+        """The factors of the stage's gradients and of the tied embedding's gradient.
+
+        Args:
+            parts: the known share of the batch for the stage, and for the tied embedding, if another rank has it, too.
+            squares: the result of `_norms_squared`; None: clip by `clip_factor` alone.
+            loss_scale: the loss scale of the batch.
+        """
         last = self.clip_factor or 1.0
         if squares is None:
             return [last / part / loss_scale for part in parts]
@@ -216,7 +243,7 @@ class MegatronPrediction:
         ]
 
     def step(self) -> None:
-        """Step the optimizer, whose gradients are ready; the model's parameters stay as they are."""
+        """Step the optimizer, whose gradients are ready. The model's parameters keep showing the predicted weights."""
         if not self._optimizer.is_stub_optimizer:
             with self.versions.true_weights():
                 if self._last_update is not None:
@@ -233,7 +260,7 @@ class MegatronPrediction:
             self._gather()
 
     def _write_true(self) -> None:
-        """Write the masters into the shown parameters."""
+        """Write the masters into the model's parameters. Collective over replicas with the distributed optimizer."""
         if not self._optimizer.is_stub_optimizer:
             self._optimizer._copy_main_params_to_model_params()
         self._gather()

@@ -1,15 +1,19 @@
-"""The reductions of one batch's gradients over replicas, tensor ranks and tied embeddings, their norm, and a warm-up.
+"""Reductions of a batch's gradients over replicas, tensor ranks and tied embeddings, their norm, and a warm-up.
 
-megatron.core reduces in `finalize_model_grads` and in its optimizers' `prepare_grads`, but on the buffers that
-backwards write to, on its own groups, and with two or three collectives for norm and overflow. Here every function
-takes the gradient slot of one finished batch, so the backwards of the next batch may run meanwhile.
+Problem: megatron.core reduces gradients in `finalize_model_grads` and in `prepare_grads` of its optimizers. These work
+on the buffers to which backwards write and on megatron.core's own groups, and take two or three collectives for norm
+and overflow.
 
-NCCL connects a group at its first collective, and again at the first collective whose operation or size asks for
-another algorithm. Connecting allocates memory and waits for the whole device. In the middle of training the device may
-run receives that were posted ahead, for data which the peer sends only after that very collective: a deadlock. So each
-group is used once before the first batch, while nothing else runs (`warm_up`): the chain's groups with zero gradients,
-the optimizer's groups with the weights, which are equal on all replicas, the tensor group with small, medium and large
-tensors. All ranks take the groups in one order.
+Solution: every method of `GradientReduction` takes the gradient slot of one finished batch, so the backwards of the
+next batch may run at the same time.
+
+Problem: NCCL connects a group at its first collective, and again at the first collective whose operation or size needs
+another algorithm. Connecting allocates memory and waits for the whole device. During training the device may run a
+receive that was posted ahead for data which the peer sends only after that collective. This is a deadlock.
+
+Solution: `warm_up` uses each group before the first batch, while nothing else runs. It uses the chain's groups with
+zero gradients, the optimizer's groups with the weights, which are equal on all replicas, and the tensor group with
+small, medium and large tensors. All ranks use the groups in the same order.
 """
 
 from __future__ import annotations
@@ -42,11 +46,17 @@ from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 
 
 class GradientReduction:
-    """Reduces gradient slots of one rank's chunks on the chain's groups.
+    """Reduces gradient slots of one rank's chunks on the groups of the chain.
 
-    A slot may hold a part of the rank's parameters, as where gradients leave stage by stage; the other parameters are
-    then ignored. `buffers`: megatron.core's, which define scaling and cuts of the slots' flat tensors; none where
-    `over_data` is not called.
+    A slot may hold the gradients of a part of the rank's parameters, as where weights live on the host and gradients
+    leave the device stage by stage. The other parameters are then ignored.
+
+    Args:
+        chunks: the model chunks of the rank.
+        optimizer: megatron.core's optimizer of the chunks.
+        buffers: megatron.core's gradient buffers, in the order of a slot's flat tensors. `over_data` takes the scaling
+            factors and the buckets from them; empty if `over_data` is not called.
+        groups: the groups of the chain.
     """
 
     def __init__(
@@ -66,7 +76,10 @@ class GradientReduction:
         self._counted = self._find_counted(chunks)
 
     def over_data(self, slot: GradientSlot) -> None:
-        """Average over the data-parallel replicas; with the distributed optimizer only this rank's shards are valid."""
+        """Average a slot over the data-parallel replicas.
+
+        With the distributed optimizer only this rank's shards are valid afterwards.
+        """
         group = self._groups.data
         for buffer, flat in zip(self._buffers, slot.flats, strict=True):
             if buffer.gradient_scaling_factor != 1.0:
@@ -80,7 +93,7 @@ class GradientReduction:
                 group.reduce_scatter(bucket_of(flat, bucket))
 
     def over_embedding(self, slot: GradientSlot) -> None:
-        """Add up the gradients of the word embedding that the first and the last stage share."""
+        """Add up the gradients of the word embedding that the first and the last stage share on two ranks."""
         if not self._embeddings or self._groups.embedding is None:
             return
         [embedding] = self._embeddings
@@ -90,14 +103,17 @@ class GradientReduction:
 
     @property
     def tied_key(self) -> Parameter:
-        """The rank's copy of the word embedding that another stage shares."""
+        """The rank's copy of the word embedding that it shares with another rank."""
         [embedding] = self._embeddings
         return embedding
 
     def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
-        """Add up both stages' gradients of the embedding; `over_data`: average over the replicas before.
+        """Add up the gradients of the shared embedding on the first and the last stage, in place.
 
-        `partial`: the gradient, or a slot with it, if this rank has a copy of the embedding.
+        Args:
+            partial: the gradient of the embedding, or a slot. With a slot, nothing is done if this rank shares no
+                embedding with another rank.
+            over_data: average over the replicas before.
         """
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
@@ -111,16 +127,19 @@ class GradientReduction:
             self._groups.embedding.all_reduce(gradient)
 
     def over_embedding_copies(self, slot: GradientSlot) -> None:
-        """Add up the gradients of both copies of the embedding, where both stages are on this rank."""
+        """Give both copies of the shared embedding the sum of their gradients, if both are on this rank."""
         if len(self._embeddings) < 2:
             return
-        first, last = (self._owned(each, slot) for each in self._embeddings)  # shards of both are alike
+        first, last = (self._owned(each, slot) for each in self._embeddings)  # both have the same shards
         if first is not None:
             first.add_(last)
             last.copy_(first)
 
     def over_tensor(self, slot: GradientSlot) -> None:
-        """Add up the gradients of parameters of which each tensor rank has a part (sequence parallelism)."""
+        """Reduce the gradients of replicated parameters of which each tensor rank has computed a part.
+
+        See `tensor_parallel_parameters`.
+        """
         for all_params, operation in self._over_tensor:
             params = [param for param in all_params if param in slot.views]
             if params and self._groups.tensor is not None:
@@ -131,31 +150,31 @@ class GradientReduction:
                     view.copy_(reduced.view_as(view))
 
     def local_norm_squared(self, slot: GradientSlot) -> Tensor:
-        """Squared norm of the gradients that this rank counts; every element of the model is counted on one rank.
+        """The squared norm of the gradients that this rank counts. Each element of the model is counted on one rank.
 
-        One FP32 norm per parameter, their squares added in float64: so the sum depends on the cut into stages only in
-        its last bits.
+        It is the sum in float64 of the squares of one FP32 norm per parameter. So the sum over all ranks depends on the
+        cut into stages only in its last bits.
         """
         return self.norm_squared(self.local_norms(slot))
 
     def local_norms(self, slot: GradientSlot) -> dict[Parameter, Tensor]:
-        """The norms of the slot's gradients that this rank counts: FP32 scalars."""
+        """The norms of those gradients of the slot that this rank counts, FP32 scalars."""
         held = [param for param in self._counted if param in slot.views]
         parts = {param: part for param in held if (part := self._owned(param, slot)) is not None}
         return dict(zip(parts, norms_of(parts.values()), strict=True))
 
     @property
     def counted(self) -> Sequence[Parameter]:
-        """The parameters that this rank counts in the norm, in the order of the sum."""
+        """The parameters whose gradients this rank counts in the norm, in the order of the sum."""
         return self._counted
 
     def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
-        """The rank's squared norm from the `local_norms` of all its parameters."""
+        """The squared norm from the `local_norms` of all parameters that this rank counts."""
         ordered = [norms[param] for param in self._counted if param in norms]
         return sum_of_squares(ordered, device=backend.device())
 
     def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:
-        """The part of a parameter's gradient that is valid on this rank after `over_data`; None if there is none."""
+        """The part of a parameter's gradient that is valid on this rank after `over_data`; None if no part is valid."""
         view = slot.views[param]
         if not self._distributed:
             return view
@@ -179,7 +198,10 @@ class GradientReduction:
 
 
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters whose gradients are summed, and averaged, over the tensor-parallel group; megatron.core's rules."""
+    """Two lists of parameters whose gradients are summed and averaged over the tensor ranks, by megatron.core's rules.
+
+    Tensor ranks hold copies of these parameters and compute different gradients of them.
+    """
     summed, averaged = [], []
     for chunk in chunks:
         for name, param in unwrap_model(chunk).named_parameters():
@@ -195,7 +217,7 @@ def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[l
 
 
 _BYTES = (8, 1 << 20, 1 << 26)
-"""Below, between and above where NCCL changes its algorithm within a node."""
+"""Small, medium and large: NCCL changes its algorithm within a node between these sizes."""
 
 
 @torch.no_grad()
@@ -208,10 +230,13 @@ def warm_up(
     distributed_optimizer: bool,
     reduces_partial: bool = False,
 ) -> None:
-    """Use the chain's groups, and megatron.core's groups of forwards, backwards and steps, once. Collective.
+    """Use once the chain's groups and megatron.core's groups of forwards, backwards and steps. Collective.
 
-    `zeros`: gradients to which no batch has added yet. `reduces_partial`: predictions read the mean over the replicas,
-    of tied embeddings too, and with the distributed optimizer its norm.
+    Args:
+        zeros: a slot to which no batch has added gradients yet.
+        distributed_optimizer: the chunks have the distributed optimizer.
+        reduces_partial: predictions read the mean of the gradients over the replicas. They then reduce the gradient of
+            a tied embedding over the replicas, and with the distributed optimizer the norm over the shards.
     """
     reduction.over_data(zeros)
     reduction.over_embedding(zeros)
@@ -227,17 +252,17 @@ def warm_up(
 
 @torch.no_grad()
 def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup | None) -> None:
-    """Use the groups that batches of every update use, and wait until all work is done. Collective."""
+    """Use once the groups that every kind of update uses, and wait until all work is done. Collective."""
     if world is not None:
-        world.all_reduce(_probe(_BYTES[0], 1))  # the norm's is small
+        world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
-    dist.all_reduce(_probe(_BYTES[0], 1))  # evaluations, and stop requests between stretches
+    dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
 
 
 def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
-    group = parallel_state.get_tensor_model_parallel_group()  # a group of one rank, too: losses use it
+    group = parallel_state.get_tensor_model_parallel_group()  # also if it has one rank: losses use it
     for num_bytes in _BYTES if uses_nccl() else _BYTES[:1]:
         for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
@@ -250,6 +275,6 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:
-    """Zeros of at least `num_bytes`, divisible into equal `parts`."""
+    """FP32 zeros of at least `num_bytes` bytes, whose number of elements is divisible by `parts`."""
     length = -(-num_bytes // (4 * parts)) * parts
     return torch.zeros(length, device=backend.device())

@@ -1,22 +1,21 @@
 """Weights on the host for megatron.core's chunks and optimizers: the relay of L2L (Pudipeddi et al., 2020).
 
-Problem: megatron.core's optimizers own masters and moments, and with them the formats of all checkpoints; in FP32 they
-own the model's parameters themselves, which show the device's memory: a slot, or NaN.
+Problem: megatron.core's optimizers own masters and moments, and determine the formats of checkpoints. In FP32 they step
+the model's parameters themselves. But here a parameter shows device memory, which is either a slot or NaN.
 
-Solution: megatron.core's optimizer is made of the chunks' parameters as usual, and its `step` is never called. The
-host's optimizer steps other tensors, stage by stage, with the state of the parameters for which they stand: the host's
-weights in FP32, else the optimizer's masters, from which the low-precision weights are then written. When the pipeline
-is drained, parameters show the host's weights, so the same code writes and reads checkpoints as where weights live on
-the device.
+Solution: megatron.core's optimizer is built over the parameters of the chunks as usual, but its `step` is never called.
+Instead the host's optimizer steps tensors on the host, stage by stage, with the optimizer state of the parameters. In
+FP32 these tensors are the host's weights. Otherwise they are the optimizer's masters, from which the low-precision
+weights are written. When the pipeline is drained, the parameters show the host's weights. So checkpoints are written
+and read by the same code as with weights on the device.
 
-A stage's gradients are averaged and summed over ranks before they leave the device. Each parameter gives one FP32 norm,
-and the norms are added in the same order as under other schedules, so that the norm of a rank is equal to the last bit.
-Both gradients of a tied embedding have left by then: they are copied back for a moment to be added up.
+The gradients of a stage are reduced over the ranks before they leave the device. Each parameter gives one FP32 norm,
+and the norms are added in the same order as under other schedules, so the norm of a rank has the same bits. When the
+gradients of a tied embedding must be added up, both have left the device. So they are copied back for the sum.
 
-megatron.core's DDP gives every parameter a `main_grad` in one flat buffer for as long as it lives. Here a stage has
-gradients on the device only from its first backward of a batch until they have left. So `RelayChunk` stands in for DDP
-without buffers: a hook on each parameter adds each gradient to the parameter's current `main_grad`, as DDP's does, and
-drops it.
+megatron.core's DDP keeps a `main_grad` for every parameter in flat buffers. Here a stage has gradients on the device
+only from its first backward of a batch until they have left. So `RelayChunk` replaces DDP and has no buffers: a hook on
+each parameter adds each gradient to the current `main_grad` of the parameter, as in DDP, and drops the gradient.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +51,13 @@ from megatron.pipeline.runtime.stages.megatron.reduction import GradientReductio
 
 
 class RelayChunk(DistributedDataParallel):
-    """`module` with the interface of megatron.core's DDP, without buffers."""
+    """A module with the interface of megatron.core's DDP, without gradient buffers.
+
+    Args:
+        config: the configuration of the model.
+        ddp_config: as for DDP.
+        module: the model chunk.
+    """
 
     def __init__(
         self, config: TransformerConfig, ddp_config: DistributedDataParallelConfig, module: torch.nn.Module
@@ -69,7 +74,7 @@ class RelayChunk(DistributedDataParallel):
 
 
 def show_as_main_grad(parameter: torch.nn.Parameter, view: Tensor | None) -> None:
-    """Make backwards add to `view`, in its dtype; None: no backward follows."""
+    """Make backwards add the gradient of `parameter` to `view`, in its dtype; None: no backward follows."""
     parameter.main_grad = view
 
 
@@ -82,16 +87,17 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     """`RelayUpdate` of one rank's chunks and their megatron.core optimizer.
 
     Args:
-        chunks: the rank's model chunks, in the order of their stages.
-        optimizer: what `get_megatron_optimizer` returned for them; not the distributed optimizer.
-        scheduler, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`; `ledger` adds its own.
-        stages: those of the chunks.
-        residency: that of the schedule.
-        host: name of this host; replicas with the same name share one store. None: its host name.
-        gathers: replicas fetch shares of weights, which their devices gather.
+        chunks: the model chunks of the rank, in the order of their stages.
+        optimizer: the result of `get_megatron_optimizer` for the chunks; not the distributed optimizer.
+        scheduler, loss_names, timeout: as for `MegatronWeightUpdate`.
+        stages: the stages of the chunks.
+        residency: the residency of the schedule.
+        rank_metrics: as for `MegatronWeightUpdate`; the metrics of `ledger` are added.
+        host: a name of this host; replicas with the same name share one store. None: the host name.
+        gathers: each replica of a node fetches a share of the weights, and their devices gather the shares.
 
     Raises:
-        ValueError: an optimizer or chunks that this update cannot drive exactly.
+        ValueError: an optimizer, chunks or replicas with which this update would not be exact.
     """
 
     def __init__(
@@ -153,14 +159,17 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
 
     @torch.no_grad()
     def _warm_up(self, chunks: Sequence[RelayChunk]) -> None:
-        """Run every collective of training once, on zero gradients (see `warm_up`)."""
+        """Run every collective of training once on zero gradients, before the first batch.
+
+        The docstring of the module `reduction` has the reason.
+        """
         for stage in self.store.stages:
             self.gradients.accumulate(stage)
             slot = self._slot(stage)
             self._reduce(stage)
             if any(each in slot.views for each in self._tied):
                 self._reduction.over_embedding(slot)
-            self.gradients.store(stage)  # which leaves the buffer; nothing is copied
+            self.gradients.store(stage)  # frees the buffer; the returned copy is not run
         warm_up_common(chunks, self._groups.world)
 
     def _check(self, chunks: Sequence[RelayChunk]) -> None:
@@ -195,11 +204,11 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             raise ValueError("GPUs gather shares of a fetch over NCCL: use it, or fetch whole stages.")
 
     def versions_of(self, stage: int) -> StageWeights:
-        """The weight versions that a stage of the rank uses."""
+        """The weight versions of a stage of the rank."""
         return self.resident.of_stage(stage)
 
     def _reduce(self, stage: int) -> None:
-        """Average a stage's gradients over the replicas, and sum those of which tensor ranks have parts."""
+        """Average the gradients of a stage over the replicas, and reduce gradients over the tensor ranks."""
         slot, group = self._slot(stage), self._groups.data
         for flat in slot.flats if group is not None else ():
             flat.mul_(1.0 / group.size)
@@ -226,14 +235,14 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         return self._reduction.local_norms(slot)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
+        """Complete the batch's report by one all-reduce of norm, overflow, losses and stop requests over the job."""
         norms = self._norms.take(version)
         assert len(norms) == len(self._reduction.counted), "the program has a REDUCE_GRAD for each stage or none"
         report = self._batches[version].report
         self._decisions.complete(report, self._reduction.norm_squared(norms).item(), stop_requests, losses)
 
     def _slot(self, stage: int) -> GradientSlot:
-        """The stage's gradients on the device."""
+        """The gradients of a stage on the device, as a slot."""
         views = self.gradients.views(stage)
         flats = list(self.gradients.flat(stage).values())
         return GradientSlot(flats, {each: views[name] for name, each in self._parameters[stage].items()})

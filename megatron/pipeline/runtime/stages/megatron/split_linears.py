@@ -1,13 +1,16 @@
-"""megatron.core's linears in a backward of two halves.
+"""The backward of megatron.core's linear layers in two halves: I without the weight product, and W with it.
 
-All linears of its own (column- and row-parallel ones, the output layer with its own or a given weight) are one autograd
-function. Its backward is looked up when a graph's backward comes to it. So while an I runs, and only then, it is
-another one, which puts the weight product off (`weight_products`); forwards and whole backwards are megatron.core's,
-untouched. What is recomputed inside of an I goes the same way, since it is built of the same function.
+Problem: the backward of a linear layer in megatron.core computes the gradients of input and weight together.
 
-Under sequence parallelism each tensor rank has a part of the input. For the weight product the parts are gathered; that
-goes to W with the product, and as all tensor ranks execute one program, they gather in the same order. The input's
-gradient is reduced over the tensor ranks in I.
+Solution: all linear layers of megatron.core (column-parallel, row-parallel, the output layer with its own or a given
+weight) use one autograd function. autograd looks up the function's backward when it runs. While an I runs, the backward
+is replaced by one that postpones the weight product (`weight_products`). Forwards and whole backwards are those of
+megatron.core. A forward that is recomputed inside an I uses the same autograd function, so its weight products are
+postponed, too.
+
+Under sequence parallelism each tensor rank has a part of the input, and the parts are gathered for the weight product.
+The gather is postponed with the product. All tensor ranks execute the same program, so they gather in the same order.
+The gradient of the input is reduced over the tensor ranks in I.
 """
 
 import functools
@@ -28,8 +31,11 @@ _LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 
 @contextmanager
 def putting_off(products: WeightProducts, *, but: Collection[torch.nn.Parameter] = ()) -> Iterator[None]:
-    """In this context backwards of linears, on any thread, postpone their weight products to `products`, except for the
-    weights in `but`.
+    """While the context is active, backwards of linear layers, on any thread, postpone their weight products.
+
+    Args:
+        products: receives the postponed products.
+        but: weights whose products are not postponed.
     """
     whole = _LINEAR.__dict__["backward"]
 
@@ -46,10 +52,10 @@ def putting_off(products: WeightProducts, *, but: Collection[torch.nn.Parameter]
 
 
 def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter]:
-    """The embedding that is also the output layer of the same stage, if `model` has one.
+    """The weight that is both the embedding and the output layer of `model`, if there is one.
 
-    A whole backward adds up its two parts before it adds them to the gradient of the batch, and so does an I that
-    computes both: its sum is the same, to the last bit.
+    A whole backward adds up the gradients of both uses before it adds them to the gradient of the batch. If I computes
+    both, the gradients are added in the same order, so the result has the same bits.
     """
     inner = unwrap_model(model)
     has_both = all(getattr(inner, name, False) for name in ("pre_process", "post_process"))
@@ -59,7 +65,11 @@ def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter
 
 
 def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
-    """Raises ValueError if `model` has other linears than megatron.core's, or options that cannot be split."""
+    """Check that backwards of `model` can be split.
+
+    Raises:
+        ValueError: a linear layer of Transformer Engine, or an option that cannot be combined with split backwards.
+    """
     _require_own_linears(unwrap_model(model).modules())
     if config.defer_embedding_wgrad_compute:
         raise ValueError(
@@ -74,7 +84,7 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 
 def _require_own_linears(modules: Iterable[torch.nn.Module]) -> None:
-    """Raises ValueError if a module is or has a linear of Transformer Engine, whose backward computes both halves."""
+    """Raise ValueError if a module is a linear layer of Transformer Engine, whose backward computes both halves."""
     foreign = sorted({type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__))})
     if foreign:
         raise ValueError(
@@ -85,14 +95,14 @@ def _require_own_linears(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def _is_foreign(kind: type) -> bool:
-    """Whether it is Transformer Engine's Linear, GroupedLinear, LayerNormLinear, LayerNormMLP or the like."""
+    """Whether a class is Linear, GroupedLinear, LayerNormLinear, LayerNormMLP or similar of Transformer Engine."""
     return kind.__module__.startswith("transformer_engine") and any(word in kind.__name__ for word in ("Linear", "MLP"))
 
 
 def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Tensor | None, ...]:
-    """megatron.core's backward without the weight's gradient."""
+    """megatron.core's backward of a linear layer without the gradient of the weight."""
     input, weight = ctx.saved_tensors
-    grad_output = grad_output.to(input.dtype)  # newer versions of megatron.core have logits in another
+    grad_output = grad_output.to(input.dtype)  # newer versions of megatron.core have logits in another dtype
     grad_input = grad_output.matmul(weight)
     handle = None
     if ctx.allreduce_dgrad:
@@ -101,7 +111,7 @@ def _input_half(ctx, grad_output: Tensor, products: WeightProducts) -> tuple[Ten
         whole, grad_input = grad_input, torch.empty_like(input)
         handle = layers.dist_reduce_scatter_func(grad_input, whole, group=ctx.tp_group, async_op=True)
     products.put_off(ctx.parameter, input, grad_output, _product_of(ctx))
-    # While the gradient is under way, as megatron.core does with the product.
+    # While the gradient of the input is communicated, as in megatron.core.
     grad_bias = _flat(grad_output).sum(dim=0) if ctx.use_bias else None
     if handle is not None:
         handle.wait()
@@ -113,15 +123,16 @@ def _flat(grad_output: Tensor) -> Tensor:
 
 
 def _product_of(ctx) -> Product:
-    """The function with which W computes a linear's product; it holds nothing of the graph."""
+    """The function with which W computes the weight product. It holds no reference to the graph."""
     group = ctx.tp_group if ctx.sequence_parallel else None
     into = ctx.parameter if ctx.gradient_accumulation_fusion else None
     return functools.partial(_weight_half, group=group, into=into)
 
 
 def _weight_half(input: Tensor, grad_output: Tensor, *, group, into: torch.nn.Parameter | None) -> Tensor | None:
-    """The weight's gradient in the dtype of the factors, or None where the fused kernel has added it to the `main_grad`
-    that the parameter has now.
+    """Compute the gradient of a weight, in the dtype of the factors.
+
+    With `into`, the fused kernel adds the gradient to the current `main_grad` of that parameter. The result is None.
     """
     if group is not None:
         shape = [input.shape[0] * group.size(), *input.shape[1:]]

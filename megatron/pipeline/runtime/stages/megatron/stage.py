@@ -1,13 +1,14 @@
-"""One pipeline stage: a megatron.core model chunk under Megatron's contract of a forward step.
+"""A pipeline stage over a model chunk of megatron.core and Megatron's `forward_step`.
 
-The contract: `forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`; on the last stage
-`loss_func(output_tensor)` returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` where the loss is a sum over
-tokens; numbers is a dict of what to report, each a scalar or a tensor `[sum, count]`. Losses are averaged over the
-microbatches of their batch. Whether this stage reads the data iterator is the step function's business; while it runs,
-`parallel_state` gives the stage for the pipeline's rank.
+`forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`. On the last stage `loss_func(output_tensor)`
+returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` if the loss is a sum over tokens. `numbers` is a dict of the
+values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches.
+`forward_step` decides whether the stage reads the data iterator. While `forward_step` runs, `parallel_state` gives the
+stage as the rank of the pipeline.
 
-Memory follows megatron.core: a sent output keeps only its graph, its storage goes as soon as the send has read it, and
-the backward is started in the C++ engine, which does not mind the missing values.
+As in megatron.core, the storage of an output is freed as soon as the send has read it, and only its graph stays. The
+backward is started in autograd's C++ engine, which does not check the shape of the freed output as
+`torch.autograd.backward` does.
 """
 
 from collections import defaultdict
@@ -45,20 +46,20 @@ from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdat
 ForwardStep = Callable[[Iterator | None, torch.nn.Module], tuple[Tensor, Callable[[Tensor], tuple]]]
 
 _HELD_BY_AUTOGRAD = frozenset({"layernorm", "mla_up_proj", "moe_act"})
-"""Modules that megatron.core recomputes through `CheckpointWithoutOutput`."""
+"""The modules that megatron.core recomputes by `CheckpointWithoutOutput`."""
 
 
 @dataclass
 class _SavedMicrobatch:
-    """The data saved between a microbatch's forward and its backward."""
+    """The data saved between the forward and the backward of a microbatch."""
 
     input: Tensor | None
     output: Tensor | None = None  # with its graph; on the last stage the loss
-    kept_input: Any = None  # the input again, if the forward is to be recomputed from it
-    data: list[Any] | None = None  # what the forward step drew from the data iterator, if it is to be recomputed
+    kept_input: Any = None  # the input as `CapturedActivations` keeps it for a recompute
+    data: list[Any] | None = None  # the items that the forward read from the data iterator, for a recompute
 
     def recorder(self, source: Iterator | None) -> Iterator | None:
-        """An iterator over `source` that records the drawn items."""
+        """An iterator over `source` that records the items in `data`."""
         if source is None:
             return None
         self.data = []
@@ -70,18 +71,18 @@ class _SavedMicrobatch:
 
 
 class OutputCache(Protocol):
-    """Keeps the outputs of a frozen first stage."""
+    """A cache of the outputs of a frozen first stage."""
 
     def read(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """The cached output for the iterator's next microbatch, [sequence, microbatch, hidden], or None."""
+        """The cached output for `batch`, an item of the data iterator: [sequence, microbatch, hidden], or None."""
 
     def read_older(self, batch: dict[str, Tensor]) -> tuple[Tensor, int] | None:
-        """The cached output of the stage's first layers, and their number; None if it is not cached."""
+        """The cached output of the stage's first layers for `batch`, and the number of these layers; or None."""
 
     def write(self, batch: dict[str, Tensor], output: Tensor) -> None: ...
 
     def read_ahead(self, data: Iterator) -> None:
-        """Begin to read the outputs for the next items of `data`."""
+        """Begin to read the cached outputs for the next items of `data`."""
 
 
 class MegatronStage:
@@ -89,25 +90,30 @@ class MegatronStage:
 
     Args:
         model: the chunk, wrapped in megatron.core's DDP.
-        forward_step: see the module's docstring.
-        update: the rank's weight update, which holds weight versions and loss scales; a frozen stage does not use it.
-        index, num_stages: place in the pipeline; default: megatron.core's pipeline rank and size.
-        seq_length, micro_batch_size: those of every microbatch; they give the shape of tensors between stages,
-            [sequence, microbatch, hidden] with the sequence divided by the tensor ranks under sequence parallelism.
-        data_iterator: training data, or None where this rank reads none; may be replaced between batches. It yields
-            microbatches in their order; where a program computes them in another, an item for each.
-        evaluation_iterator: the same for `forward_only`.
-        recompute: the schedule recomputes: forwards keep their input and data only, no graph.
-        seed: the run's seed, for dropout; None: random numbers go on as they come, so no forward is computed twice.
-        is_at_own_place: `parallel_state` gives the stage already, because a rank's place is its stage's, or because the
-            chunks were built by whoever places chunks themselves.
-        loss_names: names of the reported numbers, the same on all ranks.
-        activation_memory: the rank's, if activations are to be counted and moved; None: they stay in the graph.
-        first_trained: stages before this one are frozen. A stage that is frozen itself is asked for `forward_only`
-            alone, in training batches too, and the first one behind them hands back no gradient.
+        forward_step: see the docstring of the module.
+        update: the weight update of the rank, which has weight versions and loss scales; a frozen stage does not use
+            it.
+        seq_length, micro_batch_size: the same for all microbatches. Tensors between stages are [sequence, microbatch,
+            hidden]; under sequence parallelism the sequence is divided by the number of tensor ranks.
+        index, num_stages: the stage and the number of stages; default: rank and size of megatron.core's pipeline.
+        data_iterator: the training data; None if this rank reads none. It yields microbatches in ascending order. If a
+            program computes microbatches in another order, it must yield one item per microbatch.
+        evaluation_iterator: the data of an evaluation; None if this rank reads none.
+        recompute: the schedule recomputes, so forwards save only their input and data and no graph.
+        seed: the seed of the run, for dropout; None: dropout is not seeded, and no forward can be recomputed.
+        is_at_own_place: `parallel_state` gives the stage already; else the stage sets it by `at_stage`.
+        loss_names: the names of the numbers to report, the same on all ranks.
+        activation_memory: counts and moves the activations of the rank; None: activations stay in the graph.
+        first_trained: the first stage that is not frozen. A frozen stage runs only `forward_only`, also in training
+            batches. The stage `first_trained` returns no gradient of its input.
+
+    Attributes:
+        data_iterator, evaluation_iterator: may be replaced between batches.
+        output_cache: the cached outputs of the first stage, if it is frozen; None: no cache.
 
     Raises:
-        ValueError: activations are to be moved, but some are recomputed in a way that keeps their memory.
+        ValueError: activations are counted and moved, but megatron.core recomputes some of them in a way that does not
+            allow to free them.
     """
 
     def __init__(
@@ -137,7 +143,6 @@ class MegatronStage:
         self._drawn = DrawnData()
         self.evaluation_iterator = evaluation_iterator
         self.output_cache: OutputCache | None = None
-        """The first stage's, once it is frozen: what has its output for samples that come again."""
         self._config = get_model_config(model)
         self._forward_step = forward_step
         self._set_input_tensor = get_attr_wrapped_model(model, "set_input_tensor")
@@ -182,7 +187,7 @@ class MegatronStage:
 
     @property
     def num_saved(self) -> int:
-        """The number of microbatches between forward and backward."""
+        """The number of microbatches between their forward and their backward."""
         return len(self._saved)
 
     def load_version(self, version: int) -> None:
@@ -190,7 +195,10 @@ class MegatronStage:
         self._versions.load(version)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward of one microbatch. Returns the detached output; None on the last stage, which records its loss."""
+        """Run the forward of a microbatch. Return the detached output.
+
+        The last stage records the loss and returns None.
+        """
         self._set_training(True)
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
@@ -206,7 +214,7 @@ class MegatronStage:
         return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: Microbatch) -> None:
-        """Forward again, with graph, from the saved input and data, with the weights that are loaded."""
+        """Run the forward again from the saved input and data, with the weights that are shown, and build the graph."""
         saved = self._saved[microbatch.index]
         saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
@@ -214,7 +222,10 @@ class MegatronStage:
         self.free_output(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """Backward of one microbatch into the gradient buffer that is shown. Returns the gradient of the input."""
+        """Run the backward of a microbatch, which adds to the shown gradient buffer. Return the input's gradient.
+
+        None on the first stage and on the stage `first_trained`.
+        """
         saved = self._saved.pop(microbatch.index)
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
@@ -238,7 +249,7 @@ class MegatronStage:
         require_splits(self.model, self._config)
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        """As `backward`, but leave the weight products of linears to `backward_weights`."""
+        """Run `backward` without the weight products of linear layers, which `backward_weights` computes."""
         with putting_off(self._products.begin(microbatch.index), but=self._not_put_off):
             return self.backward(microbatch, output_grad)
 
@@ -247,26 +258,26 @@ class MegatronStage:
         self._products.compute(microbatch.index)
 
     def deferred_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes saved for the weight products of the microbatch."""
+        """The bytes saved for the weight products of the microbatch."""
         return self._products.num_bytes(microbatch.index)
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """Drop the storage of the output; its graph stays."""
+        """Free the storage of the output and keep its graph."""
         saved = self._saved.get(microbatch.index)
         if saved is not None and saved.output is not None and not self._is_last:
             deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
 
     def evict(self, microbatch: Microbatch) -> Eviction:
-        """Begin to move the saved activations of `microbatch`; see `CapturedActivations`."""
+        """Begin to move the saved activations of `microbatch` (see `CapturedActivations`)."""
         self.free_output(microbatch)
         return self._captured.evict(microbatch.index)
 
     def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Let the backward of an evicted microbatch read its activations from `buffer`."""
+        """Make the backward of an evicted microbatch read its activations from `buffer`."""
         self._captured.load(microbatch.index, buffer)
 
     def release_input(self, microbatch: Microbatch) -> Tensor:
-        """Give up the input saved for the recompute of `microbatch`."""
+        """Return the input that was saved for the recompute of `microbatch`, detached, and drop it."""
         saved = self._saved[microbatch.index]
         input, saved.input, saved.kept_input = saved.input.detach(), None, None
         return input
@@ -276,13 +287,14 @@ class MegatronStage:
         self._saved[microbatch.index].kept_input = input
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes that the graph of `microbatch` saves now."""
+        """The bytes that the graph of `microbatch` saves now."""
         return self._captured.saved_bytes(microbatch.index)
 
     @torch.no_grad()
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
-        """Forward for evaluation, and of a frozen stage: no dropout, nothing saved, the loss recorded on the last
-        stage.
+        """Run a forward without dropout that saves nothing, for an evaluation or on a frozen stage.
+
+        Returns the output; None on the last stage, which records the loss.
         """
         self._set_training(False)
         is_evaluation = microbatch.batch == EVALUATION_BATCH
@@ -293,7 +305,7 @@ class MegatronStage:
         return None if self._is_last else output
 
     def _from_cache(self, microbatch: Microbatch) -> Tensor:
-        """The output of the frozen first stage, read from the cache, or computed and written to it."""
+        """Read the output of the frozen first stage from the cache, or compute it and write it to the cache."""
         batch = next(self.data_iterator)
         output = self.output_cache.read(batch)
         if output is None:
@@ -306,9 +318,9 @@ class MegatronStage:
         return output
 
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
-        """Remove and return the sums of a batch's reported numbers, name -> (sum, count); {} where others report.
+        """Remove and return the sums of the reported numbers of a batch: name -> (sum, count).
 
-        Only tensor rank 0 of the last stage reports. A scalar counts as one. Values are summed in float64.
+        Empty except on tensor rank 0 of the last stage. A scalar has the count 1. Values are summed in float64.
         """
         records = self._losses.pop(batch, [])
         if parallel_state.get_tensor_model_parallel_rank() != 0:
@@ -321,7 +333,7 @@ class MegatronStage:
         return sums
 
     def _sample(self, microbatch: Microbatch) -> int:
-        """Index over the whole run of the first sample of this rank's microbatch."""
+        """The index over the whole run of the first sample of this rank's microbatch."""
         return microbatch.index * self._samples_per_microbatch + self._first_sample
 
     def _set_training(self, training: bool) -> None:
@@ -329,20 +341,21 @@ class MegatronStage:
             self.model.train(training)
 
     def _require_input_grad(self, saved: _SavedMicrobatch) -> None:
-        """Require a gradient of the input. Behind a frozen stage nobody needs it, but megatron.core's full recompute
-        gives the weights no gradients where no input requires one.
+        """Require a gradient of the input if it is returned, or if megatron.core recomputes whole layers.
+
+        Its full recompute gives the weights no gradients if no input requires a gradient.
         """
         if saved.input is not None:
             wanted = self._returns_gradient or self._config.recompute_granularity == "full"
             saved.input = saved.input.detach().requires_grad_(wanted)
 
     def _run(self, microbatch: Microbatch, saved: _SavedMicrobatch, data: Iterator | None, *, record: bool) -> Tensor:
-        """The chunk's forward; returns its output, on the last stage the loss to differentiate."""
+        """Run the forward of the chunk. Return its output, on the last stage the loss to differentiate."""
         self._set_input_tensor(saved.input)
         with self._place():
             with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
                 output, loss_function = self._forward_step(data, self.model)
-            self._set_input_tensor(None)  # the chunk would keep it alive beyond its backward
+            self._set_input_tensor(None)  # else the chunk would keep the input alive after the backward
             return self._loss(microbatch, loss_function(output), record) if self._is_last else output
 
     def _autocast(self):
@@ -363,14 +376,16 @@ class MegatronStage:
         return loss / self._parts(microbatch)
 
     def _parts(self, microbatch: Microbatch) -> int:
-        """The divisor of a microbatch's loss; where all tokens of the batch count alike, the gradients are divided by
-        the number of tokens later.
-        """
+        """The divisor of the loss of a microbatch. With per-token loss it is 1, since gradients are divided later."""
         return 1 if self._config.calculate_per_token_loss else microbatch.num_microbatches
 
 
 def _pair(value: Tensor | float) -> Tensor:
-    """(sum, count) of a reported number, detached."""
+    """The tensor [sum, count] of a reported number, FP32 and detached.
+
+    Raises:
+        ValueError: a tensor with more than two elements.
+    """
     value = torch.as_tensor(value).detach().float().reshape(-1)
     if value.numel() == 1:
         return torch.cat([value, torch.ones_like(value)])
@@ -382,7 +397,11 @@ def _pair(value: Tensor | float) -> Tensor:
 
 
 def _scale_auxiliary_loss(scale: float) -> None:
-    """Load-balancing losses of mixture-of-experts layers enter the graph on every stage and are scaled by a global."""
+    """Set the global factor by which megatron.core scales the load-balancing losses of mixture-of-experts layers.
+
+    These losses enter the graph on every stage.
+    """
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.full((), scale, device=backend.device()))  # no copy that waits
+    # `full` copies nothing from the host, so the host does not wait.
+    MoEAuxLossAutoScaler.set_loss_scale(torch.full((), scale, device=backend.device()))

@@ -1,13 +1,13 @@
-"""Weight updates over megatron.core's DDP and optimizers, cut into the instructions of a pipeline program.
+"""Weight updates over megatron.core's DDP and optimizers, split into the instructions of a pipeline program.
 
-Problem: megatron.core finishes a batch in one go (`finalize_model_grads`, `optimizer.step`): every rank waits for every
-other between two batches. Under 2bw the next batch is already running then, with older weights, its own gradients and,
-in FP16, its own loss scale.
+Problem: megatron.core reduces the gradients of a batch and steps in one sequence (`finalize_model_grads`,
+`optimizer.step`), in which every rank waits for the others. Under 2bw the next batch is already running then, with
+older weights, its own gradients and, in FP16, its own loss scale.
 
-Solution: the parts are called one by one. The chain (`reduce_*`, on a thread of its own, on groups of its own) works on
-the gradient slot of the batch that has ended; `step` scales by the one coefficient that unscales and clips, steps
-megatron.core's optimizer into a weight slot that no graph in flight refers to, and advances the learning rate.
-PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - update(g(W(t-1))).
+Solution: call the parts one by one. The chain runs `reduce_grad`, `reduce_embed` and `reduce_norm` on the gradient slot
+of the batch that has ended, on its own thread and groups. Then `step` multiplies the gradients by one coefficient that
+unscales and clips, steps megatron.core's optimizer into a weight slot to which no graph in flight refers, and advances
+the learning rate. PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - update(g(W(t-1))).
 """
 
 from collections.abc import Callable, Mapping
@@ -45,42 +45,42 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 class _Batch(Batch):
     gradients_ready: Milestone
     norm_reduced: Milestone
-    norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until they have been made ready
-    layers_squared: Tensor | None = None  # of each layer, where they are asked for
-    applied: bool = False
-    stepped: bool = False
+    norm_squared: Tensor | None = None  # of this rank's scaled gradients; None until `_prepare` has run
+    layers_squared: Tensor | None = None  # of each layer, if `layers` is given
+    applied: bool = False  # the optimizer has stepped with the gradients, or the step was skipped
+    stepped: bool = False  # `step` has been called
 
 
 class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
-    """`WeightUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
+    """`PredictingUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
 
-    With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the thread
-    that computes: it is part of STEP and not hidden, for the forward that needs these weights is the next instruction.
+    With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the main
+    thread. It is not overlapped with computation, since the next instruction is the forward that needs these weights.
 
     Args:
-        chunks: the rank's model chunks, each wrapped in megatron.core's DDP without overlapped reductions.
-        optimizer: what `get_megatron_optimizer` returned for them.
-        scheduler: megatron.core's learning-rate schedule, counted in samples; None keeps the learning rate.
-        weights: the policy of the schedule; it decides how many versions live and which scale a batch uses.
-        num_stages, stage: length of the pipeline and this rank's place, which bound the versions under ``stash``.
+        chunks: the model chunks of the rank, each wrapped in megatron.core's DDP without overlapped reductions.
+        optimizer: the result of `get_megatron_optimizer` for the chunks.
+        scheduler: megatron.core's learning-rate schedule, counted in samples; None: a constant learning rate.
+        weights: the weight policy of the schedule.
+        num_stages, stage: the number of stages and the stage of this rank; they bound the versions under ``stash``.
         loss_names: the losses that the last stage reports, the same on all ranks.
-        single_gradient_buffer: do without the second gradient buffer of 2bw: a batch's gradients are applied when the
-            next batch's first backward needs the buffer, clipped with the norm of the batch before (the very first
-            batch waits for its own norm). So that first backward waits until the gradients of the batch before are
-            reduced: the time of these reductions is not hidden, and the program does not show this wait.
-        reduce_partial: that of the schedule, whose weights are predicted.
-        uniform: predictions do not depend on the cut into stages: each clips as the step before did, and not by its
-            stage's own gradients.
+        single_gradient_buffer: use one gradient buffer instead of two under 2bw. The gradients of a batch are applied
+            when the first backward of the next batch needs the buffer, clipped by the norm of the batch before (the
+            first batch of a run waits for its own norm). This backward first waits until these gradients are reduced,
+            so that the reductions are not overlapped with computation. The program does not show this wait.
+        reduce_partial: predictions read the mean of the gradients over the replicas.
+        uniform: predictions do not depend on the cut into stages: they clip by the factor of the last step alone and
+            not by the norm of the stage's gradients.
         reads_gradients: predictions read gradients; else they take the last update again.
-        timeout: that of the chain's collectives; default: ten minutes.
-        rank_metrics: name -> a measurement of this rank, read once a batch on the chain's thread; the values of all
-            ranks come with the batch's report. The same names on all ranks.
-        layers: reports have the gradient norms of these layers; None: of no layer.
+        timeout: the timeout of the chain's collectives; default: ten minutes.
+        rank_metrics: name -> function that returns a measurement of this rank, called once per batch on the chain's
+            thread. The report of the batch has the values of all ranks. The names are the same on all ranks.
+        layers: the layers whose gradient norms come with the reports; None: no layers.
         allocating: a context around the allocations, before the first collective, in which a rank that fails can tell
             the others.
 
     Raises:
-        ValueError: a configuration that this update cannot drive exactly.
+        ValueError: a configuration under which this update would not be exact.
     """
 
     def __init__(
@@ -183,29 +183,29 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         return _Batch(info, self._new_report(info), gradients_ready=Milestone(streams), norm_reduced=Milestone(streams))
 
     def begin_backward(self, info: BatchInfo) -> None:
-        """Give the batch a zeroed gradient buffer and let backwards add to it."""
+        """Give the batch a zeroed gradient buffer, and make backwards add to it."""
         if self._single_gradient_buffer and info.index in self._batches:
             self._apply_early(self._batches[info.index])
         super().begin_backward(info)
 
     def resume_backward(self, info: BatchInfo) -> None:
-        """Let backwards add to the batch's gradient buffer again."""
+        """Make backwards add to the batch's gradient buffer again."""
         assert not self._single_gradient_buffer, "the program comes back to a batch whose gradients are applied"
         super().resume_backward(info)
 
     # Called on the chain thread.
 
     def reduce_grad(self, version: int, stage: int) -> None:
-        """Average the gradients that make `version` over the data-parallel replicas."""
+        """Average the gradients of batch ``version - 1`` over the data-parallel replicas."""
         self._reduction.over_data(self._batches[version].buffer)
 
     def reduce_embed(self, version: int) -> None:
-        """Add up the tied word embeddings' gradients of the first and the last stage."""
+        """Add up the gradients of the word embedding that the first and the last stage share."""
         self._reduction.over_embedding(self._batches[version].buffer)
 
     @torch.no_grad()
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Complete the batch's report by one float64 all-reduce over the job: norm, overflow, losses, stop requests."""
+        """Complete the batch's report by one all-reduce of norm, overflow, losses and stop requests over the job."""
         batch = self._batches[version]
         self._prepare(batch)
         self._decisions.complete(
@@ -217,7 +217,10 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             del self._batches[version]
 
     def _prepare(self, batch: _Batch) -> None:
-        """Run the gradients' last reductions and their norm, on the thread that needs them first."""
+        """Run the last reductions of the batch's gradients and compute their norm, if that has not been done.
+
+        The chain's thread calls it in `reduce_norm`; under ``stash`` the main thread calls it before, in `step`.
+        """
         if batch.norm_squared is None:
             slot = batch.buffer
             self._reduction.over_embedding_copies(slot)
@@ -233,7 +236,10 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     # Called on the main thread, after the chain.
 
     def step(self, version: int) -> BatchReport:
-        """Make weight `version` and free its gradient buffer; skipped where a loss scale overflowed."""
+        """Make weight `version` from the gradients of batch ``version - 1``, and free their buffer.
+
+        After an overflow of scaled gradients the weights do not change.
+        """
         batch = self._batches[version]
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
@@ -248,7 +254,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         return self._decisions.coefficient(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
 
     def _apply_early(self, batch: _Batch) -> None:
-        """Free the only gradient buffer: apply its gradients before their own norm is known."""
+        """Apply the gradients in the only gradient buffer before their own norm is known, to free the buffer."""
         if batch.applied:
             return
         wait = batch.gradients_ready if self._last_norm is not None or self._clip_grad == 0.0 else batch.norm_reduced
@@ -296,18 +302,18 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     @property
     def replicas_predict_apart(self) -> bool:
-        """Whether each replica predicts from its own gradients."""
+        """Whether each replica predicts from its own gradients, so that predicted weights differ between replicas."""
         shards = isinstance(self._inner, DistributedOptimizer)
         return self._prediction is not None and self.reads_gradients and not shards and not self._prediction.reduces
 
     def versions_of(self, stage: int) -> WeightVersions:
-        """The weight versions that a stage of the rank uses."""
+        """The weight versions of a stage of the rank: the same for all its stages."""
         return self.versions
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """As `CoreUpdate`; with predictions, their clipping, too."""
+        """The state of `CoreUpdate`, and under predicted weights the clip factor of the last step."""
         state = super().state_dict()
         return state if self._prediction is None else {**state, "clip_factor": self._prediction.clip_factor}
 

@@ -1,1 +1,1 @@
-"""Any ``nn.Module`` as a stage, and torch's optimizers as its update."""
+"""Stages that run any ``nn.Module``, and weight updates over torch's optimizers."""

@@ -1,7 +1,7 @@
-"""Any module as a stage of a graph: it takes tensors of several stages, and gives tensors to several.
+"""Any module as a stage of a graph, which exchanges tensors with several stages.
 
-Otherwise as `ModuleStage`. A tensor that several stages take gets the sum of their gradients, added from the last stage
-down, the order in which autograd adds up the uses of a tensor in one process.
+If several stages use a tensor, its gradient is the sum of their gradients. They are added from the last stage down to
+the first, the order in which autograd adds the gradients of a tensor's uses in a single process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from megatron.pipeline.runtime.contract.tensors import EdgeTensors, has_gradient
 from megatron.pipeline.runtime.stages.module.stage import AnyModuleStage, Loss, share_of_loss
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 
-_Tensors = dict[int, tuple[Tensor, ...]]  # by the other stage
+_Tensors = dict[int, tuple[Tensor, ...]]  # the other stage -> tensors
 
 
 @dataclass
 class _SavedInputs:
-    """The saved inputs of a microbatch. `roots`: (target, autograd edges of its outputs), where backward starts."""
+    """The data saved between the forward and the backward of a microbatch.
+
+    `roots`: (target stage, autograd edges of the tensors sent there), from which the backward starts.
+    """
 
     inputs: _Tensors
     random_state: RandomState | None = None
@@ -39,18 +42,21 @@ class GraphModuleStage(AnyModuleStage):
     """Stage `index` of a graph, running `module`.
 
     Args:
-        module: called as `module(data, inputs)`; `inputs`: stage -> tensors. Returns (stage -> tensors, the loss
-            or None): a scalar mean, or a sum and its count.
-        graph: the stages.
-        edges: the other stage -> what travels between them.
-        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` of
-            their kind where the schedule's weights look ahead.
-        data: what a stage takes of a microbatch besides inputs.
+        module: called as `module(data, inputs)`, where `inputs` is stage -> tensors. Returns (stage -> tensors, loss).
+            The loss is None, a scalar mean, or (sum, count).
+        index: the number of the stage.
+        graph: the graph of the stages.
+        edges: the other stage -> the tensors sent between the two stages.
+        versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` if
+            forwards use weights ahead.
+        data: microbatch -> the first argument of the module.
         has_loss: the module returns a loss.
-        recompute: the program contains R instructions for this stage.
+        recompute: the program has R instructions for this stage.
+        loss_name: the name of the loss.
+        device: the device of the module.
 
     Raises:
-        ValueError: edges that are not the graph's.
+        ValueError: `edges` are not the edges of `graph`.
     """
 
     def __init__(
@@ -82,10 +88,10 @@ class GraphModuleStage(AnyModuleStage):
         )  # fmt: skip
         self.edges = dict(edges)
         self._targets = targets
-        self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that give some back
-        self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that want gradients of what they gave
+        self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that send gradients to this stage
+        self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that receive gradients from this stage
         self._data = data
-        self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> of the shared parameters it gave, so far
+        self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> sums of gradients of its shared parameters
 
     def load_ahead(self, version: int, horizon: int) -> None:
         self._ahead(Ahead.PREDICTION).load_ahead(version, horizon)
@@ -132,8 +138,9 @@ class GraphModuleStage(AnyModuleStage):
     def _input_gradients(
         self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, ...]:
-        """Gradients for stage `source`. Those of shared parameters are added up over the batch, and None until its last
-        microbatch (`shared_parameters`).
+        """The gradients to send to stage `source`.
+
+        The gradients of shared parameters are added up over the batch. They are None before its last microbatch.
         """
         gradients, travelling = _gradients(inputs), self.edges[source].gradients
         if not travelling.has_shared:
@@ -154,7 +161,7 @@ class GraphModuleStage(AnyModuleStage):
         )
 
     def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Loss | None]:
-        """The forward with a graph, from inputs that are leaves of it."""
+        """Run the forward with a graph whose leaves are detached inputs, and save the inputs and the roots."""
         saved.inputs = {
             source: tuple(
                 tensor.detach().requires_grad_(source in self._wanted and has_gradients(tensor.dtype))
@@ -177,16 +184,16 @@ class GraphModuleStage(AnyModuleStage):
         return {target: tuple(tensor.detach() for tensor in outputs[target]) for target in self._targets}
 
     def _add_loss(self, microbatch: Microbatch, loss: Loss) -> None:
-        """Add the loss of a training forward, once for each microbatch."""
+        """Record the loss of a forward in training; called once per microbatch."""
         self._losses.add(microbatch.batch, loss)
 
 
 def _root(tensor: Tensor) -> object | None:
-    """The autograd edge where backward starts; None if the tensor has no gradient."""
+    """The autograd edge from which a backward starts; None if the tensor requires no gradient."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the differentiable tensors; zeros where backward gave none."""
+    """The gradients of the tensors whose dtype has gradients; zeros if the backward has computed none."""
     wanted = (tensor for tensor in tensors if has_gradients(tensor.dtype))
     return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)

@@ -1,4 +1,8 @@
-"""Weight versions and updates of a rank: one for all of its stages, or one for each where stages step alone."""
+"""Make the weight versions and the weight update of a rank from a weight policy.
+
+Stages that step together share one `ModuleUpdate` and its versions. Under stale weights (FTPipe) each stage steps
+separately and has its own.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ TOGETHER = -1
 """The key of the update of a rank whose stages step together."""
 
 OfStage = Mapping[int, Mapping[str, nn.Parameter]]
-"""stage -> name -> parameter: those that are trained, of this rank's stages. Two stages may share one."""
+"""Stage of this rank -> name -> trained parameter. Two stages may share a parameter."""
 
 
 def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, first_version: int) -> dict[int, Any]:
-    """stage -> its versions; stages that step together share them."""
+    """Stage -> its weight versions; stages that step together share them."""
     if weights.refreshes:
         plain = partial(WeightVersions, window=1)
         make = partial(AheadVersions, ahead=weights.ahead) if weights.ahead else plain
@@ -36,7 +40,7 @@ def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, 
 
 
 def steps_of(weights: WeightPolicy, of_stage: OfStage) -> dict[int, dict[str, nn.Parameter]]:
-    """The parameters that are stepped together: by stage or, where the rank steps as one, under `TOGETHER`."""
+    """Key -> the parameters that one update steps. The key is a stage, or `TOGETHER` if all stages step together."""
     if weights.refreshes:
         return {index: dict(own) for index, own in of_stage.items()}
     return {TOGETHER: together(of_stage)}
@@ -54,13 +58,19 @@ def make_updates(
     skips_unused: bool = False,
     **options: Any,
 ) -> tuple[ModuleUpdate | StageUpdates, dict[int, ModuleUpdate]]:
-    """(the engine's weight update, the updates that step, by the keys of `steps_of`). Collective over the job.
+    """Make the weight update of a rank. Collective over the job.
 
     Args:
         steps: the result of `steps_of`.
-        stepping: key -> `optimizer` and `scheduler` of an update.
-        counts, skips_unused: as `ModuleUpdate` takes them.
-        options: of `ModuleUpdate`, where the rank steps as one; stages that step by themselves have no use for them.
+        versions: the result of `make_versions`.
+        stepping: key of `steps` -> arguments `optimizer` and `scheduler` of its `ModuleUpdate`.
+        weights: the weight policy.
+        job_group, device: as for `ModuleUpdate`.
+        counts, skips_unused: as for `ModuleUpdate`.
+        options: further arguments of the `ModuleUpdate` of a rank whose stages step together; else ignored.
+
+    Returns:
+        The weight update for the engine, and the updates that step, by the keys of `steps`.
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
@@ -79,20 +89,23 @@ def make_updates(
 
 
 def together(of_stage: OfStage) -> dict[str, nn.Parameter]:
-    """The parameters of all stages, each once."""
+    """Name -> parameter over all stages. A parameter of several stages has the name of the first stage."""
     names = {parameter: name for own in reversed(of_stage.values()) for name, parameter in own.items()}
     return {name: parameter for own in of_stage.values() for name, parameter in own.items() if names[parameter] == name}
 
 
-# --- where each stage steps by itself
+# --- stages that step separately
 
 
 class StageUpdates(FrozenUpdate):
-    """An update for each stage: where weights are stale (FTPipe), stages of one rank are at different batches. The
-    report of a batch concerns the rank: it is complete when all have stepped and the norms are added up over the job.
+    """The update of a rank whose stages step separately, as under stale weights (FTPipe).
 
-    `updates`: stage -> its update, made without groups, clipping or ties. `options`: of `FrozenUpdate`, since the rank
-    itself steps nothing.
+    The stages of the rank may be at different batches, so each has its own update. The report of a batch is for the
+    whole rank. It is complete when all stages have stepped and the norms have been added up over the job.
+
+    Args:
+        updates: stage -> its update, made without groups, clipping and tied parameters.
+        options: arguments of `FrozenUpdate`.
     """
 
     def __init__(self, updates: Mapping[int, ModuleUpdate], **options: Any) -> None:
@@ -108,7 +121,7 @@ class StageUpdates(FrozenUpdate):
             update.begin_batch(info)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        """Chain thread, behind the steps: complete the report."""
+        """Complete the report of a batch that all stages have stepped. Called on the chain's thread."""
         norms, rates = zip(*(update.take_stepped(version) for update in self._updates.values()), strict=True)
         report = self._reports.pop(version)
         report.learning_rate = rates[0]

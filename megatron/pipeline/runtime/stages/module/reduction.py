@@ -1,4 +1,4 @@
-"""The reductions of a batch over the ranks and replicas of plain modules: sums of gradients, and the batch's report."""
+"""Reductions of a batch over the ranks and replicas that run plain modules: gradients and the batch's report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from megatron.pipeline.runtime.update.gradients import GradientBuffer, all_reduc
 
 @dataclass(frozen=True)
 class TiedParameter:
-    """A parameter that several stages hold a copy of.
+    """A parameter of which several stages have a copy.
 
-    `names`: the copies on this rank. `group`: the ranks that have any, None where this is the only one. The norm counts
-    a parameter once: on the rank with `counts_in_norm`, the first of its copies.
+    Attributes:
+        names: the names of the copies on this rank.
+        group: the ranks with copies; None if only this rank has any.
+        counts_in_norm: whether the first copy on this rank counts in the norm; True on one rank only.
     """
 
     names: tuple[str, ...]
@@ -30,11 +32,15 @@ class TiedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleReduction:
-    """The groups of one rank.
+    """Runs the reductions of one rank. The groups are used on the chain's thread, so they are used for nothing else.
 
-    `data_parallel_group`: the replicas of this rank, None for one replica. `counts_in_norm`: False on all replicas but
-    one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so nobody else
-    may use them.
+    Attributes:
+        data_parallel_group: the replicas of this rank; None for one replica.
+        job_group: all ranks of the job; None for a single rank.
+        tied: the tied parameter of which this rank has copies; None: it has none.
+        counts_in_norm: False on all replicas but one.
+        loss_names: the names of the losses, the same on all ranks.
+        device: a device on which the groups communicate.
     """
 
     data_parallel_group: Any = None
@@ -51,12 +57,14 @@ class ModuleReduction:
 
     @property
     def uncounted(self) -> frozenset[str]:
-        """Names of copies that this rank leaves out of the norm."""
+        """The names of the copies that this rank leaves out of the norm."""
         return frozenset() if self.tied is None else frozenset(self.tied.names[1 if self.tied.counts_in_norm else 0 :])
 
     def warm_up(self) -> None:
-        """Use each group once while nothing else runs: NCCL connects a group at its first use, for which it waits for
-        the whole device, and later receives spin there.
+        """Use each group once while nothing else runs. Collective over the groups.
+
+        NCCL connects a group at its first use and waits for the whole device then. In training the device may run a
+        receive that waits for another rank: a deadlock.
         """
         tied = None if self.tied is None else self.tied.group
         for group in (self.data_parallel_group, tied, self.job_group):
@@ -72,23 +80,23 @@ class ModuleReduction:
             gradient.div_(self.num_replicas)
 
     def over_data(self, buffer: GradientBuffer) -> None:
-        """Average a buffer's gradients over the replicas."""
+        """Average the gradients of a buffer over the replicas."""
         self.average(buffer.flat)
 
     @property
     def tied_key(self) -> str:
-        """The name of the tied parameter, whose stages are on two ranks."""
+        """The name of this rank's copy of the tied parameter, where the copies are on different ranks."""
         (name,) = self.tied.names
         return name
 
     def over_partial_embedding(self, gradient: Tensor, *, over_data: bool) -> None:
-        """Add up both stages' gradients of the tied parameter; `over_data`: average over the replicas before."""
+        """Add up the gradients of the tied parameter over its stages. `over_data`: average over the replicas before."""
         if over_data:
             self.average([gradient])
         torch.distributed.all_reduce(gradient, group=self.tied.group)
 
     def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:
-        """The names of the gradients that no replica has written."""
+        """The names of the gradients that are `untouched` on all replicas."""
         untouched = set(buffer.untouched())
         names = list(buffer.views)
         if self.data_parallel_group is not None and names:
@@ -110,9 +118,16 @@ class ModuleReduction:
     def reduce_norm(
         self, report: BatchReport, norm_squared: float, stop_requests: int, losses: Mapping[str, tuple[float, float]]
     ) -> float:
-        """Complete the report with the sums over all ranks of the job; `norm_squared`: that of this rank.
+        """Complete the report of a batch with the sums over all ranks of the job. Collective.
 
-        Returns the count of the batch's losses, the mean over the replicas.
+        Args:
+            report: the report of the batch.
+            norm_squared: the squared norm of the gradients that this rank counts.
+            stop_requests: bits, see `NormReduction`.
+            losses: name -> (numerator, denominator) on this rank.
+
+        Returns:
+            The count of the first of the losses, as the mean over the replicas.
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared if self.counts_in_norm else 0.0,
@@ -132,5 +147,5 @@ class ModuleReduction:
 
 
 def clip_factor(largest: float, norm: float) -> float:
-    """The factor of a step on gradients of this norm, at most 1. `largest`: the norm to clip to; 0: no clipping."""
+    """The factor, at most 1, that clips gradients of norm `norm` to the norm `largest`; 0: no clipping."""
     return min(1.0, largest / (norm + 1e-6)) if largest else 1.0

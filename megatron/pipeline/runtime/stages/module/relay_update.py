@@ -1,9 +1,10 @@
-"""A torch optimizer on the host as the weight update of a rank whose weights live there.
+"""The weight update over a torch optimizer on the host, for a rank whose weights live on the host.
 
-It computes what `ModuleUpdate` does: the mean over the microbatches and the replicas, tied parameters added up, the
-exact global norm, clipping, and a batch without a step where a gradient is not finite anywhere. The norm of a rank
-is taken in the order in which one stage with all its parameters would take it. Where updates are eager they are made
-before STEP decides, so nothing may be decided: a gradient that is not finite ends the run.
+`ModuleRelayUpdate` computes the same as `ModuleUpdate`: the mean over microbatches and replicas, sums of the gradients
+of tied parameters, the exact global norm, and clipping. If a gradient is not finite on any rank, no rank steps. The
+norm of a rank is summed in the order in which one stage with all parameters would sum it.
+
+Eager updates are made before STEP, so STEP cannot clip or skip. Then a gradient that is not finite ends the run.
 """
 
 from __future__ import annotations
@@ -26,14 +27,22 @@ from megatron.pipeline.runtime.update.gradients import norm_of
 
 
 class ModuleRelayUpdate(HostUpdate):
-    """The weight update of one rank. Its stages are built with `weights.of_stage(index)` in the place of versions.
+    """The weight update of one rank. Its stages are built with `weights.of_stage(index)` in place of weight versions.
 
-    `modules`: stage -> its module, all on this rank, ascending. `store`: made of their parameters; `optimizer`: made of
-    the store's. `residency`: of the schedule. `scheduler`, `clip_grad`, groups and the rest: as for `ModuleUpdate`.
+    Args:
+        modules: stage -> module, for all stages of this rank in ascending order.
+        store: made from the parameters of the modules.
+        residency: the residency of the schedule.
+        optimizer: made from the parameters of `store`.
+        scheduler, clip_grad, data_parallel_group, counts_in_norm, job_group, tied, loss_names, device: as for
+            `ModuleUpdate`.
+
+    Attributes:
+        weights: the weights on the device.
 
     Raises:
-        ValueError: eager updates with clipping, an optimizer of other parameters than the store's, or replicas of one
-            store without a group.
+        ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that
+            share `store` without a `data_parallel_group`.
     """
 
     def __init__(

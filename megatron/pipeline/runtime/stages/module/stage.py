@@ -1,18 +1,19 @@
-"""Any ``nn.Module`` as a pipeline stage, with its losses and its split backward.
+"""Any ``nn.Module`` as a pipeline stage, with losses and split backwards.
 
-The first stage draws its inputs from a callable, the last one turns its outputs into a loss. The gradient of a batch is
-the mean over its microbatches, or over the counts of its losses. Backward starts from an edge of the autograd graph and
-not from the output tensor, so once an output has been sent nothing here holds its storage. Under recompute the forward
-runs without a graph and only the input and the random state are kept.
+The first stage gets its inputs from a callable, and the last stage computes a loss from its outputs. The backward
+starts from an edge of the autograd graph and not from the output tensor. So after an output was sent, the stage does
+not hold its storage. Under recompute the forward runs without a graph, and only the input and the random state are
+saved.
 
-Losses: a microbatch's loss is a mean, or a sum with its count. A batch's gradient is the mean over all counts, on all
-replicas. Their total is known only after the last microbatch, so backwards divide a sum, like a mean, by the number of
-microbatches. The update divides the gradients by the mean count of a microbatch (`ModuleUpdate`).
+Losses. The loss of a microbatch is a mean, or a sum with its count. The gradient of a batch is the mean over its
+microbatches, or the sum divided by the total count on all replicas. The total count is known only after the last
+microbatch. So each backward divides a sum, like a mean, by the number of microbatches, and `ModuleUpdate` divides the
+gradients by the mean count of a microbatch.
 
-Split backward: the module's plain ``nn.Linear`` layers get a forward with torch's values, whose backward postpones the
-weight product while an I runs (`weight_products`), and computes it with torch's kernels otherwise. Everything else has
-its weight gradients computed in I: biases, other layers, subclasses of ``nn.Linear``, weights that are frozen or
-computed from others, and linears under autocast, which cast their weight.
+Split backward. The forward of each plain ``nn.Linear`` of the module is replaced by one with the same values. While an
+I runs, its backward postpones the weight product (`weight_products`); otherwise it computes the product with torch's
+kernels. I computes all other weight gradients: those of biases, of other layers, of subclasses of ``nn.Linear``, of
+weights that are computed from other parameters, and of linear layers under autocast, which cast their weights.
 """
 
 from __future__ import annotations
@@ -42,17 +43,25 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 
 
 class AnyModuleStage:
-    """A stage that runs a module, of a chain or of another graph. Subclasses add `forward`, `backward` and
+    """Base of the stages that run a module.
 
-    - `_run`: the module's outputs and its loss, or None, from the stage's inputs;
-    - `_run_saving`: the same with a graph, from what is saved of a microbatch, to which it adds where backward starts;
-    - `_handed_on`: the outputs for other stages, without their graph.
+    A subclass adds `forward`, `backward` and
+
+    - `_run`: returns the outputs of the module and the loss or None, from the inputs of the stage;
+    - `_run_saving`: the same with a graph, from the saved data of a microbatch, to which it adds the roots of the
+      backward;
+    - `_handed_on`: returns the outputs for other stages, without their graph.
 
     Args:
+        module: the module of the stage.
+        index: the number of the stage.
+        num_stages: the number of stages.
         versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`, or its weights on the
-            host, shared with its `ModuleRelayUpdate`; None where the stage is frozen.
+            device, from `weights` of its `ModuleRelayUpdate`; None if the stage is frozen.
         has_loss: the stage computes a loss.
-        recompute: the program contains R instructions for this stage.
+        recompute: the program has R instructions for this stage.
+        loss_name: the name of the loss.
+        device: the device of the module.
     """
 
     def __init__(
@@ -93,7 +102,7 @@ class AnyModuleStage:
         split_linears(self.module)
 
     def backward_input(self, microbatch: Microbatch, output_grad: Any) -> Any:
-        """As `backward`, without the weight products of the module's plain ``nn.Linear`` layers."""
+        """Run `backward` without the weight products of plain ``nn.Linear`` layers."""
         with self._products.begin(microbatch.index).collect():
             return self.backward(microbatch, output_grad)
 
@@ -104,7 +113,7 @@ class AnyModuleStage:
         return self._products.num_bytes(microbatch.index)
 
     def free_output(self, microbatch: Microbatch) -> None:
-        """Nothing to do: only the graph's edge is kept."""
+        """Do nothing: the stage holds only an edge of the graph, and not the output."""
 
     def forward_only(self, microbatch: Microbatch, input: Any) -> Any:
         was_training = self.module.training
@@ -121,13 +130,19 @@ class AnyModuleStage:
 
 
 class ModuleStage(AnyModuleStage):
-    """Stage `index` of `num_stages` of a chain, running `module`.
+    """Stage `index` of a chain of `num_stages`, running `module`. A frozen stage runs only `forward_only`.
 
-    `versions`, `recompute`: as for `AnyModuleStage`. `source(microbatch)`: the input tensor of a microbatch, on the
-    first stage. `loss(output, microbatch)`: on the last stage, its scalar mean loss, or its sum and count. `input_spec`
-    / `output_spec`: what arrives and leaves, None at the ends. `activation_memory`: the rank's, if activations are to
-    be counted and moved; None: they stay in the graph. `input_needs_gradient`: False behind a frozen stage. A stage
-    that is frozen itself is asked for `forward_only` alone.
+    Args:
+        source: microbatch -> input tensor; only on the first stage.
+        loss: (output, microbatch) -> scalar mean loss, or (sum, count); only on the last stage.
+        input_spec: the tensor that the stage receives per microbatch; None on the first stage.
+        output_spec: the tensor that the stage sends per microbatch; None on the last stage.
+        activation_memory: counts and moves the activations of the rank; None: activations stay in the graph.
+        input_needs_gradient: False if the stage before is frozen.
+        module, index, num_stages, versions, recompute, loss_name, device: as for `AnyModuleStage`.
+
+    Raises:
+        ValueError: `source`, `loss` or a spec is missing, or given on another stage.
     """
 
     def __init__(
@@ -225,11 +240,14 @@ class ModuleStage(AnyModuleStage):
         return output, loss
 
     def _handed_on(self, outputs: Tensor | None) -> Tensor | None:
-        return None if outputs is None else outputs.detach()  # it may be the input itself, which is not ours to change
+        return None if outputs is None else outputs.detach()  # a new tensor, since the output may be the input
 
 
 def split_linears(module: nn.Module) -> None:
-    """Make the backwards of the plain linears of `module` splittable; a second call changes nothing."""
+    """Replace the plain ``nn.Linear`` layers of `module` so that their backwards can be split.
+
+    A second call changes nothing.
+    """
     for each in module.modules():
         if type(each) is nn.Linear and "forward" not in vars(each):
             each.__class__ = _SplitLinear
@@ -241,13 +259,14 @@ class _SplitLinear(nn.Linear):
         is_plain = type(weight) is nn.Parameter and weight.requires_grad and input.dim() > 1
         if not is_plain or not torch.is_grad_enabled() or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, self.bias)
-        # What a function returns may be changed in place only where it is no view, as the output of more dimensions is.
+        # With more than two dimensions F.linear returns a view. If an autograd function returned this view, the user
+        # could not change it in place.
         output = _Linear.apply(input.reshape(-1, input.shape[-1]), weight, self.bias)
         return output.view(*input.shape[:-1], self.out_features)
 
 
 class _Linear(torch.autograd.Function):
-    """``F.linear`` of two dimensions."""
+    """``F.linear`` for inputs of two dimensions, whose weight product can be postponed."""
 
     @staticmethod
     def forward(ctx, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
@@ -273,29 +292,29 @@ def _product(input: Tensor, output_grad: Tensor) -> Tensor:
 
 
 Loss = Tensor | tuple[Tensor, Tensor | float]
-"""A scalar, the mean over a microbatch, or (sum, count)."""
+"""A scalar mean over a microbatch, or (scalar sum, count)."""
 
 Counts = Callable[[int, int], float]
-"""(batch, n) -> the count of the losses of its first n microbatches, the mean over the replicas."""
+"""(batch, n) -> the count of the losses of its first n microbatches, as the mean over the replicas."""
 
 
 def by_microbatches(batch: int, num_microbatches: int) -> float:
-    """The count of losses that are means: one for each microbatch."""
+    """The count of losses that are means: 1 per microbatch."""
     return float(num_microbatches)
 
 
 def sum_and_count(loss: Loss) -> tuple[Tensor, Tensor | float]:
-    """(sum, count) of a loss; a mean has count 1."""
+    """(sum, count) of a loss; a mean has the count 1."""
     return loss if isinstance(loss, tuple) else (loss, 1.0)
 
 
 def share_of_loss(loss: Loss, microbatch: Microbatch) -> Tensor:
-    """The share of a microbatch's loss in the mean of the batch."""
+    """The loss of a microbatch divided by the number of microbatches: its share of the loss of the batch."""
     return sum_and_count(loss)[0] / microbatch.num_microbatches
 
 
 class BatchLosses:
-    """Loss sums by batch, in float64 on the losses' device; only `take` waits for them."""
+    """The sums of the losses of each batch, in float64 on their device. Only `take` waits for the device."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, Tensor | float]] = {}
@@ -307,7 +326,11 @@ class BatchLosses:
         self._sums[batch] = sums[0] + total.detach(), sums[1] + counted
 
     def take(self, batch: int) -> tuple[float, float]:
-        """Remove and return (sum, count) over all microbatches. Raises ValueError for a negative or infinite count."""
+        """Remove and return (sum, count) over all microbatches of a batch.
+
+        Raises:
+            ValueError: the count is negative or not finite.
+        """
         total, count = self._sums.pop(batch)
         if not 0 <= (number := float(count)) < math.inf:
             raise ValueError(

@@ -1,17 +1,17 @@
-"""A torch optimizer as the weight update of a stage, and the update of a rank whose stages are all frozen.
+"""Weight updates over torch's optimizers, and the update of a rank whose stages are all frozen.
 
-The gradients of a batch are averaged over replicas, those of tied parameters are added up, and the exact global norm is
-taken over all ranks of the job on the chain thread; the step clips with it and writes the next weight version. Where a
-gradient is not finite on any rank, no rank steps: the new version is an alias of the one before, and the learning rate
-stays.
+`ModuleUpdate`. On the chain's thread the gradients of a batch are averaged over replicas, the gradients of tied
+parameters are added up, and the exact global norm is computed over all ranks of the job. The step clips by this norm
+and writes the next weight version. If a gradient is not finite on any rank, no rank steps: the new version is an alias
+of the version before, and the learning rate does not advance.
 
-Where losses are sums, the gradients are sums until the step. The batch's count over all replicas comes with its norm.
-The step divides the norm and the gradients by the count, and then clips. A batch with count 0 makes no step. A
-prediction comes before the norm of its batch, so it divides by the count of the batch before.
+If losses are sums, the gradients are sums until the step. The count of the batch over all replicas comes with the norm.
+The step divides the norm and the gradients by the count and then clips. A batch with count 0 makes no step. A
+prediction is made before the norm of its batch, so it divides by the count of the last batch that has stepped.
 
-`FrozenUpdate` leaves the weights as they are. Its rank takes part in the norm, to which it adds nothing, because the
-norm brings the reports. It does not wait for the norm: the step comes first and makes a version equal to the one
-before.
+`FrozenUpdate` never changes the weights. Its rank takes part in the reduction of the norm, with a norm of 0, because
+the reports come with it. The rank does not wait for the norm: the step comes first, and the new version equals the
+version before.
 """
 
 from __future__ import annotations
@@ -42,31 +42,46 @@ from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 @dataclass
 class _Batch(Batch):
-    unused: list[str] | None = None  # over all replicas
-    norm_squared: Tensor | None = None  # of a batch that is stepped before its norm is reduced
-    mean_count: float | None = None  # of a microbatch, once that is known
+    unused: list[str] | None = None  # names of the gradients that no replica has written
+    norm_squared: Tensor | None = None  # set by a step before the norm is reduced
+    mean_count: float | None = None  # the mean count of a microbatch's losses; None: not known yet
 
 
 class ModuleUpdate(DeviceUpdate):
-    """The weight update of one rank.
+    """The weight update of one rank, or of one stage where stages step separately.
 
-    `parameters`: name -> parameter, those of `versions` and of `optimizer`. `clip_grad`: largest global norm, 0 for
-    none. `num_grad_buffers`: 1 with flushes, 2 under 2bw, one more than the delay in batches.
-    `data_parallel_group`: the replicas of this stage, None for one replica. `counts_in_norm`: False on all replicas
-    but one. `job_group`: all ranks of the job, None for a single one. Groups are used from the chain thread, so
-    nobody else may use them; once they are used here, by all their ranks. `scheduler`: a torch learning-rate scheduler
-    over `optimizer`, or over what is in it where that is `GapAware`. `reduce_partial`: of the schedule, whose weights
-    are predicted; `versions` are `PredictedVersions` then. `uniform`: predictions are to be equal over cuts into
-    stages, so each clips as the step before did, and not by its stage's own gradients. `AheadVersions` get the
-    function that makes their weights here. `skips_unused`: parameters that no microbatch of a batch has used, on
-    any replica, have no gradient when it steps, so that the optimizer passes over them, as it does in one process.
-    `counts`: called by steps that come before the norm with its count, and by provisional steps.
+    The constructor uses each group once and is collective over them. The groups are used on the chain's thread, so they
+    may be used for nothing else.
 
-    `mean_count`: the mean count of a microbatch in the last batch with a STEP, by which predictions divide; set it
-    before the first batch to the expected value, or to None: predictions equal the newest weights until a batch with a
-    positive count has had its STEP.
+    Args:
+        parameters: name -> parameter: the parameters of `versions` and of `optimizer`.
+        versions: the weight versions. For `AheadVersions` the constructor sets the function that makes weights ahead.
+        optimizer: a torch optimizer, or `GapAware` over one.
+        scheduler: a torch learning-rate scheduler over the torch optimizer; None: a constant learning rate.
+        clip_grad: the global norm to which gradients are clipped; 0: no clipping.
+        num_grad_buffers: the delay of the weight policy in batches + 1: 1 with flushes, 2 under 2bw.
+        data_parallel_group: the replicas of this rank; None for one replica.
+        counts_in_norm: False on all replicas but one.
+        job_group: all ranks of the job; None for a single rank.
+        tied: the tied parameter of which this rank has copies; None: it has none.
+        loss_names: the names of the losses, the same on all ranks.
+        reduce_partial: predictions read the mean of the gradients over the replicas. `versions` are
+            `PredictedVersions`.
+        uniform: predictions do not depend on the cut into stages: they clip by the factor of the last step alone and
+            not by the norm of the stage's gradients.
+        skips_unused: if no microbatch of a batch has used a parameter, on any replica, its gradient is None in the
+            step. Then the optimizer skips the parameter, as in a single process.
+        counts: gives the count of losses to provisional steps and to steps before the norm.
+        device: the device of the parameters.
 
-    Raises ValueError for `AheadVersions` with an optimizer that cannot make them.
+    Attributes:
+        mean_count: the mean count of a microbatch's losses in the last batch with a positive count that has stepped.
+            Predictions divide by it. Set it before the first batch to the expected value, or to None: then predictions
+            equal the newest weights until the first such batch.
+        clip_factor: the factor by which the last step clipped; None: steps clip, but there was none yet.
+
+    Raises:
+        ValueError: `versions` are `AheadVersions`, and `optimizer` cannot make weights ahead.
     """
 
     def __init__(
@@ -112,13 +127,13 @@ class ModuleUpdate(DeviceUpdate):
         self._last_update = LastUpdate()
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self.clip_factor: float | None = None if clip_grad else 1.0  # of the last step, which predictions take
+        self.clip_factor: float | None = None if clip_grad else 1.0
         if isinstance(versions, AheadVersions):
             versions.make_with(self._maker(versions.ahead, parameters))
         self._reduction.warm_up()
 
     def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
-        """The function that writes weights ahead of a version; see `AheadVersions`."""
+        """The function that writes weights ahead of a version (see `AheadVersions.make_with`)."""
         if ahead is Ahead.PREDICTION:
             inner = self.optimizer.optimizer if isinstance(self.optimizer, GapAware) else self.optimizer
             predictor = WeightPredictor(inner, scheduler=self.scheduler)
@@ -128,7 +143,7 @@ class ModuleUpdate(DeviceUpdate):
         step = PartialStep(self.optimizer, parameters)
 
         def make(version: int, unstepped: int, weights: Slot, targets: Slot) -> None:
-            batch = self._batches[version + 1]  # whose gradients are being added up
+            batch = self._batches[version + 1]  # the batch that is not complete
             counted = self._counts(batch.info.index, unstepped)
             step.take(batch.buffer.views, batch.info.num_microbatches / counted if counted else 0.0, targets)
 
@@ -138,7 +153,10 @@ class ModuleUpdate(DeviceUpdate):
         return _Batch(info, BatchReport(batch=info.index, num_samples=info.num_samples))
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """Note the shown weights as those of the batch's first forward, where the stage steps by itself."""
+        """Store the shown weights for gap-aware steps, if other weights are expected at the step of the batch.
+
+        Called only where stages step separately.
+        """
         if isinstance(self.optimizer, GapAware) and version < info.index:
             self.optimizer.remember(info.index)
 
@@ -155,7 +173,7 @@ class ModuleUpdate(DeviceUpdate):
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         batch = self._batches[version]
         stepped = batch.buffer is None
-        if self._tied is not None and self._tied.group is None:  # no instruction is for this rank alone
+        if self._tied is not None and self._tied.group is None:  # no REDUCE_EMBED for a single rank
             assert not stepped, "tied copies are added up before the step"
             self._reduction.add_copies(batch.buffer.views)
         local = (batch.norm_squared if stepped else self._norm_squared(batch.buffer)).item()
@@ -167,8 +185,9 @@ class ModuleUpdate(DeviceUpdate):
         batch.report.grad_norm /= batch.mean_count or 1.0
 
     def take_stepped(self, version: int) -> tuple[float, float]:
-        """(squared norm of the gradients, learning rate) of a stepped batch; used instead of `reduce_norm` where the
-        norms of several updates are added up.
+        """Remove a batch that has stepped, and return the squared norm of its gradients and its learning rate.
+
+        Called instead of `reduce_norm` where the norms of several updates are added up.
         """
         batch = self._batches.pop(version)
         return batch.norm_squared.item(), batch.report.learning_rate
@@ -185,7 +204,7 @@ class ModuleUpdate(DeviceUpdate):
         self.mean_count = mean_count or self.mean_count
         if mean_count not in (0.0, 1.0):
             batch.buffer.divide(mean_count)
-        if not is_reduced:  # before a gap-aware step shrinks gradients
+        if not is_reduced:  # now, since a gap-aware step changes the gradients
             batch.norm_squared = self._norm_squared(batch.buffer)
         if not report.skipped:
             self._write(version, batch)
@@ -219,17 +238,17 @@ class ModuleUpdate(DeviceUpdate):
             self.scheduler.step()
 
     def close(self) -> None:
-        """Release the parameters, which show the newest weights; called while drained."""
+        """Show the newest weights in the parameters, and remove their gradients and hooks. Called while drained."""
         self.versions.show_newest()
         self._gradients.close()
 
     def _predict(self, version: int, batch: _Batch, partial: Partial, ties: Partial | None) -> None:
         stepped: set[Tensor] = set()
         knows_clipping = self.clip_factor is not None or is_scale_invariant(self.optimizer)
-        if knows_clipping and self.mean_count is not None:  # else nobody knows how large the step is
+        if knows_clipping and self.mean_count is not None:  # else the size of the step is not known
             stepped.update(parameter for group in self.optimizer.param_groups for parameter in group["params"])
         table: dict[str, tuple[Tensor, float | Tensor, Tensor]] = {}  # name -> gradient, factor, whether to step
-        tied = {} if ties is None else {self._reduction.tied_key: ties.gradients}  # all copies' own: judged apart
+        tied = {} if ties is None else {self._reduction.tied_key: ties.gradients}  # with a norm of their own
         of_stage = {name: each for name, each in partial.gradients.views.items() if name not in tied}
         for part, gradients in ((partial, of_stage), (ties, tied)):
             if not gradients or not stepped:
@@ -256,7 +275,7 @@ class ModuleUpdate(DeviceUpdate):
                 self._last_update.write(parameter, target[name])
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
-        """The factor on the gradients of a part of the batch."""
+        """The factor for the gradients of a part of the batch with this squared norm."""
         last = self.clip_factor or 1.0
         if not self._clip_grad or self._uniform:
             return last / part / self.mean_count
@@ -277,26 +296,30 @@ class ModuleUpdate(DeviceUpdate):
 
 
 class FrozenUpdate:
-    """`job_group`: all ranks of the job, None for a single one; nobody else may use it. Its reports have a learning
-    rate of 0.
+    """The weight update of a rank whose stages are all frozen. Its reports have a learning rate of 0.
+
+    Args:
+        job_group: all ranks of the job, used for nothing else; None for a single rank.
+        loss_names: the names of the losses, the same on all ranks.
+        device: a device on which the group communicates.
     """
 
     def __init__(
         self, *, job_group: Any = None, loss_names: tuple[str, ...] = ("loss",), device: torch.device | str = "cpu"
     ) -> None:
         self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
-        self._reports: dict[int, BatchReport] = {}  # by the version that the batch leads to
+        self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self._reduction.warm_up()
 
     def begin_batch(self, info: BatchInfo) -> None:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
 
     def step(self, version: int) -> BatchReport:
-        """The report of the batch; `reduce_norm` completes it."""
+        """Return the report of the batch, which `reduce_norm` completes."""
         return self._reports[version]
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         self._reduction.reduce_norm(self._reports.pop(version), 0.0, stop_requests, losses)
 
     def begin_evaluation(self) -> None:
-        """Nothing to do: the weights are always the newest."""
+        """Do nothing: the parameters always show the newest weights."""
