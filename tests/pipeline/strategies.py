@@ -51,8 +51,8 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
     if name == "2bw":
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
     if schedule.weights is PROVISIONAL:
-        num_read, reduces = draw(st.sampled_from((None, 1))), draw(st.booleans())
-        schedule = replace(schedule, provisional_microbatches=num_read, reduce_partial=reduces)
+        num_read, reduces = draw(st.sampled_from((None, 0, 1))), draw(st.booleans())
+        schedule = replace(schedule, provisional_microbatches=num_read, reduce_partial=reduces and num_read != 0)
     return schedule
 
 

@@ -114,6 +114,11 @@ def count(text: str) -> int:
     return int(text)
 
 
+def count_or_none(text: str) -> int:
+    """A type for argparse: a whole number, at least 0."""
+    return 0 if text == "0" else count(text)
+
+
 def counts(text: str) -> tuple[int, ...]:
     return tuple(count(part) for part in text.split(","))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.commands.common import command_line
-from megatron.commands.common.command_line import add_flags, count, positive, time, times
+from megatron.commands.common.command_line import add_flags, count, count_or_none, positive, time, times
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
@@ -200,7 +200,10 @@ def title(options: argparse.Namespace, program: Program) -> str:
     extras = "".join(f", {flag.replace('_', ' ')}" for flag in FLAGS if getattr(options, flag))
     if predicts(options):
         num_read = options.provisional_microbatches
-        extras += ", provisional" + (f" from {num_read} microbatch{'es' * (num_read > 1)}" if num_read else "")
+        if num_read == 0:
+            extras += ", error feedback"
+        else:
+            extras += ", provisional" + (f" from {num_read} microbatch{'es' * (num_read > 1)}" if num_read else "")
         extras += " of all replicas" * options.reduce_partial
     sizes = ", ".join(map(str, program.batches)) if len(set(program.batches)) > 1 else str(program.batches[0])
     if given := residency(options):
@@ -400,7 +403,8 @@ _PRESET = (
 _PREDICTION = (
     ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "
      "has done"),
-    ("--provisional-microbatches", count, "Q", "2bw: as --provisional, from Q microbatches on every stage"),
+    ("--provisional-microbatches", count_or_none, "Q", "2bw: as --provisional, from Q microbatches on every stage; 0: "
+     "the last update is taken again (error feedback)"),
 )  # fmt: skip
 _DEGREES = (
     ("--tensor", count, "T", "tensor parallel degree (default: 1)", {"default": 1}),

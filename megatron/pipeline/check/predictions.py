@@ -11,8 +11,7 @@ the step to version t provisionally. A rank has one stage, and on each rank PRED
   rule;
 - before every forward of batch t, and before the chain that leads to version t, which changes the buffer.
 
-A prediction that reads 0 microbatches takes the last update again. The rules about gradients do not hold for it: the
-chain may precede it, and it has no HOLD.
+A prediction that reads 0 microbatches takes the last update again. It may come after any backwards, and has no HOLD.
 
 If replicas read the mean of all of them, REDUCE_PARTIAL@t comes after a HOLD@t and before PREDICT@t. If two ranks tie
 embeddings, REDUCE_PARTIAL_EMBED@t comes before PREDICT@t on both ranks, after the backwards of the microbatches that
@@ -162,7 +161,7 @@ class _RankPredictions:
                 self.position = position
                 reason = self._prediction(code, version - program.first_batch)
             elif code >= FIRST_UPDATE:
-                if self.reads and version - program.first_batch > self.num_predicted:
+                if version - program.first_batch > self.num_predicted:
                     reason = f"{self._word(PREDICT, version - program.first_batch)} has to read the gradients before it"
                 elif code == STEP:
                     self.num_stepped += 1

@@ -215,6 +215,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "the gradients in each batch.",
     )
     group.add_argument(
+        "--2bw-error-feedback",
+        dest="pipeline_2bw_error_feedback",
+        action="store_true",
+        help="With 2bw: compute a batch at the weights before with their last update taken once more.",
+    )
+    group.add_argument(
         "--pipeline-timeline",
         metavar="DIR",
         default=None,

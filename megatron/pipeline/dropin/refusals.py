@@ -19,7 +19,7 @@ from megatron.pipeline.dropin.flags import (
     weights_of,
 )
 from megatron.pipeline.schedules import PRESETS
-from megatron.pipeline.start_up.late_weights import require_predictions
+from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 
 
 def _is_set(value: Any) -> bool:
@@ -178,6 +178,7 @@ def require_supported(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{flag_of(args)} takes the place of --pipeline-schedule {args.pipeline_schedule}; leave one of them out"
         )
+    take_error_feedback(args)
     require_predictions(args, weights_of(args), name_of(args))
     _require_none_of(args, args)
     if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
@@ -214,6 +215,7 @@ def _require_no_flag_without(args: argparse.Namespace) -> None:
         "--pipeline-log-saved-activations": args.pipeline_log_saved_activations,
         f"--pipeline-rank-mapping {args.pipeline_rank_mapping}": args.pipeline_rank_mapping != STANDARD,
         f"--2bw-provisional {args.pipeline_2bw_provisional}": args.pipeline_2bw_provisional != "off",
+        "--2bw-error-feedback": args.pipeline_2bw_error_feedback,
     }
     flag = next((flag for flag, is_given in given.items() if is_given), None)
     if flag is not None:

@@ -36,6 +36,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     OLDER_VERSIONS,
     PREDICTED_VERSION,
+    UPCOMING_VERSION,
     OlderVersions,
     older_versions,
 )
@@ -291,7 +292,7 @@ def _outcome(report: BatchReport) -> str:
 
 
 PIPELINE = "pipeline"
-_VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION)
+_VERSIONS = (OLDER_VERSIONS, PREDICTED_VERSION, UPCOMING_VERSION)
 
 
 @dataclass

@@ -181,6 +181,7 @@ class _Choices:
     tied: bool
     recompute: bool
     provisional: bool
+    error_feedback: bool
 
 
 def _choose_schedule(schedule: str | Path | Any, choices: _Choices) -> Any:
@@ -221,7 +222,9 @@ def _of_preset(name: str, choices: _Choices) -> Schedule:
     if most > 1 and PRESETS[name].order in MERGED:
         placed["rank_of_stage"] = rank_of_stage(PRESETS[name].placement, num_ranks, most)
     return Schedule.preset(
-        name, num_stages=num_ranks * most, num_virtual_stages=most, predict=choices.provisional,
+        name, num_stages=num_ranks * most, num_virtual_stages=most,
+        predict=choices.provisional or choices.error_feedback,
+        provisional_microbatches=0 if choices.error_feedback else None,
         data_parallel=choices.data_parallel, norm_decides=choices.norm_decides, tied_embeddings=choices.tied,
         recompute=choices.recompute, **placed,
     )  # fmt: skip
@@ -230,8 +233,9 @@ def _of_preset(name: str, choices: _Choices) -> Schedule:
 def _of_file(path: str | Path, choices: _Choices) -> Any:
     if not Path(path).exists():
         raise ValueError(f"there is no schedule {str(path)!r}; choose from {', '.join(PRESETS)}, or give a CSV file")
-    if choices.provisional:
-        raise ValueError(f"{path} says itself whether its weights are predicted; leave provisional out")
+    if choices.provisional or choices.error_feedback:
+        name = "provisional" if choices.provisional else "error_feedback"
+        raise ValueError(f"{path} says itself whether its weights are predicted; leave {name} out")
     return read_schedule(
         path, recompute=choices.recompute or None, tied_embeddings=choices.tied, data_parallel=choices.data_parallel,
         norm_decides=choices.norm_decides,
@@ -239,6 +243,10 @@ def _of_file(path: str | Path, choices: _Choices) -> Any:
 
 
 def _of_user(schedule: Any, choices: _Choices) -> Any:
+    if choices.error_feedback and schedule.provisional_microbatches != 0:
+        raise ValueError(
+            "the schedule says which microbatches its predictions read; make provisional_microbatches 0 there"
+        )
     if choices.provisional and not schedule.weights.predicts:
         raise ValueError(f"the schedule's weights are {schedule.weights.name}; make them 2bw-provisional there")
     asked = {
@@ -313,6 +321,7 @@ def place(
     clip_grad: float,
     recompute: bool,
     provisional: bool,
+    error_feedback: bool,
     autocast: torch.dtype | None,
 ) -> Placed:
     """Agree with all ranks on the schedule, and return this rank's part. The arguments are those of `Pipeline`.
@@ -323,9 +332,11 @@ def place(
         ValueError: on all ranks, if arguments contradict each other or differ between ranks.
     """
     facts = {"num_microbatches": num_microbatches, "clip_grad": clip_grad, "recompute": recompute,
-             "provisional": provisional, "autocast": autocast}  # fmt: skip
+             "provisional": provisional, "error_feedback": error_feedback, "autocast": autocast}  # fmt: skip
 
     def own() -> tuple[tuple[nn.Module, ...], torch.device]:
+        if provisional and error_feedback:
+            raise ValueError("provisional and error_feedback are two guesses of one update; give one of them")
         if clip_grad < 0:
             raise ValueError(f"clip_grad is {clip_grad}; give the largest norm, or 0 to clip nothing")
         if autocast not in (None, torch.bfloat16):
@@ -339,6 +350,7 @@ def place(
         modules_of_rank=[found[ranks.job.index(rank)]["modules"] for rank in ranks.pipeline],
         num_microbatches=num_microbatches, data_parallel=len(ranks.pipelines) > 1, norm_decides=clip_grad > 0,
         tied=any(each["ties"] for each in found), recompute=recompute, provisional=provisional,
+        error_feedback=error_feedback,
     )  # fmt: skip
 
     def choose() -> tuple[Any, int]:

@@ -62,6 +62,7 @@ class Pipeline:
         clip_grad: the largest norm of all gradients together; 0: gradients are not clipped.
         recompute: whether to save only the inputs of each stage, and to recompute its activations for the backward.
         provisional: whether to predict the weights of 2bw.
+        error_feedback: whether to predict them by taking the last update again, in the place of `provisional`.
         autocast: the dtype in which modules and loss compute under ``torch.autocast``: bfloat16, or None.
         tied: this rank's copy of a parameter that the first and the last stage share; None on the other ranks. The
             copies must be equal at the start.
@@ -95,6 +96,7 @@ class Pipeline:
         clip_grad: float = 0.0,
         recompute: bool = False,
         provisional: bool = False,
+        error_feedback: bool = False,
         autocast: torch.dtype | None = None,
         tied: nn.Parameter | None = None,
         device: torch.device | str | None = None,
@@ -108,7 +110,7 @@ class Pipeline:
         placed = place(
             module, schedule, self._agreement, self._ranks, has_loss=loss is not None, has_tied=tied is not None,
             device=device, num_microbatches=num_microbatches, clip_grad=clip_grad, recompute=recompute,
-            provisional=provisional, autocast=autocast,
+            provisional=provisional, error_feedback=error_feedback, autocast=autocast,
         )  # fmt: skip
         self.schedule, self.num_microbatches, self._device = placed.schedule, placed.num_microbatches, placed.device
         self.stages: tuple[int, ...] = self.schedule.stages_of(self._ranks.rank)

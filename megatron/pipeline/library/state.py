@@ -101,6 +101,7 @@ def _state_of_update(update: ModuleUpdate) -> dict[str, Any]:
         "versions": {version: _copied(versions.tensors(version)) for version in kept},
         "clip_factor": update.clip_factor,
         "mean_count": update.mean_count,
+        "before": {name: _copied(tensor) for name, tensor in update.values_before_step().items()},
         "optimizer": _copied(update.optimizer.state_dict()),
         "scheduler": None if update.scheduler is None else _copied(update.scheduler.state_dict()),
     }
@@ -112,6 +113,7 @@ def _load_update(update: ModuleUpdate, state: dict[str, Any]) -> None:
         versions.restart(newest, state["versions"][newest])
     else:
         versions.restore({**state["versions"], newest: versions.newest_tensors()})
+    update.restore_before_step(state.get("before", {}))
     update.clip_factor, update.mean_count = state["clip_factor"], state.get("mean_count", 1.0)
     update.optimizer.load_state_dict(state["optimizer"])
     if (update.scheduler is None) != (state["scheduler"] is None):

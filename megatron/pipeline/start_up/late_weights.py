@@ -10,6 +10,22 @@ from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 
+def take_error_feedback(args: argparse.Namespace) -> None:
+    """Set the flags of `--2bw-provisional` for `--2bw-error-feedback`: a prediction that reads no gradients.
+
+    Raises:
+        ValueError: both are given.
+    """
+    if not args.pipeline_2bw_error_feedback:
+        return
+    if args.pipeline_2bw_provisional != "off":
+        raise ValueError(
+            f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the same "
+            "missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
+        )
+    args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches = "uniform", 0
+
+
 def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: str) -> None:
     """Raise ValueError if `--2bw-provisional` or a flag that belongs to it is not possible in this run.
 
@@ -19,7 +35,7 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
         name: the name of the schedule for messages.
     """
     mode, number = args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches
-    flag = f"--2bw-provisional {mode}"
+    flag = "--2bw-error-feedback" if args.pipeline_2bw_error_feedback else f"--2bw-provisional {mode}"
     if mode == "off" and (number is not None or args.pipeline_2bw_provisional_reduce):
         given = "--2bw-provisional-reduce" if number is None else f"--2bw-provisional-microbatches {number}"
         raise ValueError(f"{given} says nothing without predictions; add --2bw-provisional, or leave it out")

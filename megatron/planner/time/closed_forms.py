@@ -49,8 +49,6 @@ def closed_form_of(schedule: Schedule) -> ClosedForm | None:
         return None
     if schedule.reduce_partial and schedule.tied_embeddings and schedule.provisional_microbatches is None:
         return None  # the last stage's two partial reductions wait in turn for those of the first stage
-    if schedule.provisional_microbatches == 0:
-        return None  # the last stage's chain does not wait for its prediction
     forms = CLOSED_FORMS.get(schedule.order_class, {})
     return next((form for policies, form in forms.items() if getattr(schedule.weights, policies)), None)
 

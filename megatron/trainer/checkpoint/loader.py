@@ -22,7 +22,11 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDER_VERSIONS, PREDICTED_VERSION
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
+    OLDER_VERSIONS,
+    PREDICTED_VERSION,
+    UPCOMING_VERSION,
+)
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.directory import (
     MANIFEST,
@@ -39,7 +43,15 @@ unpickling.install()
 COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
 CHECKSUMS_ENTRY = "has_checksums"
-_BESIDE_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state", OLDER_VERSIONS, PREDICTED_VERSION)
+_BESIDE_WEIGHTS = (
+    "optimizer.",
+    "chained_",
+    "rng_state",
+    "rerun_state",
+    OLDER_VERSIONS,
+    PREDICTED_VERSION,
+    UPCOMING_VERSION,
+)
 
 
 def read_common_state(location: CheckpointLocation) -> dict:

@@ -29,7 +29,7 @@ def test_every_stage_has_done_a_microbatch_of_a_batch_that_runs(extra_warmup):
     assert all(done >= 1 for done in least.values()) and bool(least) != extra_warmup
 
 
-@pytest.mark.parametrize(("wanted", "num_microbatches"), [(0, 4), (2, 4), (3, 5), (9, 8)])
+@pytest.mark.parametrize(("wanted", "num_microbatches"), [(-1, 4), (2, 4), (3, 5), (9, 8)])
 def test_more_than_is_done_is_refused(wanted, num_microbatches):
     """With the reason, which whoever calls the choice by another name tells under that."""
     schedule = predictions("1f1b", 4, provisional_microbatches=wanted)
@@ -38,7 +38,7 @@ def test_more_than_is_done_is_refused(wanted, num_microbatches):
     done = num_microbatches - 3
     reason = (
         f"{wanted}: with batches of {num_microbatches} the first stage has done {done} when the next batch begins; "
-        f"give 1 to {done}, or larger batches"
+        f"give 0 to {done}, or larger batches"
     )
     assert str(error.value) == f"provisional_microbatches {reason}"
     assert str(error.value.under("--number")) == f"--number {reason}"

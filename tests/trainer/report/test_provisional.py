@@ -18,6 +18,7 @@ from tests.trainer.run.test_bert import numbers, train_bert
 FULL = pytest.mark.full
 STAGE = "--pipeline-schedule 2bw --2bw-provisional stage"
 UNIFORM = "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 3"
+FEEDBACK = "--pipeline-schedule 2bw --2bw-error-feedback"
 ONE_READ = f"{UNIFORM} --2bw-provisional-microbatches 1"  # which 4 stages have of a batch of 4
 SHORT = "--global-batch-size 4"  # microbatches, half of those that other runs have
 EXACT = "--untie-embeddings-and-output-weights --clip-grad 0"
@@ -60,13 +61,16 @@ def same_weights(one: list[dict], other: list[dict]) -> bool:
         (1, "--2bw-provisional-reduce", "--2bw-provisional-reduce says nothing without predictions; add"),
         (1, "--2bw-provisional all", "--2bw-provisional: invalid choice: 'all'"),
         (1, f"{STAGE} --2bw-provisional-microbatches 2", "stage reads what each stage has done; leave out --2bw-prov"),
-        (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 1 to m-p"),
-        (1, f"{UNIFORM} --2bw-provisional-microbatches 0", "--2bw-provisional-microbatches 0 must be greater than 0"),
+        (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 0 to m-p"),
+        (1, f"{UNIFORM} --2bw-provisional-microbatches -1", "--2bw-provisional-microbatches -1 must be at least 0"),
+        (1, f"{STAGE} --2bw-error-feedback", "--2bw-error-feedback and --2bw-provisional stage are two guesses of the"),
+        (2, f"{FEEDBACK} --2bw-provisional-reduce", "has nothing to reduce where predictions read no gradients; leave"),
+        (1, "--pipeline-schedule flush --2bw-error-feedback", "--2bw-error-feedback goes with the weights of"),
         (2, f"{STAGE} --2bw-provisional-reduce", "needs replicas, and this job has one; leave it out"),
         (2, f"{STAGE} --2bw-single-gradient-buffer", "gives away early; leave one of them out"),
         (1, f"{UNIFORM} --2bw-provisional-microbatches 9", "--2bw-provisional-microbatches 9: with batches of 8 the"),
         (2, f"{UNIFORM} --2bw-provisional-microbatches 8", "8: with batches of 8 the first stage has done 7 when"),
-        (4, f"{UNIFORM} --2bw-provisional-microbatches 6", "give 1 to 5, or larger batches"),
+        (4, f"{UNIFORM} --2bw-provisional-microbatches 6", "give 0 to 5, or larger batches"),
         (2, f"{UNIFORM} --rampup-batch-size 2 2 24", "--2bw-provisional-microbatches 3: with batches of 2 the first"),
         (2, f"{UNIFORM} --step-batch-size-schedule 0:2,1K:8", "microbatches 3: with batches of 2 the first"),
         (4, f"{UNIFORM} --pipeline-extra-warmup --2bw-provisional-microbatches 3", "has done 2 when the next"),
@@ -153,6 +157,43 @@ def test_what_is_accepted_and_said(world_size, flags, said):
 def test_uniform_losses_do_not_depend_on_the_stages(num_ranks, flags):
     """One process and p stages, cut evenly or not, train to bit-equal losses, with dropout, untied and unclipped."""
     assert losses(train(num_ranks, f"{UNTIED} {UNIFORM} {flags}")) == losses(train_once(1, f"{UNTIED} {UNIFORM}"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (4, ""),
+        pytest.param(2, "--fp16 --initial-loss-scale 1e30", id="fp16, overflows", marks=FULL),
+        pytest.param(2, "--bf16 --optimizer lamb", id="lamb", marks=FULL),
+    ],
+)
+def test_error_feedback_does_not_depend_on_the_stages(num_ranks, flags):
+    """One process and p stages train to bit-equal losses, which are not 2bw's; and the run says what it does."""
+    alone, found = (train_once(ranks, f"{UNTIED} {FEEDBACK} {flags}") for ranks in (1, num_ranks))
+    assert losses(found) == losses(alone)
+    assert any("2bw with error feedback: a batch takes the last update once more" in each for each in found[0]["lines"])
+    if not flags:
+        assert losses(alone) != losses(train_once(1, f"{UNTIED} --pipeline-schedule 2bw"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{UNTIED} --bf16",
+        pytest.param(f"{UNTIED}", marks=FULL),
+        pytest.param(f"{SHARDED} --bf16", marks=FULL),
+        pytest.param(f"{UNTIED} --fp16 --initial-loss-scale 1e9 --loss-scale-window 2", marks=FULL),
+    ],
+)
+def test_error_feedback_goes_on_from_a_checkpoint(tmp_path, flags):
+    """In mid-pipeline, with the prediction and the one that is known besides: as a run that was never stopped, and as
+    one that never saved."""
+    whole = train(2, f"{flags} {FEEDBACK}")
+    saved = train(2, f"{flags} {FEEDBACK} --save {tmp_path} --save-interval 3")
+    rest = train(2, f"{flags} {FEEDBACK} --load {tmp_path} --ckpt-step 3")
+    assert losses(saved) == losses(whole)
+    assert losses(rest) == {iteration: losses(whole)[iteration] for iteration in (4, 5, 6)}
+    assert same_weights(rest, whole)
 
 
 def test_the_modes_differ():

@@ -102,22 +102,31 @@ class ProvisionalStep:
 
 
 class LastUpdate:
-    """The last update of an optimizer's parameters, to be taken once more: error feedback (docs/error_feedback.md)."""
+    """The last update of an optimizer's parameters, to be taken once more: error feedback (docs/error_feedback.md).
+
+    `before`: parameter -> its value before its last step; empty if that step was skipped.
+    """
 
     def __init__(self) -> None:
-        self._before: dict[Tensor, Tensor] = {}
+        self.before: dict[Tensor, Tensor] = {}
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Keep copies of the parameters, which are about to be stepped."""
-        self._before = {parameter: parameter.detach().clone() for parameter in parameters}
+        self.before = {parameter: parameter.detach().clone() for parameter in parameters}
 
     @torch.no_grad()
     def write(self, parameter: Tensor, target: Tensor) -> None:
-        """Write 2 `parameter` - the parameter before its last step into `target`, which may have another shape and
-        dtype; the parameter itself if no step was begun since the last call."""
-        before = self._before.pop(parameter, None)
-        _write(target, parameter if before is None else before.lerp_(parameter, 2.0))
+        """Write the parameter with its last update taken again into `target`, of any shape and floating dtype.
+
+        That is 2 new - old, or the parameter itself if its last step was skipped.
+        """
+        before = self.before.get(parameter)
+        _write(target, parameter if before is None else torch.lerp(before, parameter, 2.0))
+
+    def end(self) -> None:
+        """Forget the update, which was taken again."""
+        self.before = {}
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -182,7 +182,16 @@ class PredictedVersions(WeightVersions):
         stepped: names of the parameters that the optimizer steps directly; the others have masters. Default: all.
         write_true: writes the masters into the tensors that their parameters show.
         parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
+
+    Attributes:
+        upcoming: if predictions take the last update again: returns name -> tensor of the next prediction, which a
+            drained run already knows, or None if it equals the true weights. Collective over replicas that share out
+            the optimizer's state. None: predictions read gradients.
+        restored: the upcoming prediction of a checkpoint, until it is made; else None.
     """
+
+    upcoming: Callable[[], Slot | None] | None = None
+    restored: Slot | None = None
 
     def __init__(
         self,
@@ -248,11 +257,15 @@ class PredictedVersions(WeightVersions):
             self._show(self.slot_of(version))
         super().load(version)
 
-    def restart(self, version: int, predicted: Mapping[str, Tensor] | None = None) -> None:
+    def restart(
+        self, version: int, predicted: Mapping[str, Tensor] | None = None, *, upcoming: Slot | None = None
+    ) -> None:
         """Restart from a checkpoint. The parameters show the true weights of `version`, before the call and after it.
 
-        `predicted` has the predicted weights by name; None: they equal the true weights.
+        `predicted` has the predicted weights by name; None: they equal the true weights. `upcoming`: the prediction
+        after these, if it is known.
         """
+        self.restored = upcoming
         slot = 1 if self._true_slot == 0 else 0
         while slot >= len(self._slots):
             self._slots.append(self._make_slot())

@@ -25,13 +25,13 @@ gradients that no STEP has applied yet.
 **Predictions (`add_predictions`).** PREDICT@t stands where a stage is about to begin batch t. This is after STEP@(t-1),
 whose weights it starts from, and before the first forward of batch t. It stands there even if the run drains instead,
 so that both ways compute the same. PREDICT@t reads the gradients of the microbatches of batch t-1 whose backwards are
-done at the stage. If predictions read 0 microbatches, none of the following rules applies: PREDICT@t takes the update
-of STEP@(t-1) again. Otherwise three rules follow:
+done at the stage; if predictions read 0 microbatches, it takes the update of STEP@(t-1) again. Three rules follow:
 
 - All stages may have to read the same number of microbatches. If more are done at a stage, HOLD copies the gradients
   when that number is done.
 - On the last stage all backwards of batch t-1 are done. The chain, which reduces the gradients in place, stands after
-  PREDICT, so that PREDICT can read them first.
+  PREDICT, so that PREDICT can read them first. PREDICT waits for what is posted of the chain, so the chain stands there
+  even if PREDICT reads nothing: its REDUCE_EMBED may wait for a rank that waits for this one.
 - Sums over replicas or stages for a prediction are reduced in the chain. REDUCE_PARTIAL reduces the copied gradients
   over the replicas. REDUCE_PARTIAL_EMBED reduces the gradients of tied embeddings over the two stages, and over the
   replicas if that is wanted. It copies and reads as many microbatches as both stages have done, so that the embeddings
@@ -172,10 +172,7 @@ def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
         chain = [each for each in segment if each.kind in REDUCTIONS and each.version == batch + 1]
         before = [each for each in segment if each not in chain]
         predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
-        if extent.num_read(stage, batch):
-            result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
-        else:
-            result[index] = [*segment, predict]
+        result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
     return result
 
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
-from megatron.pipeline.start_up.late_weights import require_predictions
+from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
@@ -47,7 +47,7 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             "gives each rank a part of a weight, whose norm is not the whole one's",
         ),
         f"--2bw-provisional {args.pipeline_2bw_provisional}": (
-            args.pipeline_2bw_provisional != "off",
+            args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
             "predicts weights element by element",
         ),
         "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "is a kernel of Adam and SGD"),
@@ -250,14 +250,8 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
-    """Check predicted weights and what they exclude. Error feedback is a prediction that reads no gradients."""
-    if args.pipeline_2bw_error_feedback:
-        if args.pipeline_2bw_provisional != "off":
-            raise ValueError(
-                f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the "
-                "same missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"
-            )
-        args.pipeline_2bw_provisional, args.pipeline_2bw_provisional_microbatches = "uniform", 0
+    """Check what predicted weights require, and what they exclude."""
+    take_error_feedback(args)
     require_predictions(args, weights, choice_of(args).name)
     mode = args.pipeline_2bw_provisional
     if mode != "off" and args.pipeline_2bw_single_gradient_buffer:

@@ -13,6 +13,9 @@ the step between them was skipped, or the checkpoint was written under a policy 
 The prediction for the next batch is the entry 'provisional_version', while the model is the true weights. Replicas that
 predict from their own gradients have one entry each. If a checkpoint lacks the entry (another policy), the run starts
 from the true weights. Runs under other policies ignore the entry.
+
+If predictions take the last update again, a drained run already knows the prediction after that: it is the entry
+'upcoming_version'. Without it, that prediction equals the true weights.
 """
 
 from __future__ import annotations
@@ -210,6 +213,9 @@ def _prefix(age: int) -> str:
 PREDICTED_VERSION = "provisional_version"
 """The name of the entry of a prediction, and the prefix of the keys of all predictions."""
 
+UPCOMING_VERSION = "upcoming_version"
+"""The name of the entry of the prediction after that, and the prefix of its keys."""
+
 
 class PredictedVersion(OlderVersions):
     """The predicted weights of a run drained after `iteration` batches.
@@ -236,15 +242,21 @@ class PredictedVersion(OlderVersions):
         self._replica = parallel_state.get_data_parallel_rank() if apart else 0
 
     def to_save(self, model: dict) -> dict:
-        """The entry that a checkpoint needs besides `model`, the entries of the true weights."""
+        """The entries that a checkpoint needs besides `model`, the entries of the true weights."""
         if self._versions.live() == [0]:
             return {}  # before the first batch the prediction equals the true weights
-        tensors = self._versions.tensors(self._iteration)
-        data = {parameter: tensors[name] for parameter, name in self._names.items()}
-        return {PREDICTED_VERSION: self._state(model, data, self._replica)}
+        entries = {}
+        for entry, tensors in ((PREDICTED_VERSION, self._versions.tensors(self._iteration)), self._upcoming()):
+            if tensors is not None:
+                data = {parameter: tensors[name] for parameter, name in self._names.items()}
+                entries[entry] = self._state(model, data, entry, self._replica)
+        return entries
+
+    def _upcoming(self) -> tuple[str, dict[str, torch.Tensor] | None]:
+        return UPCOMING_VERSION, self._versions.upcoming and self._versions.upcoming()
 
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
-        """The entry to load from a checkpoint besides `model`.
+        """The entries to load from a checkpoint besides `model`.
 
         If the checkpoint has no entry of this replica, it is the entry of the first replica. Empty for a new run, whose
         first batch is computed at the true weights.
@@ -252,11 +264,13 @@ class PredictedVersion(OlderVersions):
         self._names_in_entries = self._find_names(model)
         if self._iteration == 0:
             return {}
-        for replica in (self._replica, 0):
-            if holds_prefix(_predicted_prefix(replica)):
+        entries = {}
+        for entry in (PREDICTED_VERSION, UPCOMING_VERSION) if self._versions.upcoming else (PREDICTED_VERSION,):
+            replica = next((each for each in (self._replica, 0) if holds_prefix(_prefix_of(entry, each))), None)
+            if replica is not None:
                 empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
-                return {PREDICTED_VERSION: self._state(model, empty, replica)}
-        return {}
+                entries[entry] = self._state(model, empty, entry, replica)
+        return entries
 
     def counted_from(self, iteration: int) -> PredictedVersion:
         other = super().counted_from(iteration)
@@ -268,26 +282,32 @@ class PredictedVersion(OlderVersions):
 
         `loaded` has the entry of `to_load`, loaded.
         """
-        predicted = None
-        if PREDICTED_VERSION in loaded:
-            predicted = self._versions.newest_tensors()
-            for part, chunk_state in loaded[PREDICTED_VERSION].items():
-                predicted.update({self._names_in_entries[part, name]: tensor for name, tensor in chunk_state.items()})
-        self._versions.restart(self._iteration, predicted)
+        self._versions.restart(
+            self._iteration, self._loaded(loaded, PREDICTED_VERSION), upcoming=self._loaded(loaded, UPCOMING_VERSION)
+        )
 
-    def _state(self, model: dict, data: dict[int, torch.Tensor], replica: int) -> dict:
-        state = version_state(model, data, prefix=_predicted_prefix(replica))
+    def _loaded(self, loaded: dict, entry: str) -> dict[str, torch.Tensor] | None:
+        """name -> tensor of an entry; parameters that the entry lacks have their true weights."""
+        if entry not in loaded:
+            return None
+        tensors = self._versions.newest_tensors()
+        for part, chunk_state in loaded[entry].items():
+            tensors.update({self._names_in_entries[part, name]: tensor for name, tensor in chunk_state.items()})
+        return tensors
+
+    def _state(self, model: dict, data: dict[int, torch.Tensor], entry: str, replica: int) -> dict:
+        state = version_state(model, data, prefix=_prefix_of(entry, replica))
         if replica == 0:  # as for the model, the first replica writes
             return state
         return {
-            entry: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
-            for entry, chunk_state in state.items()
+            part: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
+            for part, chunk_state in state.items()
         }
 
 
-def _predicted_prefix(replica: int) -> str:
+def _prefix_of(entry: str, replica: int) -> str:
     """The prefix of the keys of a replica's prediction."""
-    return f"{PREDICTED_VERSION}.{replica}."
+    return f"{entry}.{replica}."
 
 
 def _of_own_replica(sharded):

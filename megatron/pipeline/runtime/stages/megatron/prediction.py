@@ -13,7 +13,7 @@ prediction. The clipping and the overflow of a tied embedding depend on its own 
 gradient, so the copies stay equal.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class MegatronPrediction:
         reduction: returns the reductions of the rank; called at predictions.
         reduce_partial: replicas predict from the mean of their gradients.
         uniform: predictions do not depend on the cut into stages, so they clip by `clip_factor` alone.
+        reads_gradients: predictions read gradients; else they take the last update again.
 
     Attributes:
         versions: the predicted weights and the true weights.
@@ -97,6 +98,8 @@ class MegatronPrediction:
             make_slot=slots and slots.make,
             on_switch=slots and slots.switch,
         )
+        if self._last_update is not None:
+            self.versions.upcoming = self._upcoming
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
         self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
@@ -253,11 +256,34 @@ class MegatronPrediction:
     @torch.no_grad()
     def repeat(self, version: int) -> None:
         """Make the predicted weights of `version` by taking the last update again."""
+        restored, self.versions.restored = self.versions.restored, None
         with self.versions.predicting(version) as target:
+            if restored is not None:
+                for name, tensor in target.items():
+                    tensor.copy_(restored[name])
+                return
             with self.versions.true_weights():
-                for own, (model, part) in self._model_of.items():
-                    self._last_update.write(own, target[self._names[model]].view(-1)[part])
+                self._take_again(target)
             self._gather()
+        self._last_update.end()
+
+    def _take_again(self, target: Mapping[str, Tensor]) -> None:
+        for own, (model, part) in self._model_of.items():
+            self._last_update.write(own, target[self._names[model]].view(-1)[part])
+
+    @torch.no_grad()
+    def _upcoming(self) -> dict[str, Tensor] | None:
+        """The next prediction of a drained run, which shows its true weights."""
+        if self.versions.restored is not None:
+            return dict(self.versions.restored)
+        if not self._last_update.before:
+            return None
+        result = {name: torch.zeros_like(parameter.data) for parameter, name in self._names.items()}
+        self._take_again(result)
+        if self._distributed:  # each replica has written its shards
+            for tensor in result.values():
+                dist.all_reduce(tensor, group=self._shards_group)
+        return result
 
     def _write_true(self) -> None:
         """Write the masters into the model's parameters. Collective over replicas with the distributed optimizer."""

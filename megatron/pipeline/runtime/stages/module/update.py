@@ -124,7 +124,7 @@ class ModuleUpdate(DeviceUpdate):
         self._counts = counts
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
-        self._last_update = LastUpdate()
+        self.last_update = LastUpdate()
         self._provisional = ProvisionalStep(optimizer)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0
@@ -228,7 +228,7 @@ class ModuleUpdate(DeviceUpdate):
         self._gradients.show(batch.buffer, without=unused or ())
         with self.versions.true_weights() if self._predicts else self.versions.making(version):
             if self._predicts and not self.reads_gradients:
-                self._last_update.begin(self._names)
+                self.last_update.begin(self._names)
             if isinstance(self.optimizer, GapAware):
                 self.optimizer.step_of(version - 1)
             else:
@@ -272,7 +272,18 @@ class ModuleUpdate(DeviceUpdate):
     def _repeat(self, version: int) -> None:
         with self.versions.predicting(version) as target, self.versions.true_weights():
             for parameter, name in self._names.items():
-                self._last_update.write(parameter, target[name])
+                self.last_update.write(parameter, target[name])
+        self.last_update.end()
+
+    def values_before_step(self) -> dict[str, Tensor]:
+        """name -> value before the last step, which the next prediction takes again; empty if it takes none."""
+        return {self._names[parameter]: before for parameter, before in self.last_update.before.items()}
+
+    def restore_before_step(self, values: Mapping[str, Tensor]) -> None:
+        """Restore `values_before_step`."""
+        self.last_update.before = {
+            parameter: values[name].to(parameter.device) for parameter, name in self._names.items() if name in values
+        }
 
     def _factor(self, part: float, squares: Tensor) -> float | Tensor:
         """The factor for the gradients of a part of the batch with this squared norm."""

@@ -104,6 +104,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         single_gradient_buffer=case.single_gradient_buffer,
         reduce_partial=case.reduce_partial,
         uniform=case.provisional_microbatches is not None,
+        reads_gradients=case.provisional_microbatches != 0,
     )
     replica = parallel_state.get_data_parallel_rank()
     stages = [

@@ -78,13 +78,15 @@ def _reference(case: Case, original: Case) -> dict:
     optimizer = make_optimizer(case, masters)
     true = _copy(masters)
     predicted = [true] * original.d
+    stepped_from: dict[str, Tensor] | None = None  # what the last step changed; None: it was skipped
     scales = LossScale(case, 2)
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
 
     def apply(batch: int, gradients: dict[str, Tensor], batch_scale: float) -> None:
         """The step that takes the gradients of a batch."""
-        nonlocal true, clip, samples_done
+        nonlocal true, clip, samples_done, stepped_from
+        stepped_from = None
         result = results[batch]
         result["lr"] = _learning_rate(case, samples_done)
         if not result["overflow"]:
@@ -97,7 +99,7 @@ def _reference(case: Case, original: Case) -> dict:
                 group["lr"] = result["lr"]
             optimizer.step()
             samples_done += case.batches[batch] * case.micro_batch_size
-            true = _copy(masters)
+            stepped_from, true = true, _copy(masters)
         scales.step(batch_scale, overflow=result["overflow"])
 
     for batch, count in enumerate(case.batches):
@@ -133,6 +135,10 @@ def _reference(case: Case, original: Case) -> dict:
         if waiting is not None:
             apply(batch - 1, *waiting)
         waiting = gradients, batch_scale
+        if original.provisional_microbatches == 0:
+            before = stepped_from or true
+            predicted = [{name: value + (value - before[name]) for name, value in true.items()}] * original.d
+            continue
         if original.reduce_partial:
             average = {name: sum(sums[name] * (1.0 / original.d) for sums in partial) for name in masters}
             partial = [average] * original.d

@@ -200,6 +200,7 @@ class Pipeline(Groups):
             tied=self.tied(self.schedule, parameters) if training.tied else None,
             reduce_partial=self.schedule.reduce_partial,
             uniform=self.schedule.provisional_microbatches is not None,
+            reads_gradients=self.schedule.provisional_microbatches != 0,
             device=device,
         )
         if training.sums:

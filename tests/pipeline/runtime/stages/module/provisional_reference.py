@@ -2,6 +2,8 @@
 
 Batch t is computed at an estimate of version t: the step from version t-1, taken on a copy of model and optimizer with
 the gradients that a part of batch t-1 has. The weights themselves are 2BW's: W(t+1) = W(t) - update(g(W^(t))).
+
+Under error feedback, where predictions read nothing, the estimate is version t-1 with its last update taken again.
 """
 
 import copy
@@ -71,13 +73,14 @@ def train(
     true = _values(parameters)
     predicted = [true] * training.num_replicas
     waiting: dict[str, Tensor] | None = None  # gradients of the batch before
+    stepped_from: dict[str, Tensor] | None = None  # what the last step changed; None: it was skipped
     first = 0
     mean_count, waiting_count = EXPECTED if training.sums else 1.0, 1.0
 
     def step() -> None:
         """Make the next true version from the gradients that wait."""
-        nonlocal true, clip, mean_count
-        mean_count = waiting_count
+        nonlocal true, clip, mean_count, stepped_from
+        stepped_from, mean_count = None, waiting_count
         norm = torch.nn.utils.get_total_norm(list(waiting.values()))
         outcome.grad_norms.append(norm.item())
         outcome.learning_rates.append(optimizer.param_groups[0]["lr"])
@@ -86,6 +89,7 @@ def train(
         if training.clip_grad:
             clip = min(1.0, training.clip_grad / (norm.item() + 1e-6))
         _show(parameters, true)
+        stepped_from = true
         for name, parameter in parameters.items():
             parameter.grad = waiting[name] * clip if clip < 1.0 else waiting[name].clone()
         optimizer.step()
@@ -119,6 +123,11 @@ def train(
             step()
         waiting_count = counted / (num_microbatches * training.num_replicas)
         waiting = {name: each / waiting_count for name, each in _mean(whole).items()}
+        if not num_read(FIRST_WEIGHT, num_microbatches):
+            before = stepped_from or true
+            again = {name: value + (value - before[name]) for name, value in true.items()}
+            predicted = [again] * training.num_replicas
+            continue
         if reduce_partial:
             partial = [_mean(partial)] * training.num_replicas
         partial = [{name: each / mean_count for name, each in seen.items()} for seen in partial]

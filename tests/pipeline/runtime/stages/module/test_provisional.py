@@ -59,9 +59,9 @@ def test_evaluations_use_the_true_weights(p):
     assert total / count == pytest.approx(sum(losses) / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_read", [1, 3])
+@pytest.mark.parametrize("num_read", [0, 1, 3])
 def test_a_given_number_is_equal_over_the_degrees(num_read):
-    """With the same number on every stage p=1, 2 and 4 are the plain loop, bit for bit."""
+    """With the same number on every stage p=1, 2 and 4 are the plain loop, bit for bit; 0: error feedback."""
     training = Training(batches=(6, 6, 8, 8, 6, 7, 6, 6), warmup=3)
     expected = provisional_reference.train(training, uniform(num_read))
     for p in (1, 2, 4):
@@ -69,16 +69,17 @@ def test_a_given_number_is_equal_over_the_degrees(num_read):
         assert_same(run(p, training, provisional_microbatches=num_read, drains=(1, 5)), expected)
 
 
-def test_two_modes_and_2bw_are_three_things():
+def test_modes_and_2bw_and_flush_are_different_things():
     """So the tests above could fail."""
     training = Training(batches=(4,) * 6)
     losses = [
         provisional_reference.train(training, provisional_reference.ByStage(2)).losses,
         provisional_reference.train(training, uniform(1)).losses,
+        provisional_reference.train(training, uniform(0)).losses,
         reference.train(training, delay=1).losses,
         reference.train(training, delay=0).losses,
     ]
-    assert len({str(each) for each in losses}) == 4
+    assert len({str(each) for each in losses}) == 5
 
 
 @pytest.mark.parametrize("p", [2, 4])
