@@ -79,9 +79,14 @@ def most(demands: Iterable[Demand]) -> Demand:
     first, *others = demands
     for other in others:
         assert (other.rank_of_stage, other.num_frozen) == (first.rank_of_stage, first.num_frozen)
-        names = [field.name for field in fields(Demand) if field.name not in ("num_frozen", "moments")]
+        names = [
+            field.name for field in fields(Demand) if field.name not in ("num_frozen", "moments", "repeats_update")
+        ]
         largest = {name: tuple(map(max, getattr(first, name), getattr(other, name))) for name in names}
-        first = Demand(**largest, moments=_moments_of_both(first, other), num_frozen=first.num_frozen)
+        repeats = first.repeats_update or other.repeats_update
+        first = Demand(
+            **largest, moments=_moments_of_both(first, other), num_frozen=first.num_frozen, repeats_update=repeats
+        )
     return first
 
 

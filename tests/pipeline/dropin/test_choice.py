@@ -91,7 +91,7 @@ def test_predicted_weights():
     schedule = schedule_of(arguments(flags, data_parallel_size=2), tied_embeddings=False)
     assert schedule.weights.predicts and schedule.provisional_microbatches == 2 and schedule.reduce_partial
     args = arguments(flags.replace(" 2 ", " 4 "))
-    with pytest.raises(ValueError, match=r"--2bw-provisional-microbatches 4: with batches of 4 .* give 1 to 3"):
+    with pytest.raises(ValueError, match=r"--2bw-provisional-microbatches 4: with batches of 4 .* give 0 to 3"):
         prove(schedule_of(args, tied_embeddings=False), batches_of(args))
 
 

@@ -140,10 +140,10 @@ class Regularization:
         "on their number. duplicated: each gathers the matrix and orthogonalises it.",
         choices=("blockwise", "duplicated", "distributed"),
     )
-    muon_scalar_lr: float = option(
+    muon_scalar_lr: float | None = option(
         None, "Peak learning rate of what AdamW steps beside Muon; without, --lr (embeddings may have --decoupled-lr)."
     )
-    muon_scalar_min_lr: float = option(None, "Smallest learning rate of --muon-scalar-lr; without, --min-lr.")
+    muon_scalar_min_lr: float | None = option(None, "Smallest learning rate of --muon-scalar-lr; without, --min-lr.")
 
 
 REGULARIZATION = Group.of(Regularization, "optimizer")
