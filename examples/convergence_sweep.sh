@@ -7,9 +7,9 @@
 #   REPLICAS=4 SCHEDULES="flush provisional reduced" bash examples/convergence_sweep.sh    # outputs/sweep_d4; 8 processes
 #   MODEL=bert RATES="1e-4 1e-3" SEEDS=1 bash examples/convergence_sweep.sh
 #
-# Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, provisional, uniform1, uniform2, ...,
-# and reduced, which predicts from the gradients of all replicas), ITERATIONS, OUTPUT and EXTRA, further flags of
-# training, change the setting. Replicas share the batch, in smaller microbatches. docs/convergence.md has the results.
+# Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, feedback, provisional, uniform1,
+# uniform2, ..., and reduced, which predicts from the gradients of all replicas), ITERATIONS, OUTPUT and EXTRA, further
+# flags of training (EXTRA="--optimizer muon --muon-extra-scale-factor 0.2"), change the setting. Replicas share the batch, in smaller microbatches. docs/convergence.md has the results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
@@ -60,6 +60,7 @@ for seed in ${SEEDS:-1234 1 2}; do
                     flags=(--pipeline-schedule 2bw --2bw-provisional uniform)
                     flags+=(--2bw-provisional-microbatches "${schedule#uniform}")
                     ;;
+                feedback) flags=(--pipeline-schedule 2bw --2bw-error-feedback) ;;
                 *) flags=(--pipeline-schedule "$schedule") ;;
             esac
             train "$schedule" "$rate" "$seed" "${flags[@]}"

@@ -279,7 +279,10 @@ def _orders(units: Units) -> dict[str, list[int]]:
 
 @dataclass
 class _Mixed:
-    """A search for a mixed partition. In later rounds of the fixed point it starts from the previous round's result."""
+    """Searches for a mixed partition (mixed.py) of the units that it is called with.
+
+    Later calls start from the partition that the call before found.
+    """
 
     stages: int
     most_stages: int

@@ -147,10 +147,11 @@ class MicrobatchFeed:
 
 @dataclass(frozen=True)
 class Announcement:
-    """The announcement of a batch.
+    """What the rank of the first stage tells its pipeline before a batch.
 
     Attributes:
-        number: the number of the batch's shapes, in the order in which shapes first occur.
+        number: the index of the batch's kind (shapes, and training or evaluation), in the order in which kinds first
+            occur.
         num_samples: number of samples for this pipeline.
     """
 

@@ -58,7 +58,9 @@ class HostParts:
 
 
 def resident_weights(state: TrainingState, parameters: Sequence[int], num_resident: int) -> float:
-    """Bytes of the device's arena for the stages of a rank. `parameters`: the number of each stage, in rank order.
+    """Bytes of device memory for the weights of a rank if `num_resident` consecutive stages are there at once.
+
+    `parameters`: the number of parameters of each stage of the rank, in the order in which the rank runs them.
 
     The padding of each tensor to 64 bytes is not counted; tensors of the usual shapes need none.
     """
@@ -90,7 +92,8 @@ def host_parts(
 ) -> HostParts:
     """Bytes of host memory of a rank.
 
-    `parameters`: the number of each stage of the rank. `matrices`: how many of them belong to matrices of layers.
+    `parameters`: the number of parameters of each stage of the rank. `matrices`: how many of all of them belong to
+    matrices of layers.
     """
     num_parameters = sum(parameters)
     leaving = _leaving(stages_of(rank_of_stage, rank), len(rank_of_stage) - 1, max(rank_of_stage) + 1)

@@ -204,8 +204,11 @@ _MATRICES_OF_ROOT = 2
 
 
 def sharded_time(cost_model: CostModel, configuration: Configuration, *, is_slowed: bool = False) -> IterationTime:
-    """The time of an iteration. `is_slowed`: GPUs are short of memory (`Verdict.slowed`). Raises ValueError if the cost
-    model knows no gathers of weights."""
+    """The time of an iteration whose weights are split over replicas (FSDP, ZeRO).
+
+    `is_slowed`: GPUs are short of memory (`Verdict.slowed`). Raises ValueError unless the cost model predicts from
+    first principles: a profile has no times of gathers of weights.
+    """
     costs = sharded_costs(cost_model, configuration, is_slowed=is_slowed)
     m = configuration.num_microbatches
     seconds, busy = batch_seconds(costs, m), m * costs.busy + costs.step

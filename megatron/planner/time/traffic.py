@@ -61,7 +61,8 @@ class CutModel:
 
     @property
     def moved_bytes(self) -> tuple[float, ...]:
-        """For each rank of a pipeline, the most bytes of a move: the saved activations of a microbatch at a stage."""
+        """By rank of a pipeline, the bytes of its largest move: what a microbatch saves at one of its trained stages; 0
+        if all are frozen."""
         saved = self._saved
         return tuple(max((saved[stage] for stage in own), default=0.0) for own in self._trained)
 

@@ -170,10 +170,17 @@ def _reads(args: TrainConfig, fields: Sequence[Field]) -> bool:
 def _read_alike(
     read: Callable[[list[str]], _Samples], paths: list[list[str]]
 ) -> tuple[list[_Samples | None], str | None]:
-    """Read the samples of each list of paths, None for an empty list. Returns them with the digest of the first.
+    """Read the samples of each list of paths, and check that all ranks that read find the same data.
 
-    Collective: every rank must call it. Raises ValueError on every rank if any rank cannot read, or if ranks find
-    different data: stages read separately, so labels would belong to other samples.
+    Collective: every rank must call it.
+
+    Returns:
+        The samples of each list, None for an empty list; and the digest of the first list's samples, on ranks that read
+        nothing, too.
+
+    Raises:
+        ValueError: on every rank, if a rank cannot read or ranks find different data: first and last stage read by
+            themselves, so inputs and labels would not match.
     """
     found: list[_Samples | None] = [None] * len(paths)
     problem = None

@@ -190,7 +190,13 @@ def check_job(args: argparse.Namespace) -> DryRun:
 
 
 def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
-    """The configuration for the job's world size, on a machine as the cluster's are taken to be, and notes."""
+    """Complete the flags as a run on `--dry-run` GPUs would, and return the configuration and the notes of the rules.
+
+    The cluster's machines are assumed to have CUDA, Transformer Engine and Apex.
+
+    Raises:
+        ValueError: a rule refuses the flags, or `--use-checkpoint-args` names a checkpoint that is not on this machine.
+    """
     if args.use_checkpoint_args:
         if args.load is not None and not os.path.isdir(args.load):
             raise ValueError(

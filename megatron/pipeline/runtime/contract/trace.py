@@ -138,7 +138,7 @@ class Tracer:
         self._deferred[-1].append((self.now(), num_bytes))
 
     def deferred_bytes(self) -> tuple[tuple[float, int], ...]:
-        """Return the records of `record_deferred` as (seconds since the epoch, bytes)."""
+        """Return how many bytes were saved between I and W, and since when: (seconds since the epoch, bytes)."""
         seconds, offset = self._clock.reader(), time.time() - time.perf_counter()
         return tuple((offset + seconds(mark), num_bytes) for noted in self._deferred for mark, num_bytes in noted)
 

@@ -100,7 +100,7 @@ class HostStagedMoveLink(GlooMoveLink):
 
 
 class NcclMoveLink(GlooMoveLink):
-    """CUDA buffers over NCCL. Each transfer starts when both hosts have reached it."""
+    """CUDA buffers over NCCL. The two processes meet over gloo first, so no kernel of NCCL waits for a late peer."""
 
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
         super().__init__(f"{name}/hosts", store, member=member, timeout=timeout, device=device)
