@@ -250,7 +250,7 @@ class RowExecution(Execution):
         return len(self.befores) - 1
 
     def _behind(self, node: int, *others: int) -> int:
-        """Return a node that ends when the last of these nodes has ended: `node` if it is the only one, else a new one."""
+        """Return a node that ends when the last of these nodes has ended: `node` if it is alone, else a new one."""
         return self._add(node, NOTHING, others) if others else node
 
     def _place(self, rank: int, position: int, instruction: Instruction, node: int) -> None:

@@ -44,8 +44,8 @@ _HOLLOW = {**_POINTS, "markerfacecolor": "none"}
 def draw_outcome(outcome: Outcome, *, memory_gib: float, title: str = "") -> Figure:
     """Plot the throughput of all kept configurations over their memory.
 
-    Each schedule has a colour. Hollow points are not ranked, because they delay weights and nobody asked for it.
-    Crosses are slowed by a shortage of memory, the line is the Pareto front, and the ring marks the best. The legend is below
+    Each schedule has a colour. Hollow points are not ranked, because they delay weights unasked. Crosses are
+    slowed by a shortage of memory, the line is the Pareto front, and the ring marks the best. The legend is below
     the axes, so that it hides no point. The gid of a collection of points is its schedule, followed by "!" for crosses;
     the gid of the front is "pareto", and that of the ring "best".
 
