@@ -18,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron.pipeline.runtime.update.muon import Muon
+
 BlockStep = Callable[..., None]
 """A step of one block. The arguments are a list of three scratch tensors, the tensor for the result, the parameter, its
 gradient and its moments, all flat FP32 tensors of one size. The result may be the first scratch tensor."""
@@ -201,7 +203,8 @@ class ElementwiseStep:
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
         """The step of a group; None if the optimizer, an option, or a parameter's type or device is not supported."""
-        rule, options = RULES.get(type(optimizer), (None, {}))
+        is_adamws = isinstance(optimizer, Muon) and group["muon"] is None
+        rule, options = RULES.get(torch.optim.AdamW if is_adamws else type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
         kinds = {(type(each) in _PLAIN, each.dtype, each.device.type) for each in group["params"]}
