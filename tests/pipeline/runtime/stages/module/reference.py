@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from megatron.pipeline.runtime.update.muon import WHOLE, Muon
+
 WIDTH, NUM_LAYERS, MICROBATCH_SIZE = 6, 8, 3
 
 
@@ -28,6 +30,7 @@ class Training:
     num_replicas: int = 1
     poisoned_microbatch: int = -1  # its inputs are infinite: the gradients of its batch overflow
     fused: bool = False  # torch's fused kernel of the optimizer
+    muon: bool = False  # Muon steps matrices, AdamW the rest
     tied: bool = False  # the first and the last layer share their weight
     sums: bool = False  # the loss is `sum_of`
 
@@ -105,6 +108,13 @@ def added(training: Training, output: Tensor, target: Tensor) -> tuple[Tensor, i
 
 
 def make_optimizer(parameters, training: Training) -> torch.optim.Optimizer:
+    if training.muon:
+        parameters = list(parameters)
+        groups = [
+            {"params": [each for each in parameters if each.dim() == 2], "muon": WHOLE},
+            {"params": [each for each in parameters if each.dim() != 2]},
+        ]
+        return Muon(groups, lr=training.learning_rate, weight_decay=training.weight_decay, nesterov=True)
     return torch.optim.AdamW(
         parameters, lr=training.learning_rate, weight_decay=training.weight_decay, fused=training.fused or None
     )

@@ -69,6 +69,14 @@ def test_a_given_number_is_equal_over_the_degrees(num_read):
         assert_same(run(p, training, provisional_microbatches=num_read, drains=(1, 5)), expected)
 
 
+@pytest.mark.parametrize("num_read", [0, 2])
+def test_with_muon(num_read):
+    """Matrices are stepped as a whole, provisionally, too: each lies on one stage."""
+    training = Training(batches=(4, 4, 5, 6, 4, 4), warmup=3, muon=True)
+    expected = provisional_reference.train(training, uniform(num_read))
+    assert_same(run(2, training, provisional_microbatches=num_read), expected)
+
+
 def test_modes_and_2bw_and_flush_are_different_things():
     """So the tests above could fail."""
     training = Training(batches=(4,) * 6)
