@@ -16,7 +16,7 @@ from tests.trainer.run.run_case import BASE, data_flags
 
 
 def flags(extra: str = "") -> list[str]:
-    return f"{BASE} {data_flags()} {extra}".split()
+    return f"{BASE} --global-batch-size 8 {data_flags()} {extra}".split()
 
 
 def write_search(path, *records):

@@ -12,7 +12,7 @@ from tests.trainer.run.run_case import BASE, data_flags
 
 
 def flags(extra: str = "") -> list[str]:
-    return f"{BASE} {data_flags()} {extra}".split()
+    return f"{BASE} --global-batch-size 8 {data_flags()} {extra}".split()
 
 
 @pytest.mark.full

@@ -78,7 +78,7 @@ TABLE = {
     "one gradient buffer": Row(
         "--pipeline-schedule 2bw --2bw-single-gradient-buffer --clip-grad 0.3 --freeze-schedule 1,2,3", allowed=CLOSE
     ),
-    "ramp-up": Row("--rampup-batch-size 4 2 24 --freeze-alpha 0.4 --pipeline-schedule 2bw"),
+    "ramp-up": Row("--global-batch-size 8 --rampup-batch-size 4 2 24 --freeze-alpha 0.4 --pipeline-schedule 2bw"),
     "a later start": Row("--freeze-start 1 --freeze-interval 3 --freeze-schedule 2,3"),
     "thawed": Row(f"{THAWS} --freeze-schedule 1,3"),
     "thawed, 2bw, bf16": Row(f"{THAWS} --pipeline-schedule 2bw --bf16 --freeze-schedule 2,3"),

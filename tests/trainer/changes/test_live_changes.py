@@ -9,7 +9,7 @@ from tests.trainer.run.run_case import BASE, train
 FULL = pytest.mark.full
 WATCH = "tests.trainer.changes.live_changes:states"
 FREEZES = (
-    f"{BASE} --train-iters 7 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --attention-dropout 0.1 "
+    f"{BASE} --global-batch-size 8 --train-iters 7 --untie-embeddings-and-output-weights --hidden-dropout 0.1 --attention-dropout 0.1 "
     "--lr 1e-3 --freeze-training --freeze-interval 2 --elastic-pipeline --elastic-schedule 4,2,1"
 )
 TWO_BW, DISTRIBUTED = "--pipeline-schedule 2bw", "--use-distributed-optimizer"

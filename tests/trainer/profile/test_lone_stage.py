@@ -18,7 +18,7 @@ NUM_MICROBATCHES, NUM_BATCHES, LAYERS = 2, 3, 2
 
 
 def stage_plan(place: StagePosition = StagePosition.MIDDLE, flags: str = "", **changes) -> StagePlan:
-    argv = model_argv(f"{BASE} {data_flags()} {flags}".split(), architecture="gpt")
+    argv = model_argv(f"{BASE} --global-batch-size 8 {data_flags()} {flags}".split(), architecture="gpt")
     values = dict(
         architecture="gpt", argv=argv, place=place, num_layers=LAYERS,
         tensor=1, micro_batch_size=2, recompute=RecomputeScope.NONE, weights=FLUSH,

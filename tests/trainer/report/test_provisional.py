@@ -12,7 +12,7 @@ backend.install()
 from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments.flags.config import choice_of
 from tests.trainer.arguments.command_line import arguments
-from tests.trainer.run.run_case import train
+from tests.trainer.run import run_case
 from tests.trainer.run.test_bert import numbers, train_bert
 
 FULL = pytest.mark.full
@@ -28,6 +28,10 @@ TWO_REPLICAS = "--pipeline-model-parallel-size 1"
 SHARDED = f"{TWO_REPLICAS} --use-distributed-optimizer"
 TWO_TENSOR_RANKS = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
 NAMES = ("iteration", "lm_loss", "grad_norm", "loss_scale", "learning_rate", "consumed_samples")
+
+
+def train(num_ranks: int, flags: str, **options) -> list[dict]:
+    return run_case.train(num_ranks, f"--global-batch-size 8 {flags}", **options)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[3]
 BASE = (
     SMALL.replace("--mock-data", "")
-    + " --num-workers 0 --log-interval 1 --eval-iters 0 --hidden-size 32 --seq-length 16 --global-batch-size 8"
+    + " --num-workers 0 --log-interval 1 --eval-iters 0 --hidden-size 32 --seq-length 16 --global-batch-size 4"
     " --train-iters 6 --lr-decay-style constant --lr 1e-2"
 )
 

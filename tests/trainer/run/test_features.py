@@ -25,7 +25,7 @@ FEATURES = {
                       "--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.1",
     "other activations": "--squared-relu --qk-layernorm --init-method-xavier-uniform",
     "fused cross entropy": "--cross-entropy-loss-fusion --manual-gc --manual-gc-interval 2 --deterministic-mode",
-    "samples": "--train-samples 48 --lr-warmup-samples 8 --lr-decay-samples 40",
+    "samples": "--global-batch-size 8 --train-samples 48 --lr-warmup-samples 8 --lr-decay-samples 40",
     "loading workers": "--num-workers 1 --no-mmap-bin-files",
 }  # fmt: skip
 

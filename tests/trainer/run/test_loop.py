@@ -65,7 +65,7 @@ def test_evaluations_and_checkpoints_change_nothing(tmp_path):
 @pytest.mark.full
 def test_resumed_run_goes_on_with_the_same_numbers(tmp_path):
     """--exit-interval ends the run with a checkpoint; with --load it goes on as if it had never ended."""
-    flags = "--pipeline-schedule 2bw --rampup-batch-size 4 2 24"
+    flags = "--pipeline-schedule 2bw --global-batch-size 8 --rampup-batch-size 4 2 24"
     whole = losses(train(2, flags))
     first = train(2, f"{flags} --save {tmp_path} --exit-interval 4")
     assert last(first)["iteration"] == 4
@@ -77,7 +77,7 @@ def test_resumed_run_goes_on_with_the_same_numbers(tmp_path):
 @pytest.mark.full
 def test_a_step_that_is_over_does_not_bind_the_resumed_run(tmp_path):
     """Larger microbatches than the first batches had: the run goes on after them, and a new one is refused."""
-    flags = "--pipeline-schedule flush --step-batch-size-schedule 0:2,128:8 --attention-dropout 0 --hidden-dropout 0"
+    flags = "--global-batch-size 8 --step-batch-size-schedule 0:2,128:8 --attention-dropout 0 --hidden-dropout 0"
     whole = losses(train(2, f"{flags} --micro-batch-size 1"))
     first = train(2, f"{flags} --micro-batch-size 1 --save {tmp_path} --exit-interval 4")
     assert last(first)["iteration"] == 4
@@ -158,7 +158,7 @@ def test_metrics_are_complete():
     expected = {"iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate", "loss_scale",
                 "iteration_time_ms", "tokens_per_second", "peak_memory_bytes"}  # fmt: skip
     assert all(expected <= set(record) for record in result["records"])
-    assert [record["consumed_samples"] for record in result["records"]] == [8, 16]
+    assert [record["consumed_samples"] for record in result["records"]] == [4, 8]
 
 
 def test_nan_ends_the_run():

@@ -62,7 +62,7 @@ BIT_EQUAL = {
     "v, embedding and loss count": (2, f"{EXACT} --num-layers 6", f"{V} {EMBEDDING} {LOSS}"),
     "shuffled, the first stage": (4, f"{EXACT} --num-layers 5", f"{SHUFFLED} {FIRST} 2"),
     "v, masks for every stage": (2, f"{EXACT} --reset-attention-mask", V),
-    "v, ramp-up": (2, f"{EXACT} --rampup-batch-size 4 2 24", V),
+    "v, ramp-up": (2, f"{EXACT} --global-batch-size 8 --rampup-batch-size 4 2 24", V),
 }
 CLOSE = {
     "2bw, v, one gradient buffer, d=2": (4, f"{CLIPPED} {TWO_BW}", f"{TWO_BW_V} {SHARDED}"),

@@ -100,7 +100,7 @@ BALANCED = Schedule.preset("bpipe", num_stages=4).build((8,)).to_csv()
 ELSEWHERE = {
     "numbers of stages that differ": (2, THREE, f"{FOUR} --num-layers 3", ""),
     "two stages on the only rank": (1, ALONE, FOUR, ""),
-    "activations that move": (4, BALANCED, EXACT, ""),
+    "activations that move": (4, BALANCED, f"{EXACT} --global-batch-size 8", ""),
     "a layout": (2, FOLDED, f"{FOUR} {TWO_BW}", "--pipeline-model-parallel-layout Et|t|t|tL"),
     "one gradient buffer": (2, RHYTHM, f"{FOUR} {TWO_BW}", "--2bw-single-gradient-buffer"),
 }

@@ -51,7 +51,7 @@ BIT_EQUAL = {
     "one stage": ("", 1, f"{L2L} {V1}"),
     "unequal stages, three resident": (CLIPPED, 1, f"{L2L} {LAYOUT} E|t|ttt|L --l2l-resident-stages 3"),
     "one microbatch": (f"{CLIPPED} --global-batch-size 1", 1, L2L),
-    "ramp-up": (f"{EXACT} --rampup-batch-size 2 2 9", 1, L2L),
+    "ramp-up": (f"{EXACT} --global-batch-size 8 --rampup-batch-size 2 2 9", 1, L2L),
     "bf16 gradients": (f"{CLIPPED} --bf16 --grad-reduce-in-bf16", 1, L2L),
     "momentum": (f"{CLIPPED} --optimizer sgd", 1, L2L),
     "fused kernel": (f"{CLIPPED} --optimizer-kernel fused", 1, L2L),

@@ -78,7 +78,7 @@ INTERLEAVED = {
     "p=2 v=2 recompute full": (2, f"{EXACT} {FULLY}", f"{P2} {V2}"),
     "p=2 v=2 recompute selective": (2, f"{EXACT} {SELECTIVE}", f"{P2} {V2}"),
     "bf16 distributed optimizer": (2, f"{EXACT} --bf16", f"{P2} {V2} --use-distributed-optimizer"),
-    "ramp-up": (2, f"{EXACT} --rampup-batch-size 4 2 24", f"{P2} {V2}"),
+    "ramp-up": (2, f"{EXACT} --global-batch-size 8 --rampup-batch-size 4 2 24", f"{P2} {V2}"),
     "masks for every stage": (2, f"{EXACT} --reset-attention-mask", f"{P2} {V2}"),
 }
 CLOSE = {
