@@ -1,5 +1,6 @@
 """Installed without the extra `core`: what needs megatron.core says so in one sentence, and the rest works."""
 
+import json
 import os
 import subprocess
 import sys
@@ -76,24 +77,50 @@ def generate(folder: Path) -> list[str]:
     return ["-m", "megatron.commands", "text_generation", "--load", str(folder), "--prompt", "some"]
 
 
-@pytest.mark.parametrize(
-    ("command", "status", "begins"),
-    [
-        (pretrain, 2, "pretrain_gpt.py: error: "),
-        (dry_run, 2, "pretrain_gpt.py: error: "),
-        (finetune, 2, "finetune.py: error: "),
-        (preprocess, 2, "preprocess_data.py: error: "),
-        (profile, 1, "error: "),
-        (measure, 1, "error: "),
-        (generate, 2, "text_generation.py: error: "),
-    ],
-)
-def test_what_needs_it_says_so(packages, tmp_path, command, status, begins):
+COMMANDS = {
+    pretrain: (2, "pretrain_gpt.py: error: "),
+    dry_run: (2, "pretrain_gpt.py: error: "),
+    finetune: (2, "finetune.py: error: "),
+    preprocess: (2, "preprocess_data.py: error: "),
+    profile: (1, "error: "),
+    measure: (1, "error: "),
+    generate: (2, "text_generation.py: error: "),
+}
+"""Command -> its exit status, and how its sentence begins."""
+
+FORKS = """
+import json, os, runpy, sys, torch
+for folder, words in json.loads(sys.argv[1]):
+    if not (child := os.fork()):
+        os.dup2(os.open(f"{folder}.err", os.O_WRONLY | os.O_CREAT, 0o600), 2)
+        sys.argv = words[words[0] == "-m":]
+        (runpy.run_module if words[0] == "-m" else runpy.run_path)(sys.argv[0], run_name="__main__")
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs each command in a process of its own, which has torch already."""
+
+
+@pytest.fixture(scope="module")
+def ended(packages, tmp_path_factory):
+    """Command -> its folder, its exit status and what it wrote to stderr."""
+    folders = {command: tmp_path_factory.mktemp(command.__name__) for command in COMMANDS}
+    todo = [(str(folder), command(folder)) for command, folder in folders.items()]
+    done = run(packages, "-c", FORKS, json.dumps(todo))
+    statuses = map(int, done.stdout.split())
+    return {
+        command: (folder, status, Path(f"{folder}.err").read_text())
+        for (command, folder), status in zip(folders.items(), statuses, strict=True)
+    }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_needs_it_says_so(ended, command):
     """In one sentence, before anything is written or started."""
-    done = run(packages, *command(tmp_path))
-    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1:]) == (status, [begins + SENTENCE]), done
-    assert "Traceback" not in done.stderr
-    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} <= {"text.jsonl"}
+    (status, begins), (folder, found, said) = COMMANDS[command], ended[command]
+    assert (found, said.splitlines(keepends=True)[-1:]) == (status, [begins + SENTENCE]), said
+    assert "Traceback" not in said
+    assert {path.name for path in folder.rglob("*") if path.is_file()} <= {"text.jsonl"}
 
 
 def test_what_needs_none_works(packages):
