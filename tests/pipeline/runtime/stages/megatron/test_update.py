@@ -121,6 +121,9 @@ def check(outcome: tuple, allowed: cases.Deviation) -> None:
     found = cases.deviation(case, expected, results)
     for quantity in ("loss", "norm", "newest", "older"):
         assert getattr(found, quantity) <= getattr(allowed, quantity), found
+    for result in results[1:]:  # loss, norm, overflow, scale and learning rate of every batch
+        for ours, theirs in zip(result["batches"], results[0]["batches"], strict=True):
+            assert repr(ours) == repr(theirs), case
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +155,8 @@ def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full=TWINS), ids=str)
 def test_training_equals_one_process(selection, name, layout):
-    """Every layout of every case reproduces the single process within what its row allows."""
+    """Every layout of every case reproduces the single process within what its row allows, and all ranks report alike.
+    """
     check(selection[name, layout], SELECTION[name].allowed)
 
 
@@ -201,18 +205,6 @@ def test_evaluations_between_drained_batches_do_not_depend_on_the_pipeline(selec
     one, two = selection["2bw drained", (1, 1, 1)][2], selection["2bw drained", (2, 1, 1)][2]
     assert len(one[0]["evaluations"]) == 3
     assert one[0]["evaluations"] == two[0]["evaluations"] == two[1]["evaluations"]
-
-
-def test_all_ranks_report_alike(selection):
-    """Loss, norm, overflow, scale and learning rate of every batch are the same objects of fact on every rank."""
-    check_reports(selection.values())
-
-
-def check_reports(outcomes: list[tuple]) -> None:
-    for case, _, results in outcomes:
-        for result in results[1:]:
-            for ours, theirs in zip(result["batches"], results[0]["batches"], strict=True):
-                assert repr(ours) == repr(theirs), case
 
 
 def test_overflows_skip_the_step_and_the_learning_rate(selection):
