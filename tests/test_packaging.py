@@ -1,5 +1,6 @@
 """Installing the project beside the wheel of megatron-core: neither hides the other, and what users run comes along."""
 
+import functools
 import importlib
 import shutil
 import subprocess
@@ -28,10 +29,10 @@ print(megatron.core.__path__[0])
 """
 
 
-@pytest.fixture
-def copy(tmp_path):
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
     """The package's sources in a folder of their own, since building writes beside them."""
-    target = tmp_path / "copy"
+    target = tmp_path_factory.mktemp("sources") / "copy"
     shutil.copytree(ROOT / "megatron", target / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "requirements", target / "requirements")
     for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in"):
@@ -39,13 +40,23 @@ def copy(tmp_path):
     return target
 
 
-@pytest.fixture
-def python(tmp_path):
-    """A virtual environment's interpreter that sees what is installed here, without a network."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True, timeout=120)
-    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (packages / "parent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n")
-    return str(tmp_path / "venv" / "bin" / "python")
+@pytest.fixture(scope="module")
+def installed(copy, tmp_path_factory):
+    """By option of `pip install`: the interpreter of a virtual environment that sees what is installed here, without a
+    network, and has the package."""
+
+    @functools.cache
+    def install(option: str | None = None) -> str:
+        folder = tmp_path_factory.mktemp("environment")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=120)
+        (packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
+        found = (path for path in sys.path if path.endswith("site-packages"))
+        (packages / "parent.pth").write_text("\n".join(found) + "\n")
+        python = str(folder / "venv" / "bin" / "python")
+        run(python, "-I", "-m", "pip", "install", *PIP_OPTIONS, *filter(None, [option]), str(copy), cwd=folder)
+        return python
+
+    return install
 
 
 def run(*command: str, cwd: Path, status: int = 0) -> str:
@@ -58,12 +69,11 @@ def run(*command: str, cwd: Path, status: int = 0) -> str:
 @pytest.mark.parametrize(
     "option", [pytest.param("--editable", marks=pytest.mark.full), None], ids=["editable", "regular"]
 )
-def test_both_packages_can_be_imported(copy, python, tmp_path, option):
+def test_both_packages_can_be_imported(copy, installed, tmp_path, option):
     """After `pip install` in either way, megatron.pipeline is the project's and megatron.core the wheel's."""
-    source = [option, str(copy)] if option else [str(copy)]
-    run(python, "-I", "-m", "pip", "install", *PIP_OPTIONS, *source, cwd=tmp_path)
+    python = installed(option)
     ours, core = run(python, "-I", "-c", IMPORT_BOTH, cwd=tmp_path).splitlines()
-    expected = copy if option else tmp_path / "venv"
+    expected = copy if option else Path(python).parents[1]
     assert Path(ours).is_relative_to(expected)
     assert "site-packages" in core and not Path(core).is_relative_to(copy)
 
@@ -88,10 +98,10 @@ def test_wheel_holds_our_subpackages_only(copy, tmp_path):
     assert core == ['Requires-Dist: megatron-core==0.16.1; extra == "core"']
 
 
-def test_commands_and_programs_need_no_checkout(copy, python, tmp_path):
+def test_commands_and_programs_need_no_checkout(installed, tmp_path):
     """After `pip install` the console script has every command, and torchrun's `-m` finds every training program. What
     a search writes starts from a checkout, and asks for one."""
-    run(python, "-I", "-m", "pip", "install", *PIP_OPTIONS, str(copy), cwd=tmp_path)
+    python = installed()
     loaded = "print(all(callable(each.load()) for each in distribution('megatron-pipeline').entry_points))"
     assert run(python, "-I", "-c", f"from importlib.metadata import distribution; {loaded}", cwd=tmp_path) == "True\n"
     console = (python, "-I", str(Path(python).parent / "megatron-pipeline"))

@@ -32,13 +32,19 @@ def test_late_installation_is_refused(monkeypatch):
 
 
 @on_cpu
-def test_installation_is_silent_repeatable_and_leaves_compilation_alone():
-    """Twice is once; torch.compile is what it was; no warning about missing GPU libraries is printed."""
+def test_installation_is_silent_repeatable_and_leaves_compilation_alone(monkeypatch):
+    """Twice is once; torch.compile is what it was; no warning about missing GPU libraries is printed. Work gets 32
+    hardware queues, unless the user has set another number."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     said = run_python(
-        "import torch\ncompile_function = torch.compile\n"
+        "import os, torch\ncompile_function, queues = torch.compile, '32'\n"
+        "if child := os.fork():\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "else:\n"
+        "    os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] = queues = '12'\n"
         "from megatron import backend\nbackend.install(); backend.install()\n"
         "assert torch.compile is compile_function and backend.is_installed()\n"
-        "assert not torch.cuda.is_available()"
+        "assert not torch.cuda.is_available() and os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] == queues"
     )
     assert said == ""
 

@@ -56,13 +56,13 @@ def run_quickstart(output: Path, **environment: str) -> str:
 def test_quickstart_from_text_to_pictures(tmp_path):
     """The script trains under 2bw, with predictions, on two ranks and leaves checkpoint, metrics and pictures."""
     output = tmp_path / "out"
-    assert "Results in" in run_quickstart(output, ITERATIONS="8", EXPECTED_FALL="0")
-    assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "8"
+    assert "Results in" in run_quickstart(output, ITERATIONS="4", EXPECTED_FALL="0")
+    assert (output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     for picture in ("loss.png", "timeline/timeline.png"):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
     assert json.loads((output / "timeline" / "trace.json").read_text())
     metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    assert [record["iteration"] for record in metrics if "lm_loss" in record] == list(range(1, 9))
+    assert [record["iteration"] for record in metrics if "lm_loss" in record] == [1, 2, 3, 4]
 
 
 @pytest.mark.full

@@ -1,8 +1,5 @@
 """CUDA_DEVICE_MAX_CONNECTIONS: which values a job refuses, by its schedule and degrees, without CUDA."""
 
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -109,24 +106,6 @@ def test_a_run_over_nccl_asks(monkeypatch):
                 pretraining.complete(args, [])
         else:
             pretraining.complete(args, [])
-
-
-def test_a_run_that_says_nothing_gets_32_queues():
-    """Set before CUDA begins; what the user has set stays."""
-    code = (
-        "import os; from megatron import backend; backend.install(); print(os.environ['CUDA_DEVICE_MAX_CONNECTIONS'])"
-    )
-    others = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    command = [sys.executable, "-c", code]
-    with (  # side by side
-        subprocess.Popen(command, env=others, stdout=subprocess.PIPE, text=True) as silent,
-        subprocess.Popen(
-            command, env={**others, "CUDA_DEVICE_MAX_CONNECTIONS": "12"}, stdout=subprocess.PIPE, text=True
-        ) as given,
-    ):
-        for process, found in ((silent, "32"), (given, "12")):
-            output, _ = process.communicate(timeout=120)
-            assert process.returncode == 0 and output.split()[-1] == found
 
 
 def test_advice_that_would_hang_the_job_is_not_given():

@@ -31,7 +31,9 @@ ITERATIONS = 3
 
 def arguments(flags, num_stages):
     """Those of a run of so many stages on the ranks that there are."""
-    args, _ = complete(parse_args(f"{BASE} --global-batch-size 8 {flags} --pipeline-model-parallel-size {num_stages}".split()))
+    args, _ = complete(
+        parse_args(f"{BASE} --global-batch-size 8 {flags} --pipeline-model-parallel-size {num_stages}".split())
+    )
     return replace(args, padded_vocab_size=128)
 
 

@@ -16,8 +16,8 @@ from tests.trainer.run.run_case import BASE, joined_weights, train
 from tests.trainer.run.vision_helper import NUM_TRAINING, train_vision
 
 ELASTIC = (
-    f"{BASE} --global-batch-size 8 --num-layers 4 --train-iters 8 --untie-embeddings-and-output-weights --freeze-training "
-    "--freeze-interval 2 --freeze-schedule 1,2,3 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3"
+    f"{BASE} --global-batch-size 8 --num-layers 4 --train-iters 8 --untie-embeddings-and-output-weights "
+    "--freeze-training --freeze-interval 2 --freeze-schedule 1,2,3 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3"
 )
 SHRINKS = "--elastic-pipeline --elastic-schedule 4,2,1"
 FP16 = "--fp16 --initial-loss-scale 16384"
@@ -269,7 +269,8 @@ def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_fa
     every second change fails at its end: neither files nor threads nor memory add up."""
     frozen = ",".join(["1"] * 12 + ["2"] * 12 + ["3"] * 14)
     flags = (
-        f"{BASE} --global-batch-size 8 --num-layers 4 --train-iters 38 --untie-embeddings-and-output-weights {TWO_BW} --freeze-training "
+        f"{BASE} --global-batch-size 8 --num-layers 4 --train-iters 38 {TWO_BW} "
+        "--untie-embeddings-and-output-weights --freeze-training "
         f"--freeze-interval 1 --freeze-schedule {frozen} --elastic-pipeline "
         f"--elastic-schedule {','.join([pipelines] * 20)}"
     )
