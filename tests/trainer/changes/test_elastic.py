@@ -17,7 +17,8 @@ from tests.trainer.run.vision_helper import NUM_TRAINING, train_vision
 
 ELASTIC = (
     f"{BASE} --global-batch-size 8 --num-layers 4 --train-iters 8 --untie-embeddings-and-output-weights "
-    "--freeze-training --freeze-interval 2 --freeze-schedule 1,2,3 --hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3"
+    "--freeze-training --freeze-interval 2 --freeze-schedule 1,2,3 --hidden-dropout 0.1 --attention-dropout 0.1 "
+    "--lr 1e-3"
 )
 SHRINKS = "--elastic-pipeline --elastic-schedule 4,2,1"
 FP16 = "--fp16 --initial-loss-scale 16384"

@@ -10,7 +10,8 @@ FULL = pytest.mark.full
 WATCH = "tests.trainer.changes.live_changes:states"
 FREEZES = (
     f"{BASE} --global-batch-size 8 --train-iters 7 --untie-embeddings-and-output-weights "
-    "--hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3 --freeze-training --freeze-interval 2 --elastic-pipeline --elastic-schedule 4,2,1"
+    "--hidden-dropout 0.1 --attention-dropout 0.1 --lr 1e-3 --freeze-training --freeze-interval 2 --elastic-pipeline "
+    "--elastic-schedule 4,2,1"
 )
 TWO_BW, DISTRIBUTED = "--pipeline-schedule 2bw", "--use-distributed-optimizer"
 FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 3"

@@ -155,7 +155,7 @@ def marked(table: dict[str, Row], *, full: Collection[str]) -> list:
 @pytest.mark.sample(14)
 @pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full=TWINS), ids=str)
 def test_training_equals_one_process(selection, name, layout):
-    """Every layout of every case reproduces the single process within what its row allows, and all ranks report alike."""
+    """Every layout reproduces the single process within what its row allows, and all ranks report alike."""
     check(selection[name, layout], SELECTION[name].allowed)
 
 
