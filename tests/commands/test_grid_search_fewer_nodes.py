@@ -46,7 +46,7 @@ def test_a_part_of_the_nodes_may_be_faster(run):
     assert f"{fewer['schedule']}, {degrees}" in said
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("nodes", "batch", "more"),
     [

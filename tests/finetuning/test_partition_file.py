@@ -58,6 +58,7 @@ def test_files_that_are_none(tmp_path):
         PartitionFile.read(tmp_path / "nowhere.json")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [

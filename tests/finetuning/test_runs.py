@@ -115,7 +115,7 @@ def test_each_counted_label_weighs_the_same(folder, task, schedule, size, accumu
     assert found.evaluation()["eval_loss"] == pytest.approx(after, rel=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("schedule", "precision"),
     [("ftpipe", []), ("flush", []), ("ftpipe", ["--bf16"]), ("ftpipe", ["--provisional_steps"])],

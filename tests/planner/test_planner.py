@@ -60,6 +60,7 @@ def test_2bw_has_no_bubble_and_more_memory():
     assert two.memory[0].total > flush.memory[0].total
 
 
+@pytest.mark.full
 def test_thousands_of_configurations_look_at_few_programs(monkeypatch):
     """Of up to 128 stages and 3,072 microbatches: a price is a closed form, or of a few short batches that all alike
     share. How long that takes, benchmarks/search_scale.py measures.

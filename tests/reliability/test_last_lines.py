@@ -8,6 +8,7 @@ import pytest
 from tests.reliability import launch
 
 
+@pytest.mark.full
 def test_an_error_of_all_ranks_is_the_root_cause(tmp_path):
     """The sentence stands once where it is found, and once in the launcher's summary, which has nothing else to say."""
     outcome = launch.train(

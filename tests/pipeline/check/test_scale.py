@@ -65,6 +65,7 @@ def count_operations(function, *arguments, **options) -> int:
     return count
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["flush", "pipedream"])
 def test_work_grows_with_the_instructions(name):
     """32 times the stages are 32 times the work: no instruction costs more for the other ranks that there are."""
@@ -96,6 +97,7 @@ def seconds_a_comment(number: int) -> float:
     return min(times) / number
 
 
+@pytest.mark.full
 def test_comments_of_a_file_are_passed_over_once():
     """More comments cost as much each: a list whose head is taken off moves all the rest each time."""
     assert seconds_a_comment(200_000) < 5 * seconds_a_comment(6_000)

@@ -14,7 +14,7 @@ from tests.pipeline.check.examples import with_row, written
 from tests.pipeline.check.hosted import both_verdicts, hosted, hosted_cases
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(hosted_cases(max_ranks=4, max_virtual=5, max_microbatches=5, stash="host"))
 def test_what_is_built_is_right(case: tuple[Schedule, Program]):
     """By the oracle and by the checker, for every number of batches; each rank has few boundaries on the device."""

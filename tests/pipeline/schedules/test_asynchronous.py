@@ -304,7 +304,7 @@ def test_a_step_between_a_recompute_and_its_backward_is_rejected():
         check(program.with_rows((tuple(row), program.rows[1])))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_ranks", "per_rank", "most"),
     [(4, 1, 1.001), (4, 2, 1.03), pytest.param(8, 2, 1.03, marks=pytest.mark.full)],

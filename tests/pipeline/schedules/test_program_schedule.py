@@ -56,7 +56,7 @@ def built(schedule: PipelineSchedule, stretches: list[int], size: int) -> tuple[
     return tuple(map(tuple, rows))
 
 
-@settings(max_examples=60, **SLOW)
+@settings(max_examples=25, **SLOW)
 @given(made_up(delays=(0, 1, 2)), st.lists(st.integers(1, 9), min_size=1, max_size=3))
 def test_any_order_runs_for_any_number_of_batches(program: Program, stretches: list[int]):
     """Whatever can run once can run on, drains included, and does in so many batches what it says."""

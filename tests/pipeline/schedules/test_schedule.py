@@ -211,6 +211,7 @@ def test_evaluation_prefetches():
         schedule.build_evaluation(0, version=0)
 
 
+@pytest.mark.full
 def test_size():
     """p=64, m=512 is built whole: a forward, a backward and their transfers at each stage, and the updates."""
     num_stages, num_microbatches = 64, 512

@@ -106,6 +106,7 @@ def test_nothing_that_fits_is_missed(memory, batch):
     assert memory > 0.4 or any(" misses " in each.reason for each in found.rejected)
 
 
+@pytest.mark.full
 @settings(max_examples=2, deadline=None)
 @given(memory=st.floats(0.15, 0.8))
 def test_early_stopping_loses_no_speed(memory):

@@ -128,14 +128,14 @@ class Published:
 
 _SHORT = ("flush",)  # on fewer GPUs also under 2bw, whose proof of so large batches takes a minute
 PASSES = {
-    "GPT-3 175B": Published(GPT3_175B, 2048, 175.2, schedules=_SHORT),
+    "GPT-3 175B": Published(GPT3_175B, 2048, 175.2, schedules=_SHORT, full=_SHORT),
     "GPT-3 175B by steps": Published(GPT3_175B_STEPS, 2048, 175.2, schedules=_SHORT),
     "GPT-2 345M": Published(GPT2_345M, 2, 0.406, changed="--pipeline-model-parallel-size 2"),
     "GPT-2 345M parallel": Published(GPT2_345M_PARALLEL, 8, 0.406),
     "BERT 340M": Published(BERT_340M, 64, 0.387, "bert", changed="--pipeline-model-parallel-size 8"),
     "Llama-3 8B": Published(f"{LLAMA3_8B} {LLAMA3_DATA}", 8, 8.03, changed="--pipeline-model-parallel-size 2"),
     "Llama-3 8B mock": Published(f"{LLAMA3_8B} {LLAMA3_MOCK}", 8, 8.03),
-    "Llama-2 70B": Published(LLAMA2_70B, 64, 69.0, full=("2bw",)),
+    "Llama-2 70B": Published(LLAMA2_70B, 64, 69.0, full=("flush", "2bw")),
 }
 REFUSED = {
     "Mixtral 8x7B": (

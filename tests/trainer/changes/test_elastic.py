@@ -88,7 +88,7 @@ def test_equals_a_pipeline_that_stays(flags, bounds):
     nearly_equal(stays, shrinks, **bounds)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("flags", ["", "--pipeline-schedule 2bw --bf16"])
 def test_equals_a_pipeline_that_is_cut_otherwise(flags):
     """Bit for bit at equal ranks, replicas and microbatches, and without clipping. Squares of norms are added up in
@@ -221,6 +221,7 @@ def test_evaluations_keep_their_batch():
     assert all(replicas <= 2 for _, _, replicas in changes(found))
 
 
+@pytest.mark.full
 def test_resumed_by_other_flags(tmp_path):
     """A checkpoint's arrangement that these flags do not allow gives way to theirs; what is frozen stays so."""
     save = f"--save {tmp_path} --load {tmp_path}"
@@ -285,7 +286,7 @@ def test_many_changes_leave_nothing_behind(pipelines, watch, num_changes, num_fa
         assert late["bytes"] - early["bytes"] <= 40 * 2**20
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("batch", "flags", "pipelines"),
     [
@@ -330,7 +331,7 @@ def samples(results: list[dict]) -> list[tuple[int, int]]:
     return [each for result in results for each in result["watched"]]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("epochs", "flags", "stops"),
     [

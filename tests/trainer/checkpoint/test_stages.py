@@ -49,7 +49,7 @@ CUTS = {
 }
 
 
-@table("model, writers, source, readers, target, exact", CUTS, usual=2)
+@table("model, writers, source, readers, target, exact", CUTS, usual=1)
 def test_other_cuts_go_on_with_the_same_numbers(saved, model, writers, source, readers, target, exact):
     """Losses, norms and weights are those of the run that went on; where only the cut differs, bit for bit."""
     check_cut(saved, model, writers, source, readers, target, exact=exact)

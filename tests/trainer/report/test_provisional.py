@@ -211,7 +211,7 @@ def test_the_modes_differ():
         assert all(f"2bw with provisional weights: {said}" in line for line in lines) and len(lines) == bool(said)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -291,7 +291,7 @@ def test_evaluations_and_checkpoints_change_nothing(saved, num_ranks, flags):
     assert evaluated == [2, 4, 6]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -326,7 +326,7 @@ def test_other_numbers_of_stages_go_on(saved, writers, readers):
     assert gone_on(readers, directory, ONE_READ) == pytest.approx(after(whole), rel=1e-6)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("writers", "source", "readers", "target"),
     [
@@ -349,6 +349,7 @@ def test_other_numbers_of_replicas_go_on(saved, writers, source, readers, target
     assert found[4] != expected[4] or not apart
 
 
+@pytest.mark.full
 def test_each_replica_has_its_own_prediction(saved):
     """In the files, and nowhere else: a distributed optimizer's and a reduced one are stored once."""
     from torch.distributed.checkpoint import FileSystemReader
@@ -382,7 +383,7 @@ def test_other_policies_take_a_checkpoint(saved):
     assert found[4] == exact[4] != after(plain)[4] and found[5] != exact[5]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["", "--bf16"])
 def test_what_is_not_loaded_starts_fresh(saved, precision):
     """--no-load-optim keeps the prediction, and --finetune starts its first batch at the weights themselves."""

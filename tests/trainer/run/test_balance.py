@@ -22,7 +22,7 @@ VIRTUAL = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 SCOPES = {"none": "", "attention": SELECTIVE, "layer": FULL, "program": "--pipeline-recompute"}
-QUICK = ("p=4 2bw attention", "p=4 interleaved bf16")
+QUICK = ("p=4 2bw attention",)
 # name: (pipeline ranks, tensor x data ranks, flags). Dropout is on and embeddings are tied by default.
 CASES = {
     "p=4 2bw attention": (4, 1, f"{TWO_BW} {SELECTIVE}"),

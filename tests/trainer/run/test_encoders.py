@@ -27,7 +27,7 @@ def alone(program: str, schedule: str = "flush") -> list[dict]:
     return PROGRAMS[program][0](1, f"--pipeline-schedule {schedule}")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     "stages, schedule",
@@ -82,7 +82,7 @@ def test_replicas_learn_what_one_process_learns(program):
         assert [each or 0.0 for each in ours] == pytest.approx([each or 0.0 for each in theirs], rel=rounding)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", ["images", "texts", "bert"])
 @pytest.mark.parametrize("flags", ["--pipeline-schedule 2bw", ""])
 def test_a_resumed_run_goes_on(tmp_path, program, flags):
@@ -96,7 +96,7 @@ def test_a_resumed_run_goes_on(tmp_path, program, flags):
         assert all(torch.equal(tensor, ours["weights"][name]) for name, tensor in theirs["weights"].items())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", CLASSIFIERS)
 @pytest.mark.parametrize(
     "flags",
@@ -112,7 +112,7 @@ def test_recomputing_changes_nothing(program, flags):
     assert numbers(train(2, flags)) == numbers(alone(program))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", CLASSIFIERS)
 @pytest.mark.parametrize("flags", ["--bf16", "--fp16 --initial-loss-scale 1024"])
 def test_stages_on_the_last_rank_that_are_not_the_last(program, flags):
@@ -152,7 +152,7 @@ FEATURES = [
 ]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program, flags", FEATURES)
 def test_feature_trains_on_two_stages(program, flags):
     """p=2 (or d=2): every loss is finite, and the last lies below the first; of noisy texts the mean of three."""

@@ -109,7 +109,7 @@ def test_more_frequent_evaluations_after_a_resume(tmp_path):
     assert [record["iteration"] for record in result["records"] if "validation_loss" in record] == [8]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stop_request_of_one_rank_ends_all_after_one_save(tmp_path, schedule, rank):

@@ -77,20 +77,20 @@ CLOSE = {
 }
 
 
-@table(ROW, BIT_EQUAL, usual=3)
+@table(ROW, BIT_EQUAL, usual=2)
 def test_placed_stages_equal_one_process(num_ranks, model, layout):
     """With dropout, untied and unclipped: losses and weights are bit-equal."""
     check(num_ranks, model, layout, exact=True, case="placed_case")
 
 
-@table(ROW, CLOSE, usual=1)
+@table(ROW, CLOSE, usual=0)
 def test_placed_stages_agree_with_one_process(num_ranks, model, layout):
     """Tied embeddings, clipping, replicas and tensor ranks: equal to rounding. The tied copies stay equal, whether two
     ranks hold them, or one."""
     check(num_ranks, model, layout, exact=False, case="placed_case")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("more", ["--fp16 --initial-loss-scale 65536", "--bf16"])
 def test_half_precision_in_a_v(more):
     """Tied copies on one rank are equal bit for bit, too, and the loss scale is that of one process."""
@@ -102,6 +102,7 @@ def test_half_precision_in_a_v(more):
     assert scales[0] == scales[1]
 
 
+@pytest.mark.full
 def test_versions_belong_to_the_stage():
     """PipeDream keeps as many weight versions as the stage needs, and not its rank: as in the order of the ranks."""
     flags = f"{EXACT} --global-batch-size 1 --train-iters 12 {P4} --pipeline-schedule"
@@ -111,7 +112,7 @@ def test_versions_belong_to_the_stage():
     assert all(torch.equal(one[name], tensor) for name, tensor in other.items())
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [V, f"{P2} --pipeline-schedule reversed"])
 def test_bert(layout):
     """BERT's stages, too, whose first one need not be on the first rank, and all of which read masks: bit-equal."""
@@ -144,7 +145,7 @@ CUTS = {
 }
 
 
-@table("model, writers, source, readers, target, exact", CUTS, usual=1)
+@table("model, writers, source, readers, target, exact", CUTS, usual=0)
 def test_checkpoints_load_wherever_the_stages_are(saved, model, writers, source, readers, target, exact):  # noqa: F811
     """A run that goes on from a checkpoint of another placement has the numbers of the run that went on."""
     check_cut(saved, model, writers, source, readers, target, exact=exact, case="placed_case")

@@ -16,7 +16,7 @@ def losses(num_ranks: int, flags: str, name: str = "lm_loss") -> list[float]:
     return [record[name] for record in records]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "agree"),
     [

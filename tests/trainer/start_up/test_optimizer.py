@@ -115,6 +115,7 @@ BIT_EQUAL_MATRIX = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "relay"),
     [pytest.param(*row, id=name) for name, row in BIT_EQUAL.items()]

@@ -40,7 +40,7 @@ def assert_in_order(accounts, *, moves=False):
         assert len(movers) >= 2 and not any("compute" in streams for streams in movers)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
@@ -307,6 +307,7 @@ def test_relays_connect_before_training():
     assert all("late" in account.kinds for account in found)
 
 
+@pytest.mark.full
 def test_replicas_that_gather_connect_before_training():
     options = {"residency": Residency(2, "eager"), "layers": 2, "d": 2, "gathers": True}
     found = workers.run(2, f"{CASES}:train_gpt_relay", taken_back="gather_warm_up", **options)

@@ -102,7 +102,7 @@ def endings(output: str) -> dict[str, str]:
     return dict(lines)
 
 
-@pytest.mark.parametrize("with_torchrun", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("with_torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_an_exception_in_a_forward_names_rank_stage_instruction_and_cause(with_torchrun):
     """Every rank prints one line with the same root cause; the failing one shows its traceback."""
     codes, output = launch("raise", 1, num_ranks=2, with_torchrun=with_torchrun)
@@ -248,7 +248,8 @@ def test_the_same_user_error_on_all_ranks_ends_in_one_story():
     assert stories == ["ValueError: the sequence length is -1; give a positive one"] * 2, output
 
 
-@pytest.mark.parametrize("with_torchrun", [pytest.param(True, marks=pytest.mark.full), False])  # there: any example
+@pytest.mark.full
+@pytest.mark.parametrize("with_torchrun", [True, False])
 def test_a_peaceful_end_is_not_a_failure(with_torchrun):
     """Without a failure every rank leaves the guard and exits 0."""
     codes, output = launch("none", 0, num_ranks=2, with_torchrun=with_torchrun)

@@ -79,7 +79,7 @@ def test_the_bound_is_the_papers(num_stages: int):
 # --- properties
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 32), st.lists(st.integers(1, 70), min_size=1, max_size=2), st.booleans())
 def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: bool):
     """For any p and m: proved, within ceil((p+2)/2) on both sides; only stages up to (p-4)/2 evict, if m is enough."""
@@ -109,7 +109,7 @@ def test_2bw_keeps_the_bound_and_repeats(data: st.DataObject, num_stages: int, e
         assert max(report.peak_saved_microbatches) <= bound
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 12), st.lists(st.integers(12, 30), min_size=1, max_size=3), st.sampled_from(["flush", "2bw"]))
 def test_the_order_stays(num_stages: int, batches: list[int], name: str):
     """Without its moves, a balanced program is the program that was to be balanced."""

@@ -112,6 +112,7 @@ def padding_case() -> tuple[bool, bool]:
     return torch.equal(before[kept], after[kept]), not torch.equal(before[~kept], after[~kept])
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_numbers():
     """Stopped after batch 3 under 2bw and built anew, BERT goes on bit by bit."""
     options = TWO_BW | {"p": 2, "layers": 2, "clip": 0.5, "tied": True, "dropout": 0.1}

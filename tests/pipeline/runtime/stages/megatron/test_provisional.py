@@ -106,7 +106,7 @@ def run(case: cases.Case) -> list[dict]:
     return workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""

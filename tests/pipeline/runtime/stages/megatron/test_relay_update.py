@@ -33,6 +33,7 @@ def test_a_batch_fetches_every_stage_twice_but_where_it_turns(resident, dtype):
     assert gradients[1] == weights[1] * (1 if dtype == "float32" else 2), "gradients add up in FP32"
 
 
+@pytest.mark.full
 def test_the_devices_memory_does_not_grow_with_depth():
     """By a meter from outside: eight layers more take m inputs each (and what they draw of the data), and nothing of
     weights, gradients or moments.
