@@ -6,6 +6,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import gc
 import itertools
 import random
 import sys
@@ -36,6 +37,10 @@ def pytest_runtest_protocol(item, nextitem):
     alone, next_alone = (each is not None and each.get_closest_marker("alone") is not None for each in (item, nextitem))
     with item.config.stash[TURNS].taken(alone=alone, keep=alone and next_alone):
         return (yield)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a collection need not look at thousands of tests, which takes it a second
 
 
 @pytest.fixture(autouse=True)
