@@ -57,6 +57,7 @@ def check_links(measured):
         assert needed.start >= free_at + 0.2 * FORWARD - 2e-5
 
 
+@pytest.mark.full
 def test_one_command_draws_a_run_below_its_plan(tmp_path, capsys):
     """A plan that is given as a measurement makes the same picture twice: same cells, borders, steps and scale."""
     from megatron.pipeline.draw import draw_timeline

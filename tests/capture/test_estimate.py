@@ -70,6 +70,7 @@ def test_nothing_takes_memory():
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 1e9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpt2", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("t5", "llama"))])
 def test_flops_are_those_of_the_whole_model(kind):
     model, ours = captured(kind)
@@ -86,6 +87,7 @@ def test_flops_are_those_of_the_whole_model(kind):
     assert ours == pytest.approx(counted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("t5", marks=pytest.mark.full), "plain"])
 def test_bytes_are_those_of_a_profile(kind):
     """The bytes of every block are, where nothing is dropped."""
@@ -97,6 +99,7 @@ def test_bytes_are_those_of_a_profile(kind):
     assert sum(each.saved_bytes for each in measured) > 0
 
 
+@pytest.mark.full
 def test_dropout_is_one_kernel_that_saves_a_byte_an_element():
     _, ours = captured("gpt2", 0.1)
     batch = KINDS["gpt2"].batch(2)

@@ -41,6 +41,7 @@ def fresh(graph):
     return cut(graph, contiguous(graph, 3, random.Random(1)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shards", [False, True], ids=["one", "several"])
 def test_stages_load_what_a_model_saved(model, graph, tmp_path, shards):
     """Tied weights, which a file has once; the loss is that of the model."""
@@ -98,6 +99,7 @@ def test_an_index_of_other_files(model, graph, tmp_path):
         load_stage(fresh(graph)[0], tmp_path)
 
 
+@pytest.mark.full
 def test_bf16_from_fp32(model, tmp_path):
     """Files of another dtype are converted to that of the parameters, and their values are there for who asks."""
     model.save_pretrained(tmp_path)

@@ -29,6 +29,7 @@ def run(capsys):
     return found
 
 
+@pytest.mark.full
 def test_a_part_of_the_nodes_may_be_faster(run):
     """The note has the best of the very search that it names, and what it gains; more nodes never make it slower."""
     whole, said = run(32)
@@ -46,7 +47,7 @@ def test_a_part_of_the_nodes_may_be_faster(run):
     assert f"{fewer['schedule']}, {degrees}" in said
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("nodes", "batch", "more"),
     [

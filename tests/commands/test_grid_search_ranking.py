@@ -25,6 +25,7 @@ def words_of(path) -> str:
     return " ".join(line.removeprefix("# ") for line in unescape(path.read_text()).splitlines())
 
 
+@pytest.mark.full
 def test_by_default_what_computes_as_flush_does_is_ranked(run, tmp_path):
     """2bw is faster, and nobody asked for it: table, page, JSON and script say what it would gain, and the script
     starts the best of the others. Those with other layers say so everywhere."""

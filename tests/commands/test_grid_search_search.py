@@ -50,6 +50,7 @@ def test_a_table_and_json(run):
     assert content["num_kept"] > 3 < content["num_rejected"]
 
 
+@pytest.mark.full
 def test_2bw_predicts_where_that_is_asked_for(run, tmp_path):
     """The configurations without, but for those that leave no room for copies; no faster, and with the flag in the
     script. Without it a note names the flag, with it another says what a prediction is made from."""
@@ -167,7 +168,8 @@ def test_clusters_that_come_along(run):
     wanted = {*DEVICES, "cpu"}
     assert set(inputs.cluster_names()) == wanted
     small = ["--num-layers", 8, "--hidden-size", 256, "--num-attention-heads", 8, "--seq-length", 128, "--vocab-size",
-             1000, "--global-batch-size", 16, "--schedules", "flush", "--simulate", 1, "--json"]  # fmt: skip
+             1000, "--global-batch-size", 16, "--schedules", "flush", "--tensor", 2, "--pipeline", 2, "--simulate", 1,
+             "--json"]  # fmt: skip
     for name in sorted(wanted):
         status, out, _ = run(*small, "--cluster", name, "--nodes", 2, "--gpus-per-node", 4, "--network", 5)
         best = json.loads(out)["best"][0]
@@ -245,6 +247,7 @@ def test_numbers_that_no_job_has(run, arguments, reason):
     assert status == 1 and err.splitlines()[-1] == reason
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("flag", ["--predict-from", "--calibrated-on"])
 def test_brackets_without_an_end(run, tmp_path, flag):
     path = tmp_path / "deep.json"
@@ -262,6 +265,7 @@ def test_nodes_that_a_file_does_not_connect(run, tmp_path):
     assert run(*GPT, *QUICK, "--cluster", path, "--nodes", 2, "--network", 50)[0] == 0
 
 
+@pytest.mark.full
 def test_a_part_of_each_node_has_that_part_of_the_network(run):
     """Half of the GPUs have half of the adapters, as a note says, and the prices are those of that rate by hand. A rate
     that is given stays, and is no matter for a note; nor is one between nodes where there is a single one."""
@@ -525,6 +529,7 @@ SHARED = [
 ]  # fmt: skip
 
 
+@pytest.mark.full
 def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path):
     """Context parallelism and experts, by the flags of Megatron-LM: the table names them, the note says that nobody
     trains them here, and an earlier script is gone."""
@@ -545,6 +550,7 @@ def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path
     assert {each["not_validated"] for each in content["best"]} != {None}
 
 
+@pytest.mark.full
 def test_sizes_of_shared_ranks_are_searched(run):
     status, out, _ = run(*SHARED, "--context-parallel-sizes", "1,2", "--json", "--top", 1000)
     assert status == 0 and {each["context"] for each in json.loads(out)["best"]} == {1, 2}

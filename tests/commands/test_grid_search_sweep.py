@@ -17,6 +17,7 @@ def run(capsys):
     return runner(tool, capsys)
 
 
+@pytest.mark.full
 def test_points_are_the_best_of_searches(run):
     """On parts of a node, whole ones and several; the knee and the front are said."""
     common = [*MODEL, *PRICE, "--global-batch-size", 256, "--network", 50]
@@ -42,6 +43,7 @@ def test_points_are_the_best_of_searches(run):
     assert f"the knee is at {knees[0]} GPUs" in found["notes"][0] and knees[0] in (16, 32)
 
 
+@pytest.mark.full
 def test_parts_of_nodes_have_parts_of_their_network(run):
     """Each point is the search's on as many such nodes, and one note says what they have."""
     common = [*MODEL, "--global-batch-size", 256, "--gpus-per-node", 2, "--json"]
@@ -81,6 +83,7 @@ def test_a_safe_batch_keeps_its_tokens(run):
     assert (short["global_batch_size"], long["global_batch_size"]) == (256, 128)
 
 
+@pytest.mark.full
 def test_files(run, tmp_path):
     """A table, a page, a picture, records, and a script for each point; scripts of an earlier sweep go."""
     folder = tmp_path / "plan"

@@ -186,6 +186,7 @@ def test_what_says_nothing_is_refused(run, arguments: str, status: int, sentence
 PICTURE = ["draw", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2", "--output", "x.png"]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

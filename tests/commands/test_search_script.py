@@ -218,6 +218,7 @@ def test_the_best_trains(run, tmp_path, schedule):
     assert f"SCHEDULE:-{schedule}}}" in (tmp_path / "plan" / "best.sh").read_text()
 
 
+@pytest.mark.full
 def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
     """An earlier search's best is not the best of this one."""
     assert run(*CLUSTER, *GPT, *QUICK, "--output", tmp_path)[0] == 0

@@ -117,6 +117,7 @@ def continued(checkpoint, *flags, **options):
     return json.loads(output.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_greedy_text_is_the_argmax_of_plain_forwards(checkpoint):
     """A checkpoint of two tensor-parallel ranks, loaded in one process: every token is the likeliest one."""
     result = continued(checkpoint, "--prompt", PROMPT, "--temperature", 0, "--num-tokens", 20)

@@ -73,6 +73,7 @@ def test_flags_that_it_is_not_for(folder, path, argv, sentence):
         make_plan(args, read_data(args))
 
 
+@pytest.mark.full
 def test_lengths_that_a_task_has_not_do_not_matter(folder, path):
     args = tiny.arguments(folder, CLASSES, "--max_target_length", 7, "--partition", path)
     assert make_plan(args, read_data(args)).partition.sequence == (12, 6)
@@ -99,6 +100,7 @@ def test_schedules_of_one_stage_a_device(folder, path, schedule):
         make_plan(args, read_data(args))
 
 
+@pytest.mark.full
 def test_a_skip_is_no_chain(folder):
     """Stages that begin within a layer hand on what goes past its attention."""
     args = tiny.arguments(folder, CLASSES, "--partition", cases.partition(folder, CLASSES, (0,) * 8))

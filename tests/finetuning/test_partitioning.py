@@ -11,6 +11,7 @@ from tests.finetuning import tiny
 CLASSES = "sequence-classification"
 
 
+@pytest.mark.full
 def test_a_model_is_cut_and_the_simulator_chooses(tmp_path):
     args = tiny.arguments(tmp_path, CLASSES)
     captured, batch, _ = captured_model(args, read_data(args))

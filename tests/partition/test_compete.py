@@ -32,6 +32,7 @@ def test_it_is_near_the_bound(graph, over):
         assert found.choice.value.objective_ms <= result.value.objective_ms * 1.0001
 
 
+@pytest.mark.full
 def test_it_is_the_same_each_time():
     one, other = (compete(graphs.random_dag(3), max_stages_per_device=2, effort=0.05) for _ in range(2))
     assert one.choice.partition == other.choice.partition

@@ -23,7 +23,7 @@ RATES = ("memory_bandwidth", "peak_teraflops", "within_node", NETWORK, "host_ban
 # --- machines
 
 
-@pytest.mark.sample(len(RATES))
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rate", RATES)
 def test_a_faster_part_makes_nothing_slower(rate):
     """A little faster, where one thing or another begins to decide, or much."""
@@ -39,6 +39,7 @@ def test_a_faster_part_makes_nothing_slower(rate):
     assert violations(relation) == []
 
 
+@pytest.mark.full
 def test_more_memory_makes_nothing_slower_and_what_fits_fits():
     def relation(case: Case) -> Iterator[tuple[float, float]]:
         small = case.machines.device.memory_gib
@@ -263,6 +264,7 @@ def test_2bw_takes_no_less_memory_and_no_more_time_than_flush():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_bpipe_leaves_the_fullest_rank_no_fuller():
     """But for the last one: it accepts by number and not by bytes, and has the head besides."""
 

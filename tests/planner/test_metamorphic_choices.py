@@ -18,6 +18,7 @@ NEWER = {
 """A GPU of which another one exceeds all rates."""
 
 
+@pytest.mark.full
 def test_a_gpu_that_is_better_in_all_is_no_slower():
     """Weights on the host ask for the host, too: on one with fewer GPUs fewer replicas share its optimizer."""
 
@@ -31,6 +32,7 @@ def test_a_gpu_that_is_better_in_all_is_no_slower():
     assert violations(relation) == []
 
 
+@pytest.mark.full
 def test_a_microbatch_more_takes_no_less():
     def relation(case: Case) -> Iterator[tuple[float, float]]:
         asked = case.configuration
@@ -102,6 +104,7 @@ def test_weights_that_are_split_more_take_no_more_memory():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_one_gradient_buffer_takes_less_memory_and_no_less_time():
     """And no more than flush, but for what that hides behind its last backward or its first forward."""
 
@@ -118,6 +121,7 @@ def test_one_gradient_buffer_takes_less_memory_and_no_less_time():
     assert violations(relation, roomy()) == []
 
 
+@pytest.mark.full
 def test_predictions_take_no_less():
     def relation(case: Case) -> Iterator[tuple[float, float]]:
         for (plain,) in running(case.scheduled("2bw")):

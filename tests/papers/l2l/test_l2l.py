@@ -123,6 +123,7 @@ def test_device_bytes_grow_by_m_inputs_a_layer():
     assert "l2l, inputs on the host of 6 layers" in sentence
 
 
+@pytest.mark.full
 def test_the_models_are_trained_alike():
     """What the benchmarks compare: the relay, eager and deferred, has the losses of flush to the last bit, and the
     model as many parameters as it says.

@@ -58,6 +58,7 @@ SMALL = (
 )
 
 
+@pytest.mark.full
 def test_the_command_prints_what_is_shown(capsys, monkeypatch):
     """The README's command, with the lines below it."""
     monkeypatch.chdir(README.parents[2])

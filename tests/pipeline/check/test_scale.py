@@ -65,7 +65,7 @@ def count_operations(function, *arguments, **options) -> int:
     return count
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flush", "pipedream"])
 def test_work_grows_with_the_instructions(name):
     """32 times the stages are 32 times the work: no instruction costs more for the other ranks that there are."""
@@ -76,6 +76,7 @@ def test_work_grows_with_the_instructions(name):
     assert costs[1] < 1.1 * costs[0]
 
 
+@pytest.mark.full
 def test_work_of_periods_grows_with_the_instructions():
     costs = []
     for num_stages in (8, 256):

@@ -172,6 +172,7 @@ def test_saved_microbatches_of_a_rank_are_those_of_its_stages():
     assert len([each for each in axes.collections if each.get_gid() == "saved"]) == 8
 
 
+@pytest.mark.full
 def test_recompute_and_lanes():
     """Recomputations have cells, transfers and reductions that take time have lanes, and only then."""
     plain = draw_timeline(timeline(recompute=True), lanes=True).axes[0]
@@ -225,6 +226,7 @@ def test_labels_stay_inside_their_cells():
                 assert box.width <= lengths[round(y), round(x, 6)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")])
 def test_the_suffix_chooses_the_format(tmp_path, suffix, magic):
     """PNG, SVG and PDF are written under the given name."""

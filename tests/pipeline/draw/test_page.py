@@ -93,6 +93,7 @@ def test_a_deep_pipeline_is_small(num_stages, size):
     assert len(drawn.svg) < 14 * 2 * rows * size + 30_000
 
 
+@pytest.mark.full
 def test_moves_are_lines_as_long_as_they_are_few():
     """An eviction and a load for each; of hundreds none, and then neither a sign nor silence."""
     costs = Costs(forward=1.0, backward=2.0, evict=0.5)

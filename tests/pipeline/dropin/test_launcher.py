@@ -137,6 +137,7 @@ def test_something_is_missing_that_their_modules_import(monkeypatch):
         dropin.install(quiet=True)
 
 
+@pytest.mark.full
 def test_installed_by_an_import(checkout):
     """Two lines at the top of the script do the same without the launcher; a second call does and says nothing."""
     text = (checkout / "pretrain_small.py").read_text()

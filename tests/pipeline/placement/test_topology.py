@@ -61,6 +61,7 @@ def test_bad_fields_are_named(tmp_path, change, reason):
     assert str(error.value).startswith(f"{path}: {reason}") and "\n" not in str(error.value)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -38,7 +38,7 @@ def frozen_schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(frozen_schedules(), st.data())
 def test_programs_are_proved(schedule: Schedule, data: st.DataObject):
     """For any p, number of frozen stages and m: nothing is saved in front, and nothing of gradients happens there."""

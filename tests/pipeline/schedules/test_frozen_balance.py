@@ -45,7 +45,7 @@ def what_waits(row: Row, num_frozen: int) -> dict[Instruction, int]:
     return {replace(row[place], stage=row[place].stage - num_frozen): needed for place, needed in found.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_a_prefix_changes_nothing_behind_it(data: st.DataObject):
     """For any number of active stages, any prefix, border rank or not, and any batches: what is trained computes and

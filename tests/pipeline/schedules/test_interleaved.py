@@ -87,7 +87,7 @@ def test_it_is_megatrons_loop():
     assert min(num_refused, len(cases) - num_refused) > 200
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 8),
     st.integers(1, 4),

@@ -15,7 +15,7 @@ from megatron.pipeline.schedules import PRESETS, Schedule
 from tests.pipeline.strategies import Run, kinds_of, runs, text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(runs())
 def test_every_program_is_proved(run: Run):
     """Whatever is built is accepted by the checker, within the bound on saved microbatches that the schedule states."""

@@ -62,7 +62,7 @@ def test_h1_is_1f1b_whose_w_come_late(p: int, m: int):
                     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), BATCHES, FLAGS, st.sampled_from(["flush", "2bw"]))
 def test_h1_is_proved_with_p_microbatches_on_every_rank(p: int, more: list[int], flags: dict, weights: str):
     """Any p, ramp-ups, flags, and 2bw: proved, for every number of batches; no stage holds more than p microbatches
@@ -76,7 +76,7 @@ def test_h1_is_proved_with_p_microbatches_on_every_rank(p: int, more: list[int],
     assert max(periodic.peak_saved_microbatches) <= p
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 20), st.integers(1, 6))
 def test_h1_idles_a_third_of_what_1f1b_does(p: int, more: int, unit: int):
     """At f = i = w every rank idles for (p-1)(f+i-w), where 1F1B does for (p-1)(f+i+w) (Qi et al. 2023, table 2)."""
@@ -125,7 +125,7 @@ def test_zbv_is_torchs(p: int):
             assert found == expected, (m, rank)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 7), st.lists(st.integers(1, 24), min_size=1, max_size=3), FLAGS)
 def test_zbv_is_proved_with_2p_microbatches_on_every_rank(p: int, batches: list[int], flags: dict):
     """Any p, batches and flags, also batches that do not fill the V: proved, for every number of batches, with 2p
@@ -140,7 +140,7 @@ def test_zbv_is_proved_with_2p_microbatches_on_every_rank(p: int, batches: list[
         assert report.peak_saved_microbatches == bounds[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 7), st.integers(0, 20), st.integers(1, 6))
 def test_zbv_has_no_bubble_between_a_ranks_first_and_last_computation(p: int, more: int, unit: int):
     """At f = i = w, with batches that fill the V. What is left is that a rank begins a forward of a stage after the one

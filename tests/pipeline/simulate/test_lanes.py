@@ -64,6 +64,7 @@ def test_where_fetches_are_long_2n_less_2_of_them_pass(N: int, u: int, more: int
     assert timeline.end == (2 * N - 2) * X + 6 * u
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("update", "U"), [("eager", 12), ("deferred", 4)])
 def test_96_stages_stay_within_three_percent_of_their_computation(update: str, U: int):
     """Reduction and store together as long as a stage's backwards, fetches as its forwards; updates that fit beside a

@@ -140,6 +140,7 @@ def test_costs_out_of_range_are_refused(costs, reason):
         simulate(build("flush", 4, (4,)), Costs(**costs))
 
 
+@pytest.mark.full
 def test_a_million_instructions_take_less_than_two_seconds():
     """Two microseconds of one core for each instruction, at the least of three: on a busy core they take one."""
     lowered = build("2bw", 16, (128,) * 8)

@@ -186,6 +186,7 @@ CASES = (
 )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_layers_save_as_much_as_estimated(tensor):
     """Each scope, format and dropout: the estimate is what megatron.core's layers save, to the percent."""

@@ -52,6 +52,7 @@ def test_bytes_over_tensor_ranks():
         assert found == pytest.approx(2 * S * (cut / 4 + inputs + whole))
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["zb-h1", "zbv", "2bw-zb-h1", "split-late", "split-in-part", "split-interleaved"]),
@@ -113,6 +114,7 @@ def recomputed(layers: bool) -> Recompute:
     return Recompute.of(RecomputeScope.LAYER if layers else RecomputeScope.NONE)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "2bw-zb-h1"])
 def test_the_closed_form_is_that_of_proved_programs(name: str):
     """Of zb-h1 and zbv, in every number, but for receives that two ranks use at once, and batches that do not fill the

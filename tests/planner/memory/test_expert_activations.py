@@ -23,6 +23,7 @@ def setting(**changes: object) -> ActivationSetting:
     return ActivationSetting(**given | changes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_layers_save_as_much_as_estimated(tensor):
     """Each activation, number of experts for a token, shared expert and pattern of layers: to two percent. Of

@@ -50,6 +50,7 @@ def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list
     return stage, counts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 2)])
 def test_parameters_of_gpt(tensor, pipeline):
     """Every stage and tensor rank of GPTs of several shapes has as many parameters as counted."""

@@ -65,6 +65,7 @@ def estimate(
     )
 
 
+@pytest.mark.full
 def test_configurations_of_gpt3_96b_that_ran():
     """None of the 56 configurations of which the paper says whether they ran on 80 GB is judged wrongly.
 
@@ -94,6 +95,7 @@ def test_transfer_of_gpt3_96b():
     assert saved / 1e9 == pytest.approx(3.48, abs=0.005)
 
 
+@pytest.mark.full
 def test_balance_of_gpt3_134b():
     """BPipe's Figure 8: more than 25 GiB between stages without balance, at most 10 GiB with it (12 stages, t=4). Taken
     is what the allocator comes to hold, with the step's copies.

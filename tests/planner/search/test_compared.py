@@ -36,6 +36,7 @@ def said(found: WithoutPipeline, *kept: Kept, has_script: bool = True, objective
     )
 
 
+@pytest.mark.full
 def test_it_names_who_trains_so(outcome):
     found = outcome.without_pipeline
     text = without_pipeline_sentence(outcome, has_script=True)

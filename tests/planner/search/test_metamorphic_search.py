@@ -80,7 +80,7 @@ def test_a_better_machine_has_no_slower_best(asked, part):
     assert is_no_slower(asked.on(**{part: 1.5 * values.get(part, getattr(device, part, 0.0))}), asked)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.full
 def test_with_more_memory_all_still_fits(asked):
     """2bw with two gradient buffers, where it had room for one."""
     found = asked.among(early_stopping=False)

@@ -150,6 +150,7 @@ def test_what_is_to_be_expected_of_the_best_is_said(outcome):
     assert "<h2>The smallest of each schedule</h2>" in text
 
 
+@pytest.mark.full
 def test_the_delay_of_the_best_is_said_and_linked(outcome):
     """One line below the best says what it means, rows point at it; documentation whose place is known is linked."""
     page = Page(page_of(outcome))

@@ -163,6 +163,7 @@ def test_the_smallest_first():
     assert run(SMALL, cluster(0.9), objective="cost", **space).kept == fast.kept
 
 
+@pytest.mark.full
 def test_order_is_the_same_every_time():
     """From the fastest on; as many as were asked for are simulated, and nothing that is not stands before them."""
     first, second = (run(SMALL, cluster(0.9), global_batch_size=24, num_simulated=3) for _ in range(2))
@@ -406,6 +407,7 @@ def test_halves_are_searched_by_the_layers_that_train_them():
     assert {each.choice.schedule for each in same.kept if each.choice.recompute is SCOPES[1]} == {"flush", "zb-h1"}
 
 
+@pytest.mark.full
 def test_2bw_gives_up_a_gradient_buffer_where_that_makes_it_fit():
     """Only where two do not fit, and not where a loss scale or predictions forbid it."""
     model, machines = gpt3(84, 11520, 120), a100(6)

@@ -20,6 +20,7 @@ def search(model, nodes: int = 2, **space: object) -> Outcome:
     return run(model, a100(nodes), FLASH, TRAINING, **SMALL | space)
 
 
+@pytest.mark.full
 def test_nothing_is_shared_unless_asked_for():
     outcome = search(gpt3(16, 4096, 32))
     assert {(each.choice.context, each.choice.expert) for each in outcome.kept} == {(None, None)}
@@ -92,6 +93,7 @@ def test_unfused_attention_takes_whole_sequences():
     assert {each.choice.context for each in split.kept if each.choice.schedule == "zb-h1"} <= {1}
 
 
+@pytest.mark.full
 def test_copies_beside_another_microbatch_where_megatron_core_takes_them():
     """On one stage, or interleaved, with several sizes of ep; whole layers are not recomputed. They are never slower
     than the same without."""

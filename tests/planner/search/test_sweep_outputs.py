@@ -32,6 +32,7 @@ def sweep() -> Sweep:
     return swept
 
 
+@pytest.mark.full
 def test_the_table_says_what_the_records_say(sweep):
     names, rows = sweep_rows(sweep)
     records = json.loads(json.dumps(sweep_records(sweep)))
@@ -54,6 +55,7 @@ def test_the_table_says_what_the_records_say(sweep):
     assert all(text in line for row, line in zip(rows, lines[1:], strict=True) for text in row)
 
 
+@pytest.mark.full
 def test_columns_without_a_word_are_left_out(sweep):
     """Of sweeps without tokens and without a price: days, and money; GPU hours of an iteration stay."""
     points = [each for each in sweep.points if each.best is not None]

@@ -48,6 +48,7 @@ def test_prices_of_random_times_are_those_of_the_simulation():
     require_near(of_costs(4, "prices"))
 
 
+@pytest.mark.full
 def test_estimates_of_random_models_are_those_of_the_simulation():
     """36 configurations as users ask for them."""
     require_near(of_models(3, "estimates"))

@@ -44,7 +44,7 @@ def test_no_price_falls(kind):
             assert seconds * (1 - 1e-9) <= found <= factor * seconds * (1 + 0.01), (asked, name, factor)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["2bw", "2bw stage", "2bw uniform", "2bw+balance"])
 def test_no_batch_gets_shorter_as_it_has_more_microbatches(kind):
     """Also where a longer one is no longer looked at as a whole."""

@@ -62,7 +62,7 @@ def check(num_ranks, stages, flags):
         assert sum(each["bytes_sent"] for each in moved) == sum(each["bytes_received"] for each in moved) > 0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_ranks", "stages", "frozen", "flags"),
     [

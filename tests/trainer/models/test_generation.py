@@ -39,6 +39,7 @@ def generate_both_ways(changes, prompt, num_tokens):
     return greedy, again, sequence[len(prompt) :], sampled, errors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"position_embedding_type": "rope", "swiglu": True, "untie_embeddings_and_output_weights": True}],

@@ -68,6 +68,7 @@ def test_weights_do_not_depend_on_the_number_of_stages(more):
     assert len({tensor.flatten()[0].item() for tensor in weights.values()}) == len(weights), "layers share a stream"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", ["", "--swiglu --group-query-attention --num-query-groups 2"])
 def test_weights_do_not_depend_on_the_tensor_degree(more):
     """At t=2 each rank holds its part of the very matrices of t=1."""

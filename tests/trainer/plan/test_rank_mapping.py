@@ -52,6 +52,14 @@ def test_standard_with_topology_only_reports(tmp_path):
     assert "1 of 1 pairs that move activations cross a node; an iteration's transfers take" in lines[0]
 
 
+@pytest.mark.parametrize(("batch", "in_a_row"), [(4, False), (512, True)])
+def test_replicas_or_pipelines_share_a_host(batch, in_a_row):
+    """With few microbatches gradients are more than what stages send, and replicas share a host; with many a pipeline
+    does."""
+    job = arguments(f"--pipeline-model-parallel-size 2 --global-batch-size {batch}", world_size=4)
+    assert rank_mapping.pipelines_in_a_row(job, TWO_HOSTS) is in_a_row
+
+
 def test_topology_may_put_rank_0_on_the_second_host(tmp_path):
     """The file's order of nodes is the order of slots."""
     path = topology(tmp_path / "t.json", "b", "a")

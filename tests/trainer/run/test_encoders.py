@@ -70,7 +70,7 @@ def test_an_evaluation_takes_every_sample_once(program):
     assert "validation_ppl" not in records[-1]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("program", ["bert", "images", "texts"])
 def test_replicas_learn_what_one_process_learns(program):
     """Two replicas have the losses and hits of a single process, but for the order of sums: each microbatch counts

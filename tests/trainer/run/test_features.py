@@ -30,7 +30,7 @@ FEATURES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_trains_on_two_stages(name):
     """p=2: every loss is finite, all iterations are reported, and the last loss is below the first."""

@@ -128,6 +128,7 @@ def test_files_that_the_tool_writes_train_like_their_preset(text, flags, tmp_pat
     assert values(preset)["lm_loss"] == values(brought)["lm_loss"]
 
 
+@pytest.mark.full
 def test_logs_and_checkpoints_carry_the_hash(tmp_path):
     """The first lines say which program runs and how it repeats; one that goes on from a checkpoint of another, or of a
     preset, says so, and its numbers are those of a run that did not change."""

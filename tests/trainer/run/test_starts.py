@@ -33,6 +33,7 @@ def test_arguments_of_the_checkpoint(trained, degrees):
     assert found == {iteration: whole[iteration] for iteration in (4, 5, 6)}
 
 
+@pytest.mark.full
 def test_weights_of_another_run(trained):
     """--finetune and --pretrained-checkpoint start at iteration 0 from the trained weights, alike."""
     folder, whole = trained
@@ -101,6 +102,7 @@ def test_asked_for_by_name(given, flags):
         noted("", given, None, skip_train=True)
 
 
+@pytest.mark.full
 def test_a_resumed_run_with_another_seed(tmp_path):
     """The log says that the order of samples changes, and from what to what."""
     train(1, f"--train-iters 2 --save {tmp_path}")
@@ -112,6 +114,7 @@ def test_a_resumed_run_with_another_seed(tmp_path):
     assert not said[1234] and len(said[7]) == 1 and "was saved with --seed 1234 (now 7): " in said[7][0]
 
 
+@pytest.mark.full
 def test_ten_documents(tmp_path):
     """The usual split leaves none of ten documents for validation: a run that is to evaluate does not begin, and one
     that nobody told to says that it will not."""

@@ -23,6 +23,7 @@ def test_the_head_is_new_where_the_body_is_not(tmp_path):
     assert not torch.equal(learned["embedding.projection.weight"], drawn["embedding.projection.weight"])
 
 
+@pytest.mark.full
 def test_epochs_are_the_length_of_a_run():
     """20 samples in batches of 8, three times: 8 batches, with an evaluation behind each epoch, on the third batch."""
     epochs = train_vision(1, "--epochs 3 --lr-decay-style linear")

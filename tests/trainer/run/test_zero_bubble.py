@@ -21,7 +21,7 @@ RUNS = {
 }
 
 
-@table(ROW, RUNS, usual=2)
+@table(ROW, RUNS, usual=1)
 def test_training_equals_one_process(num_ranks, model, layout):
     check(num_ranks, model, layout, exact=EXACT in model)
 

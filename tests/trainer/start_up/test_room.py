@@ -153,6 +153,7 @@ def test_run_is_refused_before_it_is_built(tmp_path):
         train(1, f"--pipeline-timeline {tmp_path}/file --data-path {tmp_path}/missing")
 
 
+@pytest.mark.full
 def test_run_goes_on_from_a_checkpoint_between_its_two_names(tmp_path):
     """Killed between the two renames, a checkpoint is loaded from a directory of its own, and moved back by a run that
     saves there; both go on exactly."""

@@ -135,7 +135,7 @@ def test_megatron_updates_are_in_order(num_ranks, options):
     assert_in_order(gpt(num_ranks, **options), moves=options.get("moves", False))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("num_ranks", "preset", "training", "options"),
     [
@@ -164,6 +164,7 @@ def test_modules_and_moves_are_in_order(num_ranks, preset, training, options):
         assert accounts[0].losses == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -211,7 +212,7 @@ def test_who_watches_for_overdue_receives_says_where():
     assert any("stranger" in account.kinds for account in found)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("taken_back", "kind", "num_ranks", "options"),
     [

@@ -63,7 +63,7 @@ class Run:
         )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("resident", [1, 2, 3])
 @pytest.mark.parametrize("update", ["eager", "deferred"])
 def test_weights_and_gradients_are_those_that_the_checker_counts(resident, update):
@@ -75,6 +75,7 @@ def test_weights_and_gradients_are_those_that_the_checker_counts(resident, updat
     assert run.weights + run.gradients < run.peak < run.weights + run.gradients + 4 * STAGE_BYTES
 
 
+@pytest.mark.full
 def test_depth_costs_the_inputs_that_are_saved():
     """By a meter that knows nothing of the store, eight layers more take the device m inputs each, and nothing else."""
     peaks = [Run(num_stages).peak for num_stages in (8, 16, 24)]

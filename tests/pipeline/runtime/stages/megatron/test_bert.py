@@ -73,7 +73,7 @@ def grid():
     return Outcomes(GRID)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "layout"), marked(SELECTION, full={"2bw tensors"}), ids=str)
 def test_training_equals_one_process(selection, name, layout):
     """Losses, norms and both weight versions of the selection are the single process's."""
@@ -87,6 +87,7 @@ def test_training_equals_one_process_in_full(grid, name, layout):
     check(grid[name, layout], GRID[name].allowed)
 
 
+@pytest.mark.full
 def test_evaluations_do_not_depend_on_the_pipeline(selection):
     """Evaluation after a drain has the newest weights and the right masks on every stage: the same sums for p=1, 4."""
     one, four = selection["2bw", (1, 1, 1)][2], selection["2bw", (4, 1, 1)][2]

@@ -90,6 +90,7 @@ def test_what_ranks_measure_reaches_all_by_rank():
         assert report.losses == {"lm loss": 1.5}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("overflow_on", [0, 1])
 def test_an_overflow_on_one_stage_skips_the_step_on_all(results, overflow_on):
     """No rank steps, no slot is written or made, the next version is the old one, scale and schedule agree."""

@@ -106,7 +106,7 @@ def run(case: cases.Case) -> list[dict]:
     return workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""
@@ -124,6 +124,7 @@ def test_training_equals_a_plain_loop(name, layout):
         assert result["num_weight_slots"] == result["peak_versions"] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_a_shard_is_predicted_by_its_owner(clip):
     """With the distributed optimizer each element of a prediction is one replica's, the same on both, clipped by the
@@ -156,7 +157,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.full if name in ("FP32", "bf16") else ()) for name in RESUMED]
 )

@@ -62,6 +62,7 @@ def test_weights_and_gradients_are_those_that_the_runtime_allocates(name):
         assert (counted["weights"], counted["gradients"]) == (parts.weights, parts.gradients), number
 
 
+@pytest.mark.full
 def test_a_prediction_steps_from_copies_of_masters_moments_and_gradients():
     """The copies are of one group of parameters, and so of a little less than all, as there are less than 64 MiB; of
     its shard, with the distributed optimizer.

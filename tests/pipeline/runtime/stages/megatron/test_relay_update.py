@@ -97,6 +97,7 @@ def test_gradients_add_up_as_in_megatrons_ddp(dtype):
     assert len(equal) > 30 and all(equal)
 
 
+@pytest.mark.full
 def test_eager_is_deferred_where_nothing_depends_on_the_norm():
     """Losses and norms of four batches are the same, bit for bit."""
     eager, deferred = (train(num_stages=4, eager=each, batches=(2, 1, 3, 2)) for each in (True, False))

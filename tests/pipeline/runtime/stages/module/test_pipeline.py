@@ -153,6 +153,7 @@ def test_what_runs_is_the_program(preset, options):
         assert outcome.num_unread_sends == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("num_ranks", "num_virtual_stages"), [(1, 2), (2, 2), (2, 4)])
 def test_several_stages_on_a_rank_are_ordinary_training(num_ranks, num_virtual_stages):
     """interleaved is bit-equal to one process, also drained, with evaluations in between, and runs its program."""

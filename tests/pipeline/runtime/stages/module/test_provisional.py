@@ -27,6 +27,7 @@ def uniform(num_read):
     return lambda name, num_microbatches: num_read
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_each_stage_reads_what_it_has_done(p):
     """Bit-equal losses and parameters, with a warm-up, and no drain, evaluation or ramp makes a difference."""
