@@ -107,20 +107,14 @@ def test_steps_are_the_formulas(start, decay):
 # name: (flags of both, those of l2l)
 BIT_EQUAL = {
     "FP32, eager": ("--clip-grad 0", ON_HOST),
-}
-BIT_EQUAL_MATRIX = {
     "bf16, clipped": ("--clip-grad 0.5 --bf16", ""),
     "fp16, overflows": (f"{FP16} --train-iters 10", ""),
     "two stages": ("--clip-grad 0.5", "--num-virtual-stages-per-pipeline-rank 2"),
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "relay"),
-    [pytest.param(*row, id=name) for name, row in BIT_EQUAL.items()]
-    + [pytest.param(*row, id=name, marks=FULL) for name, row in BIT_EQUAL_MATRIX.items()],
-)
+@FULL
+@pytest.mark.parametrize(("model", "relay"), BIT_EQUAL.values(), ids=BIT_EQUAL)
 def test_the_relay_is_flush(model, relay):
     """On the host a stage's tensors are stepped as on the device, bit for bit; and not as Adam would step."""
     expected = train(1, f"{LAMB} {model} {FLUSH} {P1}")
