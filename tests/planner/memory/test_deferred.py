@@ -52,8 +52,7 @@ def test_bytes_over_tensor_ranks():
         assert found == pytest.approx(2 * S * (cut / 4 + inputs + whole))
 
 
-@pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["zb-h1", "zbv", "2bw-zb-h1", "split-late", "split-in-part", "split-interleaved"]),
     st.integers(1, 5), st.integers(1, 3), st.booleans(),

@@ -39,8 +39,7 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
         assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
 
 
-@pytest.mark.full
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     p=st.integers(1, 5), more=st.integers(0, 8), read=st.none() | st.integers(0, 8),
     backward=st.sampled_from([1.0, 3.5]), step=st.sampled_from([0.0, 0.5, 2.0]),

@@ -329,7 +329,6 @@ def samples(results: list[dict]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("epochs", "flags", "stops"),
     [
-        (4, "--epochs 4", (7,)),
         (4, "--epochs 4", (3, 4, 7)),
         (4, "--epochs 4 --activation-cache {folder} --activation-cache-use always", (3, 4, 7)),
         (8, f"--train-samples {8 * NUM_TRAINING} --elastic-batch grow", (3, 4, 7)),

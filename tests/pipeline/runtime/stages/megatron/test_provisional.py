@@ -158,10 +158,8 @@ RESUMED = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name in ("FP32", "bf16") else ()) for name in RESUMED]
-)
-@pytest.mark.parametrize("border", [4, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("border", [4, 1])
 def test_a_resumed_run_has_the_same_numbers(name, border):
     """Stopped, everything built anew, gone on with: bit for bit the run that was never stopped."""
     case = cases.Case(**RESUMED[name])
