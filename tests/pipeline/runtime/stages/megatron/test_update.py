@@ -162,11 +162,7 @@ def test_training_equals_one_process(selection, name, layout):
 @pytest.mark.full
 def test_two_weight_slots_and_two_gradient_slots_at_most(selection):
     """2bw keeps two sets of weights and two gradient buffers, flush one of each."""
-    check_slots(selection.values())
-
-
-def check_slots(outcomes: list[tuple]) -> None:
-    for case, _, results in outcomes:
+    for case, _, results in selection.values():
         for result in results:
             most = 2 if case.schedule == "2bw" else 1
             if case.schedule != "pipedream":
