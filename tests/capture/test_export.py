@@ -23,6 +23,7 @@ from tests.capture.models import (
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", USUAL)
 def test_equals_the_model_at_any_batch(kind):
     """In an evaluation, at batches of 1 (though captured at 2), 2 and 5: loss and all gradients, bit for bit."""

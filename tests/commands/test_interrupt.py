@@ -91,6 +91,7 @@ def test_every_program_is_among_them():
     assert doors == set(PROGRAMS)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("stop_at", ["megatron.trainer.run.entry", "torch"])
 def test_a_program_that_imports(tmp_path, program, stop_at):

@@ -23,7 +23,7 @@ RATES = ("memory_bandwidth", "peak_teraflops", "within_node", NETWORK, "host_ban
 # --- machines
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rate", RATES)
 def test_a_faster_part_makes_nothing_slower(rate):
     """A little faster, where one thing or another begins to decide, or much."""

@@ -98,7 +98,7 @@ def test_twice_the_machines_do_no_less_with_a_batch_twice_as_large(asked):
     assert is_no_slower(twice, asked)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "fewer", "more"),
     [

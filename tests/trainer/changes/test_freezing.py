@@ -90,7 +90,7 @@ TABLE = {
         "--freeze-schedule 1,2,3", ((2, 1, 1),), layout_flags="--decoder-first-pipeline-num-layers 1"
     ),
 }  # fmt: skip
-DEFAULT = {("thawed, 2bw, bf16", (2, 1, 1)), ("distributed optimizer", (1, 1, 2))}
+DEFAULT = {("thawed, 2bw, bf16", (2, 1, 1))}
 
 
 @functools.cache

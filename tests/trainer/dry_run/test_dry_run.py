@@ -2,7 +2,7 @@
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from megatron.trainer.arguments import parse_args
 from megatron.trainer.dry_run.dry_run import check_job, prove, run_dry
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
+from tests import workers
 from tests.pipeline.brought_programs import FOLDED, written
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
@@ -242,12 +243,21 @@ def test_under_a_launcher_it_is_refused(monkeypatch):
 
 def test_program_of_its_own_process(tmp_path):
     """As users start it: status 0 and the tables; an unknown flag is a usage error, with status 2."""
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv("--dry-run 8 --pipeline-model-parallel-size 4")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert done.returncode == 0 and "memory of a GPU, estimated" in done.stdout and "PP 3 DP 1" in done.stdout
-    done = subprocess.run([*command, "--no-such-flag"], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 2
+    words = [str(ROOT / "pretrain_gpt.py"), *argv("--dry-run 8 --pipeline-model-parallel-size 4")]
+    for more, status in (([], 0), (["--no-such-flag"], 2)):
+        process = workers.fork(program_of, [*words, *more], tmp_path / f"{status}.txt")
+        process.join(300)
+        assert process.exitcode == status
+    said = (tmp_path / "0.txt").read_text()
+    assert "memory of a GPU, estimated" in said and "PP 3 DP 1" in said
+
+
+def program_of(words: list[str], output: Path) -> None:
+    """In a process that has torch already, as `python` runs these words there."""
+    os.chdir(output.parent)
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT, 0o600), 1)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("schedule", ["flush", "2bw", "bpipe"])

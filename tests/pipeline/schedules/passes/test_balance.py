@@ -94,7 +94,7 @@ def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: b
     assert schedule.evicting_ranks(batches) == evicting
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data(), st.integers(1, 16), st.booleans())
 def test_2bw_keeps_the_bound_and_repeats(data: st.DataObject, num_stages: int, extra_warmup: bool):
     """For ramp-ups, and for any number of equal batches: proved within half of the pair's sum and one, rounded up."""
