@@ -100,8 +100,7 @@ class Channel:
 
 
 _Posted = tuple[Channel, deque, deque, list[int]]
-"""Where an instruction posts a transfer: the channel, the ends that wait on this side, the ends that wait on the other
-side, and the `node_of` of the other rank."""
+"""Where an instruction posts a transfer: channel, waiting ends of this side and of the other, the other's `node_of`."""
 
 
 class _LaneQueue:
@@ -157,7 +156,6 @@ class RowExecution(Execution):
     def __init__(
         self, executed: Executed, *, overlap: bool = True, moves: Sequence[dict[int, int]] | None = None
     ) -> None:
-        """Set up the execution; the arguments are those of `graph_of`."""
         rows = executed.rows
         self.executed, self.overlap, self.lengths = executed, overlap, list(map(len, rows))
         super().__init__(len(rows), executed.pairs, (each for row in rows for each in row if each.microbatch is None))
