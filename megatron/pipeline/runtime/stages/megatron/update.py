@@ -281,8 +281,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             running = self._gradients.shown
             self._gradients.show(batch.buffer)
             copy_gradients(self._inner)
-            if coefficient != 1.0:
-                torch._foreach_mul_(gradients_of(self._inner), coefficient)
+            gradients = gradients_of(self._inner)
+            if coefficient != 1.0 and gradients:
+                torch._foreach_mul_(gradients, coefficient)
             if self._prediction is None:
                 with self.versions.making(version, copy=self._copy_newest):
                     self._inner.step_with_ready_grads()
