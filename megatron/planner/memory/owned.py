@@ -65,13 +65,14 @@ def parameters(
         if shape.qk_norm:
             yield from [(_OTHER, shape.kv_channels)] * 2 * shape.norm_vectors
     others = []
-    if is_first:
+    if is_first and shape.vocabulary_size:
         yield _EMBEDDING, shape.vocabulary_size // tensor * h
+    if is_first:
         others += [shape.num_positions * h, shape.num_token_types * h, shape.class_token * h]
         others += [shape.patch_elements * h, h if shape.patch_elements else 0]
     if is_last:
         yield from norm
-        if not (shape.tied_embeddings and is_first):
+        if shape.output_rows and not (shape.tied_embeddings and is_first):
             yield _EMBEDDING, shape.output_rows // tensor * h
         others += [shape.num_classes * h, shape.num_classes] + [h * h, h] * shape.pooler
         if shape.masked_head:
