@@ -40,6 +40,7 @@ from megatron.planner.memory.hosted import (
     host_parts,
     resident_weights,
 )
+from megatron.planner.memory.owned import fullest_part
 from megatron.planner.memory.parameters import (
     TrainingState,
     largest_parameter,
@@ -225,6 +226,8 @@ def estimate_memory(
         moving = max((saved[stage] for stage in trained), default=0.0) if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies, predicts = 0.0, demand.predicts[rank]
+        if state.owns_parameters:
+            state = replace(state, owned_part=fullest_part(state, shape, setting.tensor, layers, trained))
         if predicts:
             ends = {"is_first": 0 in stages, "is_last": len(layers) - 1 in stages}
             largest = largest_parameter(shape, setting.tensor, **ends)

@@ -39,6 +39,7 @@ class MuonSetting:
             work = MuonWork(
                 operations=work.operations + self.num_steps * (4 * small**2 * large + 2 * small**3),
                 calls=work.calls + _PRODUCTS * self.num_steps,
+                longest=max(work.longest, self.num_steps * (4 * small**2 * large + 2 * small**3)),
                 gathered=work.gathered + (rows * columns * self.element_bytes if self.gathers else 0),
                 largest=max(work.largest, rows * columns),
             )
@@ -80,12 +81,14 @@ class MuonWork:
 
     Attributes:
         operations: floating-point operations of products.
+        longest: operations on the matrix that takes most.
         calls: number of products.
         gathered: bytes of the whole matrices that tensor ranks gather.
         largest: elements of the largest matrix.
     """
 
     operations: float = 0.0
+    longest: float = 0.0
     calls: int = 0
     gathered: float = 0.0
     largest: int = 0

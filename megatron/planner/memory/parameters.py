@@ -17,7 +17,8 @@ is whole on each rank. Tests compare the counts with the modules of megatron.cor
     moments        4 each: Adam 2, SGD with momentum 1, Muon 1 of a matrix and 2 of the rest
 
 The distributed optimizer (ZeRO-1) divides the last three parts by the number of replicas; for experts, by the number of
-ranks with the same experts.
+ranks with the same experts. With Muon replicas own whole parameters instead: FP32 weights then have no masters, and the
+fullest replica has more than an even part (`owned.py`).
 """
 
 from collections.abc import Sequence
@@ -171,6 +172,8 @@ class TrainingState:
     Attributes:
         weight_bytes, gradient_bytes: bytes of an element of a weight, and of a gradient.
         num_moments: Adam 2, SGD with momentum 1, else 0.
+        owned_part: where replicas own whole parameters, the part of the optimizer's bytes on the fullest replica; None:
+            that of an even division.
         muon: how matrices are orthogonalised, of which there is one moment; None: the optimizer is not Muon.
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
         data: number of ranks with the same parameters, context parallel ranks included.
@@ -190,11 +193,23 @@ class TrainingState:
     fp8_weights: bool = False
     sums_beside_gradients: bool = False
     muon: MuonSetting | None = None
+    owned_part: float | None = None
+
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether replicas own whole parameters, and not shards."""
+        return self.distributed_optimizer and self.muon is not None
+
+    @property
+    def _shards(self) -> bool:
+        return self.distributed_optimizer and self.muon is None
 
     def weights(self, num_parameters: int, *, num_versions: int, predicts: bool = False) -> float:
         """Bytes of all weight versions. `predicts`: the versions are predictions, beside the true weights."""
-        steps_weights = self.weight_bytes == _FP32 and not self.distributed_optimizer  # there are no masters
-        return float(num_parameters * self.weight_bytes * (num_versions + (predicts and steps_weights)))
+        copies = float(num_versions)
+        if predicts and self.weight_bytes == _FP32 and not self._shards:  # there are no masters
+            copies += self._part(num_parameters, 0)
+        return num_parameters * self.weight_bytes * copies
 
     def fp8_copies(self, num_elements: int) -> float:
         """Bytes of the FP8 copies of linear layers' weights. With `fp8_weights` the copies replace the weights, whose
@@ -218,6 +233,7 @@ class TrainingState:
         matrices: int = 0,
         stepped: int | None = None,
         experts: int = 0,
+        part: float | None = None,
     ) -> float:
         """Bytes of masters, FP32 copies of gradients, and moments on one rank.
 
@@ -225,10 +241,11 @@ class TrainingState:
             matrices: number of the parameters that belong to matrices of layers.
             stepped: number of parameters that step at once; None: all.
             experts: number of the parameters that belong to experts; 0 if `stepped` is given.
+            part: the fraction of the parameters that the rank steps; None: that of `stepped`.
         """
-        keeps_masters = self.weight_bytes < _FP32 or (self.distributed_optimizer and num_versions > 1)
+        keeps_masters = self.weight_bytes < _FP32 or (self._shards and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
-        part = self._part(num_parameters, experts)
+        part = self._part(num_parameters, experts) if part is None else part
         kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) * part
         if self.muon is not None:
             kept -= _FP32 * matrices * (self.num_moments - 1) * part
@@ -270,4 +287,6 @@ class TrainingState:
         """
         if not self.distributed_optimizer:
             return num_parameters
+        if self.owned_part is not None:
+            return num_parameters * self.owned_part
         return (num_parameters - experts) / self.data + experts / self.expert_data

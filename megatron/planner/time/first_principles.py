@@ -297,13 +297,14 @@ class FirstPrinciples:
             # unless they are predicted. Muon has one moment of a matrix.
             moved = own * (6 * 4 + 2 * state.gradient_bytes + written)
             if state.muon is not None:
-                moved -= 2 * 4 * matrices[stage]
+                moved -= 2 * 4 * matrices[stage] * own / max(count, 1)
             step.append(moved / self._rates.memory + orthogonal[stage])
             # A ring sends a buffer once to sum it and once to spread it. A distributed optimizer spreads weights
-            # instead, in STEP or, if weights are predicted, in PREDICT.
+            # instead, in STEP or, if weights are predicted, in PREDICT. Owners of whole parameters do so besides.
             gathers = state.distributed_optimizer and not configuration.predicts
             gather.append(once * state.gathered(count, matrices[stage]) / count if gathers and count else 0.0)
-            reduce.append(once * state.gradient_bytes * (1 if state.distributed_optimizer else 2))
+            scatters = state.distributed_optimizer and not state.owns_parameters
+            reduce.append(once * state.gradient_bytes * (1 if scatters else 2))
             buckets.append(num_buckets(count, configuration.replicas))
         if self.software.fp8:
             for stage, elements in enumerate(matrices):
@@ -344,7 +345,7 @@ class FirstPrinciples:
         if configuration.provisional_microbatches == 0:
             moved, orthogonal = LAST_UPDATE_BYTES + state.weight_bytes, [0.0] * len(layers)
         for stage, (own, count, once) in enumerate(self._counts(configuration, layers, links)):
-            read = own if configuration.provisional_reduce else count
+            read = own if configuration.provisional_reduce and not state.owns_parameters else count
             predict.append((own * moved + read * norm) / self._rates.memory + orthogonal[stage])
             if state.distributed_optimizer:
                 predict[-1] += once * state.weight_bytes
@@ -352,11 +353,15 @@ class FirstPrinciples:
         return predict, hold
 
     def _orthogonalizations(self, configuration: Configuration, layers: Sequence[int], links: Links) -> list[float]:
-        """Return, by stage, the seconds in which tensor ranks gather a step's matrices and Muon orthogonalises them."""
-        muon = self.software.training_state(configuration).muon
+        """Return, by stage, the seconds in which tensor ranks gather a step's matrices and Muon orthogonalises them.
+
+        Where replicas own whole parameters, an owner has an even part, but at least the matrix that takes longest.
+        """
+        state = self.software.training_state(configuration)
+        muon = state.muon
         if muon is None:
             return [0.0] * len(layers)
-        seconds = []
+        seconds, longest = [], 0.0
         for has_experts in (False, True) if self.model.experts else (False,):
             work = muon.layer(self.model, configuration.tensor, configuration.expert_degrees, experts=has_experts)
             sent = work.gathered * (1 - 1 / configuration.tensor)
@@ -364,10 +369,14 @@ class FirstPrinciples:
                 self._rates.products(work.operations, work.calls, muon.element_bytes)
                 + sent / self._rates.of_link(links.tensor, links, within=self.constants.tensor_efficiency)
             )
+            longest = max(longest, seconds[-1] * work.longest / work.operations)
         with_experts = self.model.layers_with_experts(layers)
-        return [
+        whole = [
             (count - some) * seconds[0] + some * seconds[-1] for count, some in zip(layers, with_experts, strict=True)
         ]
+        if not state.owns_parameters:
+            return whole
+        return [min(each, max(each / configuration.replicas, longest)) for each in whole]
 
     def _hosted(self, configuration: Configuration, layers: Sequence[int]) -> dict[str, list[float]]:
         """Return the costs of copies and updates of stages whose weights live on the host.

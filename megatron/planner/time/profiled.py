@@ -331,7 +331,8 @@ class ProfiledCosts:
         t, d, size = configuration.tensor, configuration.data, self.software.gradient_bytes
         found: dict[str, list[float] | float] = {}
         if d > 1:  # the distributed optimizer's reduce-scatter sends half as much as an all-reduce
-            share = 0.5 if configuration.distributed_optimizer else 1.0
+            owns = self.software.training_state(configuration).owns_parameters
+            share = 0.5 if configuration.distributed_optimizer and not owns else 1.0
             counts = stage_parameters(self.model, t, layers)
             found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]
         placement = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).rank_of_stage

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
@@ -265,7 +265,7 @@ def _check_can_be_built(
 
 def require_same_masters(args: TrainConfig, saved: argparse.Namespace | None, path: object) -> None:
     """Raise CheckpointError for a 16-bit run's whole optimizer state in an FP32 run, which keeps no masters apart."""
-    if saved is None or getattr(saved, "use_distributed_optimizer", False) or args.use_distributed_optimizer:
+    if saved is None or cuts_optimizer_state(saved) or cuts_optimizer_state(args):
         return
     flag = next((flag for flag in ("bf16", "fp16") if getattr(saved, flag, False)), None)
     if flag is not None and not (args.bf16 or args.fp16):

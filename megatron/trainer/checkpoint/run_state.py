@@ -33,6 +33,7 @@ from megatron.trainer.checkpoint.state import (
     optimizer_state,
     restore_random_state,
     trains_nothing,
+    with_empty_groups,
     with_what_is_empty,
     without_parts,
 )
@@ -158,6 +159,7 @@ class Restoration:
             loaded = state["optimizer"]
             if trains_nothing(optimizer):
                 loaded = with_what_is_empty(loaded, optimizer)
+            loaded = with_empty_groups(loaded, optimizer)
             if self._converts:
                 loaded = convert_loaded(loaded, optimizer)
             convert_step_counters(loaded, optimizer)

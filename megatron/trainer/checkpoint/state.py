@@ -49,7 +49,9 @@ from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import control_group
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import of_own_replica
+from megatron.pipeline.runtime.stages.megatron.owners import owners
+from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 
 # --- random number generators of one rank, in Megatron-LM's layout, so that each program can resume the other's runs --
@@ -234,7 +236,7 @@ def sharding_metadata(args: TrainConfig) -> dict:
         metadata[_LAYERS_APART] = (
             True  # frozen layers have no optimizer state, and a key for all layers would need it of each
         )
-    if getattr(args, "use_distributed_optimizer", False):
+    if cuts_optimizer_state(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
@@ -300,7 +302,8 @@ def optimizer_state(
 ) -> ShardedStateDict:
     """The sharded optimizer state, with the sharding of the model's entries. It is complete even before the first step.
 
-    Collective in a job whose layers may be frozen: every rank must call it.
+    Where replicas own whole parameters, the owner writes. Collective in a job whose layers may be frozen: every rank
+    must call it.
     """
     complete_state(optimizer)
     is_frozen = trains_nothing(optimizer)
@@ -309,9 +312,35 @@ def optimizer_state(
             entry = ranged_optimizer_state(optimizer, model, metadata, is_loading=is_loading)
         else:
             entry = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(metadata))
+    entry = without_empty_groups(entry)
+    if owners(optimizer) is not None:
+        entry = dict_list_map_inplace(of_own_replica, entry)
     if metadata.get(_LAYERS_APART) and not is_loading:
         entry = _with_common_state(entry, is_frozen=is_frozen)
     return entry
+
+
+_MASTERS = "fp32_from_fp16_params"
+"""megatron.core's name for the list of the masters of each group."""
+
+
+def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
+    """The optimizer entry with the masters by the number of their group, without the groups that have none.
+
+    megatron.core leaves empty groups out of a list, which moves the groups behind them, and it writes the empty groups
+    of rank 0 for all ranks.
+    """
+    if _MASTERS not in entry:
+        return entry
+    return {**entry, _MASTERS: {number: group for number, group in enumerate(entry[_MASTERS]) if group}}
+
+
+def with_empty_groups(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
+    """The loaded optimizer state with the list of masters that `without_empty_groups` has changed."""
+    masters = loaded.get(_MASTERS)
+    if not isinstance(masters, dict):
+        return loaded
+    return {**loaded, _MASTERS: [masters.get(number, []) for number in range(len(optimizer.param_groups))]}
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:

@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.rules.stages import layer_split
 
 
@@ -129,7 +129,7 @@ def optimizer_config(args: TrainConfig) -> OptimizerConfig:
         min_loss_scale=args.min_loss_scale,
         loss_scale_window=args.loss_scale_window,
         hysteresis=args.hysteresis,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=cuts_optimizer_state(args),
     )
 
 
@@ -142,7 +142,7 @@ def ddp_config(args: TrainConfig) -> DistributedDataParallelConfig:
     """
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
-        use_distributed_optimizer=args.use_distributed_optimizer,
+        use_distributed_optimizer=cuts_optimizer_state(args),
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         check_for_nan_in_grad=False,

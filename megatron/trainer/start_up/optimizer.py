@@ -35,6 +35,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.models import core_config
@@ -137,6 +138,12 @@ def _muons_groups(args: TrainConfig) -> dict[ParamKey, ParamGroupOverride]:
     return overrides
 
 
+def _bytes_of_muon(parameter: Tensor, name: str) -> int:
+    """The bytes of the master, if weights have 16 bits, and of the moments of a parameter."""
+    num_moments = 2 if layout_of(parameter, name) is None else 1
+    return 4 * parameter.numel() * (num_moments + (parameter.element_size() < 4))
+
+
 def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> ParamKey:
     """The parameters of a layout, without those that have --decoupled-lr."""
 
@@ -153,20 +160,28 @@ def _key(title: str, layout: str | None, decoupled_lr: float | None = None) -> P
 def build_optimizer(
     args: TrainConfig, chunks: Sequence[torch.nn.Module], *, on_host: bool = False
 ) -> MegatronOptimizer:
-    """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there."""
+    """The optimizer of `args` for a rank's chunks. `on_host`: weights lie on the host, and steps are made there.
+
+    If replicas own whole parameters, the optimizer has those of this replica, and `owners(optimizer)` has the rest.
+    """
     wanted = core_config.optimizer_config(args)
+    shared = None
     own, overrides = None, get_standard_config_overrides(wanted)
     if args.optimizer == "lamb":
         own = Lamb
     elif args.optimizer == "muon":
         own = _muon(args, chunks)
         overrides |= _muons_groups(args)
+        if args.use_distributed_optimizer and args.data_parallel_size > 1:
+            shared = Owners(chunks, _bytes_of_muon)
     if own is not None:
         wanted = replace(wanted, optimizer="adam")
-    with optimizers_on_host() if on_host else contextlib.nullcontext():
+    nothing = contextlib.nullcontext()
+    with optimizers_on_host() if on_host else nothing, nothing if shared is None else shared.building():
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
         for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+            each.owners = shared
             if not each.is_stub_optimizer:
                 each.optimizer = _in_place_of(each.optimizer, own)
     return optimizer

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.planner import Architecture
+from megatron.planner.memory.owned import parameters
 from megatron.planner.memory.parameters import stage_parameters
 from tests import workers
 from tests.trainer.arguments.bert_command_line import bert_arguments
@@ -23,11 +24,22 @@ SHAPES = (
 )
 
 
-def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
-    """This rank's stage, and for each shape (counted by the planner, elements of the real model's parameters)."""
+def counted_and_real(args, made, tensor: int, stage: int, model) -> tuple[tuple, tuple]:
+    """The number of a stage's parameters and the size of each: the planner's, and those of the real model."""
+    from megatron.trainer.models.gpt import num_parameters
+    from megatron.trainer.plan import from_flags
+
+    shape, layers = from_flags.architecture(args), from_flags.layers_of_stages(made)
+    ends = {"is_first": stage == 0, "is_last": stage == len(layers) - 1}
+    sizes = sorted(size for _, size in parameters(shape, tensor, layers[stage], **ends))
+    real = sorted(each.numel() for each in model.parameters())
+    return (stage_parameters(shape, tensor, layers)[stage], sizes), (num_parameters([model]), real)
+
+
+def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
+    """This rank's stage, and for each shape what `counted_and_real` gives."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config, gpt
-    from megatron.trainer.plan import from_flags
 
     parallel_state.initialize_model_parallel(tensor, pipeline)
     stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
@@ -43,8 +55,7 @@ def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
             )  # fmt: skip
-            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
-            counts.append((counted[stage], gpt.num_parameters([model])))
+            counts.append(counted_and_real(args, made, tensor, stage, model))
     finally:
         parallel_state.destroy_model_parallel()
     return stage, counts
@@ -68,13 +79,11 @@ def test_parameters_of_gpt(tensor, pipeline):
             assert counted == real, (stage, flags)
 
 
-def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
     """The same for BERTs."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
     from megatron.trainer.models.bert import bert_model
-    from megatron.trainer.models.gpt import num_parameters
-    from megatron.trainer.plan import from_flags
 
     parallel_state.initialize_model_parallel(tensor, pipeline)
     stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
@@ -90,8 +99,7 @@ def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
             )  # fmt: skip
-            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
-            counts.append((counted[stage], num_parameters([model])))
+            counts.append(counted_and_real(args, made, tensor, stage, model))
     finally:
         parallel_state.destroy_model_parallel()
     return stage, counts
@@ -106,13 +114,11 @@ def test_parameters_of_bert():
             assert counted == real, (stage, flags)
 
 
-def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple[int, int]]]:
+def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
     """The same for a ViT or a BERT that tells classes."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config
     from megatron.trainer.models.classifiers import BertClassifier, VisionTransformer
-    from megatron.trainer.models.gpt import num_parameters
-    from megatron.trainer.plan import from_flags
 
     build, arguments_of = (
         (VisionTransformer.build, vision_arguments) if kind == "ViT" else (BertClassifier.build, text_arguments)
@@ -131,8 +137,7 @@ def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) ->
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),
                 post_process=parallel_state.is_pipeline_last_stage(),
             )  # fmt: skip
-            counted = stage_parameters(from_flags.architecture(args), tensor, from_flags.layers_of_stages(made))
-            counts.append((counted[stage], num_parameters([model])))
+            counts.append(counted_and_real(args, made, tensor, stage, model))
     finally:
         parallel_state.destroy_model_parallel()
     return stage, counts

@@ -3,8 +3,9 @@
 import pytest
 
 from megatron.planner import TrainingState
+from megatron.planner.memory.muon import MuonSetting
 
-PARAMETERS = 1000
+PARAMETERS, MUON = 1000, MuonSetting()
 
 
 def per_parameter(state: TrainingState, versions: int = 1, buffers: int = 1) -> float:
@@ -30,6 +31,8 @@ def per_parameter(state: TrainingState, versions: int = 1, buffers: int = 1) -> 
         (TrainingState(distributed_optimizer=True, data=4), 1, 1, 9),
         (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 1, 1, 10),
         (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 2, 2, 19),  # masters of their own
+        (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4, muon=MUON), 2, 2, 18),  # owners: none
+        (TrainingState(distributed_optimizer=True, data=4, muon=MUON, owned_part=0.5), 1, 1, 12),  # the fullest
     ],
 )
 def test_bytes_of_a_parameter(state, versions, buffers, expected):
@@ -44,6 +47,7 @@ def test_bytes_of_a_parameter(state, versions, buffers, expected):
         (TrainingState(distributed_optimizer=True, data=4), 2),
         (TrainingState(weight_bytes=4), 3),  # FP32: the optimizer steps the weights themselves
         (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4), 2),  # masters of their own
+        (TrainingState(weight_bytes=4, distributed_optimizer=True, data=4, muon=MUON), 2.25),  # of what a replica owns
     ],
 )
 def test_true_weights_beside_predictions(state, copies):

@@ -45,8 +45,11 @@ CUTS = {
     "p=2 v=2 to distributed optimizer p=2 v=2": (EXACT, 2, f"{P2} {V2}", 2, f"{P2} {V2} {SHARDED}", True),
     "distributed optimizer p=2 v=2 d=2 to p=4 d=1": (CLIPPED, 4, f"{P2} {V2} {SHARDED}", 4, f"{P4} {SHARDED}", False),
     "bf16, distributed optimizer p=2 v=2 to p=1": (f"{EXACT} --bf16", 2, f"{P2} {V2} {SHARDED}", 1, P1, True),
+    "bf16, rank 0 with fewer groups": (
+        f"{EXACT} --bf16 --decoupled-lr 1e-3", 4, f"{P4} {LAYOUT} E|ttt|t|L", 2, P2, True,
+    ),
     "t=2 to p=2 v=2 t=2": (f"{CLIPPED} {UNDROPPED}", 2, f"{P1} {TENSOR}", 4, f"{P2} {V2} {TENSOR}", False),
-}
+}  # fmt: skip
 
 
 @table("model, writers, source, readers, target, exact", CUTS, usual=1)

@@ -153,7 +153,6 @@ def test_checkpoints_go_on_elsewhere(saved, flags, writers, source, readers, tar
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--use-distributed-optimizer", "--use-distributed-optimizer does not go with --optimizer muon"),
         ("--muon-tp-mode distributed", "--muon-tp-mode distributed, which iterates on shared matrices"),
         ("--muon-num-ns-steps 0", "--muon-num-ns-steps 0 must be greater than 0"),
         ("--muon-momentum 1", "--muon-momentum 1.0 must be at least 0 and less than 1"),

@@ -104,16 +104,20 @@ class ProvisionalStep:
 class LastUpdate:
     """The last update of an optimizer's parameters, to be taken once more: error feedback (docs/error_feedback.md).
 
-    `before`: parameter -> its value before its last step; empty if that step was skipped.
+    Attributes:
+        before: parameter -> its value before its last step; empty if that step was skipped.
+        is_known: there is an update to take again.
     """
 
     def __init__(self) -> None:
         self.before: dict[Tensor, Tensor] = {}
+        self.is_known = False
 
     @torch.no_grad()
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Keep copies of the parameters, which are about to be stepped."""
         self.before = {parameter: parameter.detach().clone() for parameter in parameters}
+        self.is_known = True
 
     @torch.no_grad()
     def write(self, parameter: Tensor, target: Tensor) -> None:
@@ -126,7 +130,7 @@ class LastUpdate:
 
     def end(self) -> None:
         """Forget the update, which was taken again."""
-        self.before = {}
+        self.before, self.is_known = {}, False
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

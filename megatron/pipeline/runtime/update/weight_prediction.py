@@ -181,6 +181,7 @@ class PredictedVersions(WeightVersions):
     Args:
         stepped: names of the parameters that the optimizer steps directly; the others have masters. Default: all.
         write_true: writes the masters into the tensors that their parameters show.
+        exchanges: with `write_true` replicas exchange true weights, also those that the optimizer steps directly.
         parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
 
     Attributes:
@@ -200,6 +201,7 @@ class PredictedVersions(WeightVersions):
         first_version: int = 0,
         stepped: frozenset[str] | None = None,
         write_true: Callable[[], None] = lambda: None,
+        exchanges: bool = False,
         make_slot: Callable[[], Slot] | None = None,
         on_switch: Callable[[int], None] | None = None,
     ) -> None:
@@ -208,7 +210,7 @@ class PredictedVersions(WeightVersions):
         )  # fmt: skip
         names = self._parameters if stepped is None else stepped
         self._true = {name: self._parameters[name].data.clone() for name in names}
-        self._has_masters = len(self._true) < len(self._parameters)
+        self._has_masters = len(self._true) < len(self._parameters) or exchanges
         self._write_true = write_true
         self._true_slot: int | None = None  # the slot into which masters were written last
 
@@ -244,6 +246,8 @@ class PredictedVersions(WeightVersions):
             self._true_slot = self._free_slot()
             self._show(self._true_slot)
             with torch.no_grad():
+                for name, tensor in self._true.items():  # for an exchange
+                    self._parameters[name].data.copy_(tensor)
                 self._write_true()
         self._show_true()
         self._shown_slot = _TRUE

@@ -96,6 +96,17 @@ _LATER = {each.name: each.default for each in fields(Derived) if each.default is
 """What neither the command line nor the rules say."""
 
 
+# --- the optimizer's state --------------------------------------------------------------------------------------------
+
+
+def cuts_optimizer_state(args: TrainConfig | argparse.Namespace) -> bool:
+    """Whether a run has megatron.core's distributed optimizer, which cuts the state of a parameter.
+
+    With Muon replicas own whole parameters instead. `args` may be those of a checkpoint, which may lack some.
+    """
+    return getattr(args, "use_distributed_optimizer", False) and getattr(args, "optimizer", None) != "muon"
+
+
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 
 

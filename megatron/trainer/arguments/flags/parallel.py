@@ -181,7 +181,8 @@ class Distributed:
         None, "Accepted; LOCAL_RANK from the environment is used.", aliases=("--local_rank",), roles=Role.SHORT_RUN
     )
     use_distributed_optimizer: bool = switch(
-        "Shard optimizer state over data parallel ranks.", roles=Role.CONFIGURATION
+        "Shard optimizer state over data parallel ranks; with --optimizer muon each owns whole parameters.",
+        roles=Role.CONFIGURATION,
     )
     overlap_grad_reduce: bool = switch(
         "Accepted: the program's REDUCE_GRAD reduces gradients, beside compute where the schedule has slack."

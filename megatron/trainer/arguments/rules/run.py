@@ -26,10 +26,7 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             "alone; leave one of the two out"
         )
     if args.optimizer == "muon" and args.use_distributed_optimizer:
-        raise ValueError(
-            "--use-distributed-optimizer does not go with --optimizer muon: it cuts matrices into shards, and Muon "
-            "steps a matrix as a whole; leave one of the two out"
-        )
+        _whole_parameters(args)
     if args.optimizer == "muon" and args.muon_tp_mode == "distributed":
         raise ValueError(
             "--muon-tp-mode distributed, which iterates on shared matrices without gathering them, is not supported; "
@@ -56,6 +53,20 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"{name} does not go with --optimizer lamb, which steps a weight by its norm: it {reason}; leave it "
                 "out, or use adam"
+            )
+
+
+def _whole_parameters(args: argparse.Namespace) -> None:
+    """Refuse what is not built where replicas own whole parameters."""
+    for name, (is_asked, reason) in {
+        "--overlap-param-gather": (args.overlap_param_gather, "replicas exchange weights at the end of STEP"),
+        "--freeze-training": (args.freeze_training, "layers that freeze would change the owners"),
+        "--elastic-pipeline": (args.elastic_pipeline, "another number of replicas would have other owners"),
+    }.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} does not go with --optimizer muon and --use-distributed-optimizer, with which replicas own "
+                f"whole parameters: {reason}; leave {name} or --use-distributed-optimizer out"
             )
 
 

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.trainer.arguments.flags.config import cuts_optimizer_state
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
 
@@ -85,8 +86,8 @@ ROWS = (
     ),
     Idle(
         "ddp_pad_buckets_for_high_nccl_busbw",
-        lambda args: not args.use_distributed_optimizer,
-        "only the buckets of --use-distributed-optimizer are padded",
+        lambda args: not cuts_optimizer_state(args),
+        "only buckets that --use-distributed-optimizer cuts into shards are padded",
     ),
     Idle("adam_beta1 adam_beta2 adam_eps", lambda args: args.optimizer == "sgd", "--optimizer sgd has no moments"),
     Idle(

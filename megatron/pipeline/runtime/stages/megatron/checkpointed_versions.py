@@ -300,7 +300,7 @@ class PredictedVersion(OlderVersions):
         if replica == 0:  # as for the model, the first replica writes
             return state
         return {
-            part: {name: _of_own_replica(sharded) for name, sharded in chunk_state.items()}
+            part: {name: of_own_replica(sharded) for name, sharded in chunk_state.items()}
             for part, chunk_state in state.items()
         }
 
@@ -310,7 +310,12 @@ def _prefix_of(entry: str, replica: int) -> str:
     return f"{entry}.{replica}."
 
 
-def _of_own_replica(sharded):
-    """A copy of a sharded tensor that is marked as held by this replica alone, so that this replica writes it."""
+def of_own_replica(sharded: object) -> object:
+    """A copy of a sharded tensor that is marked as held by this replica alone, so that this replica writes it.
+
+    Returns values of other types as they are.
+    """
+    if not isinstance(sharded, (ShardedTensor, ShardedTensorFactory)):
+        return sharded
     assert isinstance(sharded.replica_id, tuple), "megatron.core numbers replicas by (pipeline, tensor, data)"
     return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))

@@ -14,6 +14,7 @@ with their own storage.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -255,18 +256,33 @@ def separate_masters(optimizer: DistributedOptimizer, *, share_storage: bool) ->
         group["params"] = [replaced.get(param, param) for param in group["params"]]
 
 
+class Slots(Protocol):
+    """Flat buffers of weights, one set per slot of the weight versions."""
+
+    def make(self) -> dict[str, Tensor]: ...
+
+    def switch(self, slot: int) -> None: ...
+
+
 def weight_versions(
-    chunks: list[DistributedDataParallel], optimizer: MegatronCoreOptimizer, *, window: int, first_version: int = 0
+    chunks: list[DistributedDataParallel],
+    optimizer: MegatronCoreOptimizer,
+    *,
+    window: int,
+    first_version: int = 0,
+    slots: Slots | None = None,
 ) -> WeightVersions:
-    """The weight versions of one rank's chunks. The distributed `optimizer` gets masters (see `separate_masters`)."""
-    if not isinstance(optimizer, DistributedOptimizer):
-        return WeightVersions(named_parameters(chunks), window=window, first_version=first_version)
-    separate_masters(optimizer, share_storage=window == 1)
-    slots = DistributedSlots(chunks)
+    """The weight versions of one rank's chunks. The distributed `optimizer` gets masters (see `separate_masters`).
+
+    `slots`: the flat buffers of the weights, for another optimizer; None: weights lie in tensors of their own.
+    """
+    if isinstance(optimizer, DistributedOptimizer):
+        separate_masters(optimizer, share_storage=window == 1)
+        slots = DistributedSlots(chunks)
     return WeightVersions(
         named_parameters(chunks),
         window=window,
         first_version=first_version,
-        make_slot=slots.make,
-        on_switch=slots.switch,
+        make_slot=slots and slots.make,
+        on_switch=slots and slots.switch,
     )

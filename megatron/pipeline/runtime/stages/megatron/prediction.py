@@ -4,9 +4,10 @@ The coming step is taken provisionally (`provisional_step`) with the gradients i
 times c m / (n s). Here n of the m microbatches of the batch are done, s is its loss scale, and c clips
 (`prediction_factor`). The result is written into the slot of the weights that the next batch uses. The step of a
 parameter starts from its FP32 master, if it has one. With the distributed optimizer each replica computes its shards,
-and then the replicas gather them.
+and then the replicas gather them. Where replicas own whole parameters, each computes its own, and then the replicas
+exchange them.
 
-By default a replica reads only its own gradients, so without the distributed optimizer each replica computes at
+By default a replica reads only its own gradients, so if each replica computes all weights, replicas compute at
 different weights. With `reduce_partial` all replicas read the mean. Tensor ranks must agree. So they sum the gradients
 of which each has a part, they clip by one norm, and if the gradients of one tensor rank overflow, all skip the
 prediction. The clipping and the overflow of a tied embedding depend on its own gradient alone. Both stages have this
@@ -29,9 +30,11 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     DistributedSlots,
     MegatronCoreOptimizer,
+    Slots,
     named_parameters,
     separate_masters,
 )
+from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.update.gradients import norm_squared
 from megatron.pipeline.runtime.update.provisional_step import LastUpdate, ProvisionalStep, is_scale_invariant
@@ -85,7 +88,8 @@ class MegatronPrediction:
         self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
         self._reduction = reduction
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
-        slots = None
+        self._owners = owners(optimizer)
+        slots: Slots | None = self._owners
         if self._distributed:
             separate_masters(optimizer, share_storage=False)
             slots = DistributedSlots(chunks)
@@ -95,6 +99,7 @@ class MegatronPrediction:
             named_parameters(chunks),
             stepped=frozenset(self._names[model] for own, (model, _) in self._model_of.items() if own is model),
             write_true=self._write_true,
+            exchanges=self._owners is not None,
             make_slot=slots and slots.make,
             on_switch=slots and slots.switch,
         )
@@ -276,22 +281,24 @@ class MegatronPrediction:
         """The next prediction of a drained run, which shows its true weights."""
         if self.versions.restored is not None:
             return dict(self.versions.restored)
-        if not self._last_update.before:
+        if not self._last_update.is_known:
             return None
         result = {name: torch.zeros_like(parameter.data) for parameter, name in self._names.items()}
         self._take_again(result)
-        if self._distributed:  # each replica has written its shards
+        if self._distributed or self._owners is not None:  # each replica has written its part
             for tensor in result.values():
                 dist.all_reduce(tensor, group=self._shards_group)
         return result
 
     def _write_true(self) -> None:
-        """Write the masters into the model's parameters. Collective over replicas with the distributed optimizer."""
-        if not self._optimizer.is_stub_optimizer:
+        """Write the masters into the model's parameters. Collective over replicas that share out the masters."""
+        if not self._optimizer.is_stub_optimizer and not isinstance(self._optimizer, FP32Optimizer):
             self._optimizer._copy_main_params_to_model_params()
         self._gather()
 
     def _gather(self) -> None:
+        if self._owners is not None:
+            self._owners.exchange()
         if self._distributed:
             for chunk in self._optimizer.model_chunks:
                 chunk.start_param_sync()

@@ -41,6 +41,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     bucket_of,
     named_parameters,
 )
+from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 
@@ -228,6 +229,7 @@ def warm_up(
     world: ChainGroup | None,
     *,
     distributed_optimizer: bool,
+    owners: Owners | None = None,
     reduces_partial: bool = False,
 ) -> None:
     """Use once the chain's groups and megatron.core's groups of forwards, backwards and steps. Collective.
@@ -235,6 +237,7 @@ def warm_up(
     Args:
         zeros: a slot to which no batch has added gradients yet.
         distributed_optimizer: the chunks have the distributed optimizer.
+        owners: the owners of the parameters, if replicas own whole parameters.
         reduces_partial: predictions read the mean of the gradients over the replicas. They then reduce the gradient of
             a tied embedding over the replicas, and with the distributed optimizer the norm over the shards.
     """
@@ -243,6 +246,8 @@ def warm_up(
     reduction.over_tensor(zeros)
     if reduces_partial:
         reduction.over_partial_embedding(zeros, over_data=True)
+    if owners is not None:
+        owners.exchange()  # as at the end of a step
     for chunk in chunks if distributed_optimizer else ():
         chunk.start_param_sync()  # as at the end of a step
         if reduces_partial:

@@ -35,6 +35,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     steps_parameters_in_place,
     weight_versions,
 )
+from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up
 from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
@@ -55,7 +56,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     """`PredictingUpdate` of one rank's DDP-wrapped chunks and their megatron.core optimizer.
 
     With the distributed optimizer `step` ends with the all-gather of the new weights over the replicas, on the main
-    thread. It is not overlapped with computation, since the next instruction is the forward that needs these weights.
+    thread; where replicas own whole parameters (`owners`), it ends with their exchange. It is not overlapped with
+    computation, since the next instruction is the forward that needs these weights.
 
     Args:
         chunks: the model chunks of the rank, each wrapped in megatron.core's DDP without overlapped reductions.
@@ -109,6 +111,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._check(chunks)
+        self._owners = owners(self._inner)
         self._prediction: MegatronPrediction | None = None
         with allocating():
             if rule.predicts:
@@ -122,7 +125,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 )
                 versions = self._prediction.versions
             else:
-                versions = weight_versions(chunks, self._inner, window=rule.max_live_versions(stage, num_stages))
+                window = rule.max_live_versions(stage, num_stages)
+                versions = weight_versions(chunks, self._inner, window=window, slots=self._owners)
             DeviceUpdate.__init__(
                 self,
                 versions,
@@ -139,7 +143,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         shards = isinstance(self._inner, DistributedOptimizer)
         warm_up(
             chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
-            reduces_partial=self.reduces_partial,
+            owners=self._owners, reduces_partial=self.reduces_partial,
         )  # fmt: skip
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
@@ -277,11 +281,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             running = self._gradients.shown
             self._gradients.show(batch.buffer)
             copy_gradients(self._inner)
-            if coefficient != 1.0:
-                torch._foreach_mul_(gradients_of(self._inner), coefficient)
+            gradients = gradients_of(self._inner)
+            if coefficient != 1.0 and gradients:
+                torch._foreach_mul_(gradients, coefficient)
             if self._prediction is None:
                 with self.versions.making(version, copy=self._copy_newest):
                     self._inner.step_with_ready_grads()
+                    if self._owners is not None:
+                        self._owners.exchange()
             else:
                 self._prediction.step()
                 self._prediction.clip_factor = coefficient * report.loss_scale
@@ -303,8 +310,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     @property
     def replicas_predict_apart(self) -> bool:
         """Whether each replica predicts from its own gradients, so that predicted weights differ between replicas."""
-        shards = isinstance(self._inner, DistributedOptimizer)
-        return self._prediction is not None and self.reads_gradients and not shards and not self._prediction.reduces
+        shares = isinstance(self._inner, DistributedOptimizer) or self._owners is not None
+        return self._prediction is not None and self.reads_gradients and not shares and not self._prediction.reduces
 
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions of a stage of the rank: the same for all its stages."""

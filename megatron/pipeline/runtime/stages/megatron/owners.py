@@ -1,0 +1,111 @@
+"""The optimizer's state shared out over the data-parallel replicas by whole parameters.
+
+Problem: megatron.core's distributed optimizer cuts flat buffers into shards. An optimizer such as Muon steps a matrix
+as a whole.
+
+Solution: each parameter has one owner among the replicas (`owners_of`). Gradients are averaged on all replicas.
+megatron.core's plain optimizer of a replica holds and steps the parameters that the replica owns. Then the replicas
+exchange the weights.
+
+Weights lie in flat buffers, one for each owner and dtype, and the parameters are views of them. So an exchange is one
+broadcast of each buffer, in place. A slot of the weight versions is one set of such buffers, and the exchange fills the
+slot that the parameters show. It uses megatron.core's group of the replicas, on the thread that steps.
+
+A tied embedding that two stages share is owned by replica 0 at both. A prediction may read the gradients of the owner
+alone, and so both copies are predicted from the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.pipeline.placement.owners import owners_of
+from megatron.pipeline.runtime.stages.megatron.optimizers import named_parameters
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
+
+_ALIGNMENT = 64  # elements, as in megatron.core's buffers
+
+_Flats = dict[tuple[int, torch.dtype], Tensor]
+
+
+class Owners:
+    """The owners of one rank's parameters, and the flat buffers of the weights. The parameters move into slot 0.
+
+    Args:
+        chunks: the model chunks of the rank.
+        bytes_of: (parameter, name) -> the bytes of the optimizer's state of the parameter.
+    """
+
+    def __init__(self, chunks: list[DistributedDataParallel], bytes_of: Callable[[Parameter, str], float]) -> None:
+        self._group = chunks[0].intra_dp_cp_group
+        self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
+        tied = set(tied_embeddings(chunks))
+        owners = owners_of(
+            [bytes_of(parameter, name) for parameter, name in self._names.items()],
+            self._group.size(),
+            pinned=[index for index, parameter in enumerate(self._names) if parameter in tied],
+        )
+        self._owner_of = dict(zip(self._names, owners, strict=True))
+        self._places: dict[Parameter, tuple[tuple[int, torch.dtype], int]] = {}  # the key of the flat buffer, offset
+        self._lengths: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+        for parameter, owner in self._owner_of.items():
+            key = owner, parameter.dtype
+            self._places[parameter] = key, self._lengths[key]
+            self._lengths[key] += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self._slots: list[_Flats] = []
+        self._shown = 0
+        for parameter, view in zip(self._names, self.make().values(), strict=True):
+            view.copy_(parameter.data)
+            parameter.data = view
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """In this block only the parameters that this replica owns require gradients, so an optimizer that
+        megatron.core builds in the block gets no others."""
+        others = [each for each, owner in self._owner_of.items() if owner != self._group.rank()]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+
+    def make(self) -> dict[str, Tensor]:
+        """Allocate a slot. Return name -> view of it with the parameter's shape."""
+        device = next(iter(self._names)).device
+        flats = {key: torch.zeros(length, dtype=key[1], device=device) for key, length in self._lengths.items()}
+        self._slots.append(flats)
+        views = {}
+        for parameter, (key, start) in self._places.items():
+            views[self._names[parameter]] = flats[key][start : start + parameter.numel()].view(parameter.shape)
+        return views
+
+    def switch(self, slot: int) -> None:
+        """Note the number of the slot that the parameters show."""
+        self._shown = slot
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Fill the slot that the parameters show with the weights of all owners. Collective over the replicas."""
+        works = [
+            dist.broadcast(flat, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
+            for (owner, _), flat in self._slots[self._shown].items()
+        ]
+        for work in works:
+            work.wait()
+
+
+def owners(optimizer: MegatronOptimizer) -> Owners | None:
+    """The owners that share out the state of an optimizer; None if each replica has all of it, or shards."""
+    (inner, *others) = getattr(optimizer, "chained_optimizers", [optimizer])
+    return None if others else getattr(inner, "owners", None)

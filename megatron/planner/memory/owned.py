@@ -1,0 +1,82 @@
+"""The part of the optimizer's state on the fullest replica, where replicas own whole parameters (Muon).
+
+The parameters of a rank are listed by size and dealt out by the rule of a run (`owners_of`). Models with experts are
+not listed: their part is that of an even division.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from megatron.pipeline.placement.owners import owners_of
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.parameters import TrainingState
+
+
+def fullest_part(
+    state: TrainingState, shape: Architecture, tensor: int, layers: Sequence[int], stages: Sequence[int]
+) -> float:
+    """The bytes of masters and moments on the fullest replica over those of all replicas, on one of `tensor` ranks.
+
+    Args:
+        layers: the number of layers of each stage.
+        stages: the stages of the rank.
+    """
+    if shape.experts is not None:
+        return 1 / state.data
+    parts = tuple((layers[stage], stage == 0, stage == len(layers) - 1) for stage in stages)
+    return _fullest_part(state, shape, tensor, parts)
+
+
+@lru_cache(maxsize=4096)
+def _fullest_part(
+    state: TrainingState, shape: Architecture, tensor: int, stages: tuple[tuple[int, bool, bool], ...]
+) -> float:
+    """`stages`: the number of layers of each stage, whether it is the first, and whether it is the last."""
+    sizes: list[float] = []
+    pinned = []
+    for num_layers, is_first, is_last in stages:
+        for kind, count in parameters(shape, tensor, num_layers, is_first=is_first, is_last=is_last):
+            if kind == _EMBEDDING and shape.tied_embeddings:
+                pinned.append(len(sizes))
+            sizes.append(state.optimizer(count, num_versions=1, matrices=count if kind == _MATRIX else 0, part=1.0))
+    held = [0.0] * state.data
+    for size, owner in zip(sizes, owners_of(sizes, state.data, pinned=pinned), strict=True):
+        held[owner] += size
+    return max(held) / sum(held) if sizes else 1 / state.data
+
+
+_MATRIX, _EMBEDDING, _OTHER = "matrix", "embedding", "other"
+
+
+def parameters(
+    shape: Architecture, tensor: int, num_layers: int, *, is_first: bool, is_last: bool
+) -> Iterator[tuple[str, int]]:
+    """(kind, elements on one of `tensor` ranks) of each parameter of a stage without experts."""
+    h, wide = shape.hidden_size, shape.ffn_hidden_size * (2 if shape.gated else 1)
+    projected, norm = shape.query_width + 2 * shape.key_width, [(_OTHER, shape.hidden_size)] * shape.norm_vectors
+    for _ in range(num_layers):
+        yield from ((_MATRIX, h * width // tensor) for width in (projected, shape.query_width, wide))
+        yield _MATRIX, shape.ffn_hidden_size * h // tensor
+        yield from norm * 2
+        if shape.linear_biases:
+            yield from ((_OTHER, size) for size in (projected // tensor, h, wide // tensor, h))
+        elif shape.qkv_bias:
+            yield _OTHER, projected // tensor
+        if shape.qk_norm:
+            yield from [(_OTHER, shape.kv_channels)] * 2 * shape.norm_vectors
+    others = []
+    if is_first and shape.vocabulary_size:
+        yield _EMBEDDING, shape.vocabulary_size // tensor * h
+    if is_first:
+        others += [shape.num_positions * h, shape.num_token_types * h, shape.class_token * h]
+        others += [shape.patch_elements * h, h if shape.patch_elements else 0]
+    if is_last:
+        yield from norm
+        if shape.output_rows and not (shape.tied_embeddings and is_first):
+            yield _EMBEDDING, shape.output_rows // tensor * h
+        others += [shape.num_classes * h, shape.num_classes] + [h * h, h] * shape.pooler
+        if shape.masked_head:
+            others += [h * h, h, shape.output_rows // tensor]
+            yield from norm
+        others += [h * h, h, 2 * h, 2] * shape.binary_head
+    yield from ((_OTHER, each) for each in others if each)
