@@ -156,7 +156,8 @@ def _repair_groups_that_look_alike(optimizer_class) -> None:
         own = [] if self.is_stub_optimizer else self.optimizer.param_groups
         if "param_groups" not in saved or any("lr_mult" not in group for group in (*own, *saved["param_groups"])):
             return load(self, state)
-        saved["param_groups"] = [dict(group) for group in saved["param_groups"]]
+        given = saved["param_groups"]
+        saved["param_groups"] = [dict(group) for group in given]
         for groups in (own, saved["param_groups"]):
             seen = collections.Counter()
             for group in groups:
@@ -166,6 +167,7 @@ def _repair_groups_that_look_alike(optimizer_class) -> None:
         try:
             return load(self, state)
         finally:
+            saved["param_groups"] = given
             for group in () if self.is_stub_optimizer else self.optimizer.param_groups:
                 if isinstance(group["lr_mult"], tuple):
                     group["lr_mult"] = group["lr_mult"][0]

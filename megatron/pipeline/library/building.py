@@ -243,12 +243,10 @@ def _of_file(path: str | Path, choices: _Choices) -> Any:
 
 
 def _of_user(schedule: Any, choices: _Choices) -> Any:
-    if choices.error_feedback and schedule.provisional_microbatches != 0:
-        raise ValueError(
-            "the schedule says which microbatches its predictions read; make provisional_microbatches 0 there"
-        )
-    if choices.provisional and not schedule.weights.predicts:
+    if (choices.provisional or choices.error_feedback) and not schedule.weights.predicts:
         raise ValueError(f"the schedule's weights are {schedule.weights.name}; make them 2bw-provisional there")
+    if choices.error_feedback and schedule.provisional_microbatches != 0:
+        raise ValueError("the schedule's predictions read gradients; make provisional_microbatches 0 there")
     asked = {
         "data_parallel": choices.data_parallel,
         "tied_embeddings": choices.tied,

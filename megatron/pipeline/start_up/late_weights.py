@@ -18,7 +18,12 @@ def take_error_feedback(args: argparse.Namespace) -> None:
     """
     if not args.pipeline_2bw_error_feedback:
         return
-    if args.pipeline_2bw_provisional != "off":
+    if args.pipeline_2bw_provisional_microbatches not in (None, 0):
+        raise ValueError(
+            f"--2bw-error-feedback reads no gradients, and --2bw-provisional-microbatches "
+            f"{args.pipeline_2bw_provisional_microbatches} asks for some; leave one of them out"
+        )
+    if args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0:
         raise ValueError(
             f"--2bw-error-feedback and --2bw-provisional {args.pipeline_2bw_provisional} are two guesses of the same "
             "missing update, of which a batch takes one; leave one of them out (docs/error_feedback.md)"

@@ -77,7 +77,8 @@ def sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
     """The notes on the weights of kept schedules."""
     kept = list(kept)
     found = [sentence(kept)]
-    if any(each.estimate.configuration.predicts for each in kept):
+    configurations = [each.estimate.configuration for each in kept]
+    if any(each.predicts and each.provisional_microbatches != 0 for each in configurations):
         found.append(
             "2bw with provisional weights computes a batch at a prediction from the part of the batch before that is "
             "noted: the smaller, the noisier (docs/provisional.md)"

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.pipeline.start_up.late_weights import take_error_feedback
 from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
@@ -70,6 +71,7 @@ class Job:
         if given.max_position_embeddings is None and given.seq_length is not None:
             argv = [*argv, "--max-position-embeddings", str(given.seq_length)]
             given = parse_args(argv, prog=program, defaults=defaults, accepts=Role.PRICED)
+        take_error_feedback(given)
         predicts, kept, dropped, priced = given.pipeline_2bw_provisional != "off", [], [], []
         for flag in _given_flags(given):
             if Role.PRICED in flag.roles:

@@ -67,6 +67,8 @@ def same_weights(one: list[dict], other: list[dict]) -> bool:
         (1, f"{STAGE} --2bw-provisional-microbatches 2", "stage reads what each stage has done; leave out --2bw-prov"),
         (1, "--pipeline-schedule 2bw --2bw-provisional uniform", "needs --2bw-provisional-microbatches, from 0 to m-p"),
         (1, f"{UNIFORM} --2bw-provisional-microbatches -1", "--2bw-provisional-microbatches -1 must be at least 0"),
+        (1, f"{FEEDBACK} --2bw-provisional-microbatches 2", "--2bw-error-feedback reads no gradients, and --2bw-prov"),
+        (2, f"{FEEDBACK} --2bw-single-gradient-buffer", "and --2bw-single-gradient-buffer steps early; leave one"),
         (1, f"{STAGE} --2bw-error-feedback", "--2bw-error-feedback and --2bw-provisional stage are two guesses of the"),
         (2, f"{FEEDBACK} --2bw-provisional-reduce", "has nothing to reduce where predictions read no gradients; leave"),
         (1, "--pipeline-schedule flush --2bw-error-feedback", "--2bw-error-feedback goes with the weights of"),

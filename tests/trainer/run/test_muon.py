@@ -153,6 +153,15 @@ def test_checkpoints_go_on_elsewhere(saved, flags, writers, source, readers, tar
 @pytest.mark.parametrize(
     "flags, message",
     [
+        ("--muon-scalar-lr 1e-5 --min-lr 1e-4 --lr 1e-3", "--min-lr 0.0001 is greater than --muon-scalar-lr 1e-05"),
+        (
+            f"--muon-tp-mode duplicated --tensor-model-parallel-size 2 {L2L}",
+            "--muon-tp-mode duplicated does not go with --pipeline-schedule l2l and tensor parallelism",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1",
+            "--tensor-model-parallel-size 2 gives each rank a part of one of 1 query groups",
+        ),
         ("--muon-tp-mode distributed", "--muon-tp-mode distributed, which iterates on shared matrices"),
         ("--muon-num-ns-steps 0", "--muon-num-ns-steps 0 must be greater than 0"),
         ("--muon-momentum 1", "--muon-momentum 1.0 must be at least 0 and less than 1"),
@@ -164,7 +173,7 @@ def test_checkpoints_go_on_elsewhere(saved, flags, writers, source, readers, tar
 def test_what_is_refused(flags, message):
     """In a sentence, at the start."""
     with pytest.raises(ValueError) as caught:
-        arguments(f"--optimizer muon {flags}")
+        arguments(f"--optimizer muon {flags}", world_size=2)
     assert message in str(caught.value)
 
 

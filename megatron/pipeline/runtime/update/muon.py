@@ -104,8 +104,8 @@ class Orthogonalization:
             layout: `WHOLE`, `ROWS`, `COLUMNS` or `QKV`.
 
         Returns:
-            This rank's part of the direction, in the dtype of the iteration, and the factor by which a step multiplies
-            the direction.
+            This rank's part of the direction, in the dtype of the iteration, or in FP32 if QKV is split; and the factor
+            by which a step multiplies the direction.
         """
         matrix = update.bfloat16() if self.in_bfloat16 else update.float()
         shares = 1 if self.group is None or layout == WHOLE else self.group.size()
@@ -119,6 +119,11 @@ class Orthogonalization:
             direction = direction.chunk(shares, dim=_DIMENSION[layout])[self.group.rank()]
         return direction, factor
 
+    def warm_up(self, sizes: Iterable[int], device: torch.device) -> None:
+        """Gather once for each of these numbers of bytes, before transfers are posted that NCCL could wait behind."""
+        for num_bytes in sizes if self.group is not None else ():
+            self._gathered(torch.zeros(num_bytes // 4, 1, device=device), 0)
+
     def _gathered(self, part: Tensor, dimension: int) -> Tensor:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.group.size())]
         dist.all_gather(parts, part.contiguous(), group=self.group)
@@ -130,7 +135,8 @@ class Orthogonalization:
         parts = []
         for each in by_group.split(rows, dim=1):
             one = each.reshape(-1, matrix.shape[1])
-            parts.append((newton_schulz(one, self._coefficients()) * self._factor(*one.shape)).view_as(each))
+            direction = newton_schulz(one, self._coefficients()).float()
+            parts.append((direction * self._factor(*one.shape)).view_as(each))
         return torch.cat(parts, dim=1).view_as(matrix)
 
     def _factor(self, rows: int, columns: int) -> float:
@@ -164,7 +170,7 @@ class Muon(torch.optim.AdamW):
     Args:
         params: as for any torch optimizer. The parameters of a group with the option `muon` have two dimensions.
         lr, betas, eps, weight_decay: as for AdamW; Muon uses `lr` and `weight_decay`, too.
-        momentum, nesterov: the defaults of these options of a group; only Muon uses them.
+        momentum, nesterov: Muon's. They are not options of groups, which a checkpoint would bring along.
         orthogonalization: its settings; None: the defaults.
     """
 
@@ -182,10 +188,10 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.orthogonalization = orthogonalization or Orthogonalization()
-        for name, value in {"muon": None, "momentum": momentum, "nesterov": nesterov}.items():
-            self.defaults[name] = value
-            for group in self.param_groups:
-                group.setdefault(name, value)
+        self.momentum, self.nesterov = momentum, nesterov
+        self.defaults["muon"] = None
+        for group in self.param_groups:
+            group.setdefault("muon", None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -213,8 +219,8 @@ class Muon(torch.optim.AdamW):
         self.make_state(parameter, group)
         state, gradient, lr = self.state[parameter], parameter.grad, group["lr"]
         state["step"] += 1
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        mean = state["momentum_buffer"].lerp_(gradient, 1 - self.momentum)
+        update = gradient.lerp(mean, self.momentum) if self.nesterov else mean
         direction, factor = self.orthogonalization.direction(update, group["muon"])
         parameter.mul_(1 - lr * group["weight_decay"])
         parameter.add_(direction, alpha=-lr * factor)

@@ -32,6 +32,8 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             "--muon-tp-mode distributed, which iterates on shared matrices without gathering them, is not supported; "
             "use duplicated, which gives the same numbers but for rounding"
         )
+    if args.optimizer == "muon":
+        _matrices_of_tensor_ranks(args)
     if args.optimizer != "lamb":
         return
     for name, (is_asked, reason) in {
@@ -68,6 +70,21 @@ def _whole_parameters(args: argparse.Namespace) -> None:
                 f"{name} does not go with --optimizer muon and --use-distributed-optimizer, with which replicas own "
                 f"whole parameters: {reason}; leave {name} or --use-distributed-optimizer out"
             )
+
+
+def _matrices_of_tensor_ranks(args: argparse.Namespace) -> None:
+    """Refuse where Muon cannot have a matrix that tensor ranks share."""
+    tensor, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
+    if args.pipeline_schedule == "l2l" and tensor > 1 and args.muon_tp_mode == "duplicated":
+        raise ValueError(
+            "--muon-tp-mode duplicated does not go with --pipeline-schedule l2l and tensor parallelism: the host's "
+            "optimizer steps beside forwards that use the tensor ranks' group; use blockwise"
+        )
+    if groups is not None and groups < tensor and args.muon_tp_mode == "blockwise" and args.muon_split_qkv:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor} gives each rank a part of one of {groups} query groups, so Muon "
+            "cannot tell queries, keys and values apart; add --muon-no-split-qkv, or --muon-tp-mode duplicated"
+        )
 
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
@@ -266,10 +283,12 @@ def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
     require_predictions(args, weights, choice_of(args).name)
     mode = args.pipeline_2bw_provisional
     if mode != "off" and args.pipeline_2bw_single_gradient_buffer:
-        raise ValueError(
-            f"--2bw-provisional {mode} reads gradients that --2bw-single-gradient-buffer gives away early; leave one "
-            "of them out"
-        )
+        reason = f"--2bw-provisional {mode} reads gradients that --2bw-single-gradient-buffer gives away early"
+        if args.pipeline_2bw_error_feedback:
+            reason = (
+                "--2bw-error-feedback takes the update of a STEP again, and --2bw-single-gradient-buffer steps early"
+            )
+        raise ValueError(f"{reason}; leave one of them out")
 
 
 def _updates_alone(args: argparse.Namespace) -> None:
@@ -321,6 +340,11 @@ def learning_rate(args: argparse.Namespace) -> None:
         args.lr = args.lr or 0.0
     if args.lr is None:
         raise ValueError("--lr is needed")
+    if args.muon_scalar_lr is not None and args.muon_scalar_min_lr is None and (args.min_lr or 0) > args.muon_scalar_lr:
+        raise ValueError(
+            f"--min-lr {args.min_lr} is greater than --muon-scalar-lr {args.muon_scalar_lr}, which would rise to it; "
+            "give --muon-scalar-min-lr"
+        )
     for low, high in (
         ("min_lr", "lr"),
         ("lr_warmup_init", "lr"),

@@ -221,6 +221,11 @@ _BYTES = (8, 1 << 20, 1 << 26)
 """Small, medium and large: NCCL changes its algorithm within a node between these sizes."""
 
 
+def probes() -> tuple[int, ...]:
+    """The numbers of bytes with which a group is warmed up: the smallest alone where it is not NCCL's."""
+    return _BYTES if uses_nccl() else _BYTES[:1]
+
+
 @torch.no_grad()
 def warm_up(
     chunks: list[DistributedDataParallel],
@@ -268,7 +273,7 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
 
 def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
     group = parallel_state.get_tensor_model_parallel_group()  # also if it has one rank: losses use it
-    for num_bytes in _BYTES if uses_nccl() else _BYTES[:1]:
+    for num_bytes in probes():
         for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
         dist.broadcast(_probe(num_bytes, 1), dist.get_process_group_ranks(group)[0], group=group)

@@ -37,7 +37,8 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 )
 from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
-from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
+from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -145,6 +146,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
             owners=self._owners, reduces_partial=self.reduces_partial,
         )  # fmt: skip
+        optimizer = getattr(self._inner, "optimizer", None)
+        if isinstance(optimizer, Muon):
+            optimizer.orthogonalization.warm_up(probes(), backend.device())
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
