@@ -268,7 +268,7 @@ def test_wrong_command_lines_end_with_status_2(run, arguments, reason):
         (
             "check --schedule 2bw --provisional-microbatches 2 --microbatches 4",
             "error: --provisional-microbatches 2: with batches of 4 the first stage has done 1 when the next batch "
-            "begins; give 1 to 1, or larger batches",
+            "begins; give 0 to 1, or larger batches",
         ),
         ("draw --schedule 2bw --output x.txt", "no image"),
         ("simulate --schedule 2bw --forward 1,2,3", "forward has 3 numbers"),

@@ -49,6 +49,9 @@ def test_nothing_of_a_job_is_left(tmp_path, then):
     try:
         end, log = run(FAMILY.format(then=then), tmp_path, timeout=1.5 if "sleep" in then else 60.0)
         pids = [int(line) for line in log.split()]
+        deadline = time.monotonic() + 10  # the kernel takes a killed process down after the kill has returned
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert len(pids) == 2 and not any(map(is_alive, pids))
         assert beside.poll() is None
         assert end.status == {"time": None, "sys.": 0, "os.k": -9}[then[:4]]

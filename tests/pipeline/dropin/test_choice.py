@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.pipeline.dropin.flags import batches_of, prove, runnable, schedule_of, weights_of
+from megatron.pipeline.dropin.refusals import require_supported
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.dropin.arguments import arguments
 
@@ -93,6 +94,14 @@ def test_predicted_weights():
     args = arguments(flags.replace(" 2 ", " 4 "))
     with pytest.raises(ValueError, match=r"--2bw-provisional-microbatches 4: with batches of 4 .* give 0 to 3"):
         prove(schedule_of(args, tied_embeddings=False), batches_of(args))
+
+
+def test_error_feedback():
+    """The flag of this project's own programs: a prediction that reads nothing."""
+    args = arguments("--pipeline-schedule 2bw --2bw-error-feedback")
+    require_supported(args)
+    schedule = schedule_of(args, tied_embeddings=False)
+    assert schedule.weights.predicts and schedule.provisional_microbatches == 0
 
 
 def test_what_can_run_is_what_help_lists(capsys):

@@ -35,7 +35,9 @@ def test_a_resumed_run_is_the_run_without_interruption(schedule, reads_first):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"), [("pipedream", {}), ("2bw", {"provisional": True})], ids=["pipedream", "provisional"]
+    ("schedule", "options"),
+    [("pipedream", {}), ("2bw", {"provisional": True}), ("2bw", {"error_feedback": True})],
+    ids=["pipedream", "provisional", "error feedback"],
 )
 def test_weights_that_a_drain_changes_go_on_behind_it(schedule, options):
     """PipeDream's versions and predictions depend on where a run drains: a resumed run is one that drained there."""
