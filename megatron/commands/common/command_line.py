@@ -114,7 +114,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def count_or_none(text: str) -> int:
+def count_from_0(text: str) -> int:
     """A type for argparse: a whole number, at least 0."""
     return 0 if text == "0" else count(text)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.commands.common import command_line
-from megatron.commands.common.command_line import add_flags, count, count_or_none, positive, time, times
+from megatron.commands.common.command_line import add_flags, count, count_from_0, positive, time, times
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program
@@ -403,7 +403,7 @@ _PRESET = (
 _PREDICTION = (
     ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "
      "has done"),
-    ("--provisional-microbatches", count_or_none, "Q", "2bw: as --provisional, from Q microbatches on every stage; 0: "
+    ("--provisional-microbatches", count_from_0, "Q", "2bw: as --provisional, from Q microbatches on every stage; 0: "
      "the last update is taken again (error feedback)"),
 )  # fmt: skip
 _DEGREES = (

@@ -123,8 +123,7 @@ class EngineUpdate:
         self.update = MegatronWeightUpdate(
             list(chunks), optimizer, SimpleNamespace(step=scheduler.step), weights=schedule.weights,
             num_stages=schedule.num_stages, stage=stage, loss_names=(), timeout=timeout,
-            reduce_partial=schedule.reduce_partial, uniform=schedule.provisional_microbatches is not None,
-            reads_gradients=schedule.provisional_microbatches != 0,
+            reduce_partial=schedule.reduce_partial, provisional_microbatches=schedule.provisional_microbatches,
         )  # fmt: skip
 
     def begin(self, iteration: int) -> None:

@@ -134,8 +134,7 @@ class Pipeline:
             steps, self._versions, made, weights=weights, job_group=self._groups.reductions, device=self._device,
             counts=self._counts, skips_unused=True, clip_grad=clip_grad, data_parallel_group=self._groups.replicas,
             counts_in_norm=self._ranks.replica == 0, reduce_partial=self.schedule.reduce_partial,
-            uniform=self.schedule.provisional_microbatches is not None,
-            reads_gradients=self.schedule.provisional_microbatches != 0,
+            provisional_microbatches=self.schedule.provisional_microbatches,
             tied=None if tie is None else tie.parameter(self._groups),
         )  # fmt: skip
         self._stage_modules = {
@@ -401,7 +400,8 @@ class Pipeline:
         """The properties that must be equal when a run continues from a saved state."""
         schedule = self.schedule
         return {
-            "weights": schedule.weights.name, "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
+            "weights": schedule.weights.name + ", error feedback" * (schedule.provisional_microbatches == 0),
+            "rank_of_stage": tuple(schedule.rank_of_stage), "stages": self.stages,
             "microbatches": self.num_microbatches, "replicas": len(self._ranks.pipelines),
             "program": getattr(schedule, "sha256", None),
         }  # fmt: skip

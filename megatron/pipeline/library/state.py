@@ -113,8 +113,7 @@ def _load_update(update: ModuleUpdate, state: dict[str, Any]) -> None:
         versions.restart(newest, state["versions"][newest])
     else:
         versions.restore({**state["versions"], newest: versions.newest_tensors()})
-    if not update.reads_gradients:
-        update.restore_before_step(state.get("before", {}))
+    update.restore_before_step(state.get("before", {}))
     update.clip_factor, update.mean_count = state["clip_factor"], state.get("mean_count", 1.0)
     update.optimizer.load_state_dict(state["optimizer"])
     if (update.scheduler is None) != (state["scheduler"] is None):

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 
 _PRODUCTS = 3  # of an iteration
-_KEPT = 6
-"""Copies of a matrix that a step holds at most: the cast, the normalised matrix and its successor, and three products
-of r x r elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class MuonSetting:
                 calls=work.calls + _PRODUCTS * self.num_steps,
                 longest=max(work.longest, self.num_steps * (4 * small**2 * large + 2 * small**3)),
                 gathered=work.gathered + (rows * columns * self.element_bytes if self.gathers else 0),
-                largest=max(work.largest, rows * columns),
+                held=max(work.held, self._held(rows, columns)),
             )
         return work
 
@@ -68,11 +65,29 @@ class MuonSetting:
         yield width * (2 if shape.gated else 1) // tensor, shape.hidden_size
         yield shape.hidden_size, width // tensor
 
+    def _held(self, rows: int, columns: int) -> int:
+        """Bytes that a step of a matrix holds.
+
+        That is the mean of Nesterov in FP32; the cast matrix, the normalised one and its successor; three products of
+        the smaller size; and if tensor ranks gather, their parts and the whole.
+        """
+        casts = self.element_bytes < 4
+        copies = 2 + casts + 2 * self.gathers
+        return 4 * rows * columns + self.element_bytes * (copies * rows * columns + 3 * min(rows, columns) ** 2)
+
     def bytes_of_step(self, shape: Architecture, tensor: int, degrees: ExpertDegrees | None = None) -> float:
-        """The most bytes that a step holds beside parameters, gradients and moments."""
+        """The most bytes that a step holds beside parameters, gradients and moments.
+
+        Queries, keys and values are taken out of their matrix, whose directions stand in FP32 beside one another and
+        then joined, while the last of them is stepped.
+        """
         kinds = {False, shape.experts is not None}
-        largest = max(self.layer(shape, tensor, degrees, experts=each).largest for each in kinds)
-        return float(largest * (_KEPT * self.element_bytes + 4))  # 4: the mean of Nesterov, in FP32
+        held = max(self.layer(shape, tensor, degrees, experts=each).held for each in kinds)
+        if self.splits_qkv:
+            whole = (shape.query_width + 2 * shape.key_width) // (1 if self.gathers else tensor)
+            kept = self._held(whole, shape.hidden_size) - self.element_bytes * 3 * min(whole, shape.hidden_size) ** 2
+            held = max(held, kept + 2 * 4 * whole * shape.hidden_size)
+        return float(held)
 
 
 @dataclass(frozen=True)
@@ -84,11 +99,11 @@ class MuonWork:
         longest: operations on the matrix that takes most.
         calls: number of products.
         gathered: bytes of the whole matrices that tensor ranks gather.
-        largest: elements of the largest matrix.
+        held: the most bytes that a step of one matrix holds.
     """
 
     operations: float = 0.0
     longest: float = 0.0
     calls: int = 0
     gathered: float = 0.0
-    largest: int = 0
+    held: int = 0

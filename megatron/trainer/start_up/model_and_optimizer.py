@@ -169,8 +169,7 @@ def _make_update(
     return MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
         single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
-        uniform=schedule.provisional_microbatches is not None,
-        reads_gradients=schedule.provisional_microbatches != 0,
+        provisional_microbatches=schedule.provisional_microbatches,
         layers=LayersOfParameters(chunks, args.num_layers) if args.freeze_training else None, **options,
     )  # fmt: skip
 

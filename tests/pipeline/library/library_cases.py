@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.pipeline import Pipeline
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.schedules import Schedule
 from tests import open_tables
 from tests.pipeline.runtime import made_up_orders
 
@@ -390,6 +391,25 @@ def of_another_rank() -> None:
         box: list[Any] = [None, None]
         dist.all_gather_object(box, pipeline.state_dict())
         pipeline.load_state_dict(box[1 - dist.get_rank()])
+
+
+def of_another_rule() -> None:
+    run = Run(num_stages=2, plain=True)
+    with make(run, "2bw", error_feedback=True) as pipeline:
+        state = pipeline.state_dict()
+    with make(run, "2bw", provisional=True) as pipeline:
+        pipeline.load_state_dict(state)
+
+
+def two_guesses() -> None:
+    Pipeline(
+        build(2, plain=True)[0], "2bw", 4, loss=loss_of, optimizer=make_optimizer, provisional=True, error_feedback=True
+    ).close()
+
+
+def feedback_of_flush() -> None:
+    schedule = Schedule.preset("flush", num_stages=2)
+    Pipeline(build(2, plain=True)[0], schedule, 4, loss=loss_of, optimizer=make_optimizer, error_feedback=True).close()
 
 
 def l2l() -> None:

@@ -1,12 +1,16 @@
 """What the planner says that Muon needs, against what torch counts and keeps."""
 
+import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.pipeline.runtime.update.muon import QKV, WHOLE, Orthogonalization
+from megatron.pipeline.runtime.update.muon import QKV, WHOLE, Muon, Orthogonalization
 from megatron.planner.memory.architecture import Architecture, Experts
 from megatron.planner.memory.muon import MuonSetting
 from megatron.planner.memory.owned import fullest_part
@@ -44,7 +48,6 @@ def test_operations_are_those_that_torch_counts(tensor, gathers, splits_qkv):
     assert found.operations == counted.get_total_flops()
     assert found.calls == 3 * 3 * (6 if splits_qkv else 4)
     assert found.gathered == (2 * SHAPE.layer_matrices if gathers else 0)
-    assert found.largest == max(rows * columns for rows, columns in shapes)
 
 
 def test_experts_have_matrices_of_their_own():
@@ -60,6 +63,71 @@ def test_experts_have_matrices_of_their_own():
 
     dense = MuonSetting(num_steps=1).layer(SHAPE, 2, None, experts=False).operations - of_mlp(48 // 2)
     assert found.operations == dense + of_mlp(24 // 2) + 8 * of_mlp(16 // 2)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of tensors made within the block that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._uses: Counter[int] = Counter()
+        self._now = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        result = func(*args, **(kwargs or {}))
+        for each in filter(torch.is_tensor, tree_leaves(result)):
+            key, num_bytes = each.untyped_storage()._cdata, each.untyped_storage().nbytes()
+            if key in given and key not in self._uses:
+                continue  # of before the block
+            self._now += 0 if self._uses[key] else num_bytes
+            self._uses[key] += 1
+            weakref.finalize(each, self._drop, key, num_bytes)
+        self.bytes = max(self.bytes, self._now)
+        return result
+
+    def _drop(self, key: int, num_bytes: int) -> None:
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self._now -= num_bytes
+
+
+@pytest.mark.parametrize("in_bfloat16", [True, False])
+@pytest.mark.parametrize("splits_qkv", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        replace(SHAPE, hidden_size=256, ffn_hidden_size=384, kv_channels=32),
+        replace(SHAPE, hidden_size=256, ffn_hidden_size=64, num_query_groups=8, kv_channels=32, gated=False),
+    ],
+    ids=["gated", "wide attention"],
+)
+def test_bytes_of_a_step_are_those_that_it_holds(shape, splits_qkv, in_bfloat16):
+    """What torch holds at the most in a step of a layer's matrices is no more than is said, and not far less."""
+    queries, keys = shape.num_attention_heads // shape.num_query_groups * shape.kv_channels, shape.kv_channels
+    rows = {
+        QKV: [(shape.query_width + 2 * shape.key_width, shape.hidden_size)],
+        WHOLE: [
+            (shape.hidden_size, shape.query_width),
+            (shape.ffn_hidden_size * (2 if shape.gated else 1), shape.hidden_size),
+            (shape.hidden_size, shape.ffn_hidden_size),
+        ],
+    }
+    groups = [{"params": [torch.nn.Parameter(torch.randn(each)) for each in own], "muon": layout}
+              for layout, own in rows.items()]  # fmt: skip
+    rule = Orthogonalization(
+        num_steps=2, in_bfloat16=in_bfloat16, qkv_rows=(queries, keys, keys) if splits_qkv else None
+    )
+    muon = Muon(groups, nesterov=True, orthogonalization=rule)
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.randn_like(parameter)
+            muon.make_state(parameter, group)
+    with Peak() as held:
+        muon.step()
+    said = MuonSetting(splits_qkv=splits_qkv, element_bytes=2 if in_bfloat16 else 4).bytes_of_step(shape, 1)
+    assert 0.6 * said < held.bytes <= said
 
 
 def kept(flags: str) -> tuple[int, float]:

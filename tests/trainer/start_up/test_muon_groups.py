@@ -1,4 +1,4 @@
-"""Which parameters Muon steps: those of docs/muon.md's table, in a GPT, a BERT and a classifier of images."""
+"""Which parameters Muon steps: those of docs/muon.md's table, in a GPT and a BERT."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,8 @@ SHARES = {QKV: "share rows", ROWS: "share rows", COLUMNS: "share columns"}
 
 
 def layouts(program: str, flags: str) -> dict:
-    """Name of a parameter, without the number of its layer -> (layout, the optimizer's option)."""
+    """Name of a parameter, without the number of its layer -> (layout, the optimizer's option, number of
+    dimensions)."""
     from megatron.core.utils import unwrap_model
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.run.pretraining import assemble, complete
@@ -30,7 +31,7 @@ def layouts(program: str, flags: str) -> dict:
     said = {parameter: group["muon"] for group in core.optimizer.param_groups for parameter in group["params"]}
     (chunk,) = run.chunks
     return {
-        re.sub(r"layers\.\d+", "layers", name): (layout_of(parameter, name), said[parameter])
+        re.sub(r"layers\.\d+", "layers", name): (layout_of(parameter, name), said[parameter], parameter.dim())
         for name, parameter in unwrap_model(chunk).named_parameters()
     }
 
@@ -44,15 +45,18 @@ def layouts(program: str, flags: str) -> dict:
 )
 def test_parameters_are_whose_the_page_says(program, flags):
     """Each parameter is in a row of the table, and the groups of the optimizer agree with it."""
-    rows = [line.split("|")[1:4] for line in PAGE.read_text().splitlines() if re.match(r"\| `[\w.]+\.weight`", line)]
-    table = {re.findall(r"`([\w.]+)`", names)[0]: (whose, ranks) for names, whose, ranks in rows}
+    table = {}
+    for line in PAGE.read_text().partition("## Which parameter is whose")[2].partition("\n## ")[0].splitlines():
+        if line.startswith("| `") or line.startswith("| BERT"):
+            names, whose, ranks = line.split("|")[1:4]
+            table |= {name: (whose, ranks.strip()) for name in re.findall(r"`([\w.]+)`", names)}
     (found,) = workers.run(1, f"{__name__}:layouts", program=program, flags=f"{flags} --optimizer muon")
-    for name, (layout, option) in found.items():
+    for name, (layout, option, dimensions) in found.items():
         assert layout == option
         own = [row for key, row in table.items() if key in name]
-        if own:
-            ((whose, ranks),) = own
-            assert "Muon" in whose and ranks.strip() == SHARES[layout], name
-        else:
-            assert layout is None, name
-    assert sum(layout is not None for layout, _ in found.values()) == 4
+        if not own:  # the row of norms and biases
+            assert layout is None and dimensions == 1 and ("norm" in name or "bias" in name), name
+            continue
+        ((whose, ranks),) = own
+        assert (layout is None, SHARES.get(layout, "")) == ("AdamW" in whose, ranks), name
+    assert sum(layout is not None for layout, *_ in found.values()) == 4

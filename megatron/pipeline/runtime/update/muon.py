@@ -199,11 +199,7 @@ class Muon(torch.optim.AdamW):
 
         `closure`, if given, computes the gradients first and returns the loss, which this method returns.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _STEP_OF_ADAMW(self)
+        loss = _STEP_OF_ADAMW(self, closure)
         for group in self.param_groups:
             if group["muon"] is not None:
                 for parameter in group["params"]:

@@ -50,13 +50,12 @@ class MegatronPrediction:
         optimizer: megatron.core's optimizer of the chunks.
         reduction: returns the reductions of the rank; called at predictions.
         reduce_partial: replicas predict from the mean of their gradients.
-        uniform: predictions do not depend on the cut into stages, so they clip by `clip_factor` alone.
-        reads_gradients: predictions read gradients; else they take the last update again.
+        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
+            clip by `clip_factor` alone; 0: they take the last update again.
 
     Attributes:
         versions: the predicted weights and the true weights.
         reduces: `reduce_partial`.
-        uniform: as given.
         clip_factor: the factor by which the last step that was not skipped clipped; None: steps clip, but there was
             none yet.
 
@@ -71,8 +70,7 @@ class MegatronPrediction:
         reduction: Callable[[], GradientReduction],
         *,
         reduce_partial: bool,
-        uniform: bool,
-        reads_gradients: bool = True,
+        provisional_microbatches: int | None,
     ) -> None:
         if optimizer.config.use_precision_aware_optimizer:
             raise ValueError(
@@ -81,8 +79,8 @@ class MegatronPrediction:
             )
         self._optimizer = optimizer
         self.reduces = reduce_partial
-        self.uniform = uniform
-        self._last_update = None if reads_gradients else LastUpdate()
+        self._uniform = provisional_microbatches is not None
+        self._last_update = LastUpdate() if provisional_microbatches == 0 else None
         self._distributed = isinstance(optimizer, DistributedOptimizer)
         self._shards_group = chunks[0].intra_dp_cp_group
         self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
@@ -164,7 +162,7 @@ class MegatronPrediction:
             gradients[model] = gradient
         read = [each.num_microbatches for each in (partial, embedding) if each is not None]
         parts = [each / num_microbatches for each in read]
-        clips = self._optimizer.config.clip_grad > 0.0 and not self.uniform
+        clips = self._optimizer.config.clip_grad > 0.0 and not self._uniform
         squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
         factors = self._factors(parts, squares if clips else None, loss_scale=loss_scale)
         finite = squares.isfinite().unbind() if can_overflow else (None, None)

@@ -72,9 +72,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             first batch of a run waits for its own norm). This backward first waits until these gradients are reduced,
             so that the reductions are not overlapped with computation. The program does not show this wait.
         reduce_partial: predictions read the mean of the gradients over the replicas.
-        uniform: predictions do not depend on the cut into stages: they clip by the factor of the last step alone and
-            not by the norm of the stage's gradients.
-        reads_gradients: predictions read gradients; else they take the last update again.
+        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
+            clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
+            gradients and take the last update again.
         timeout: the timeout of the chain's collectives; default: ten minutes.
         rank_metrics: name -> function that returns a measurement of this rank, called once per batch on the chain's
             thread. The report of the batch has the values of all ranks. The names are the same on all ranks.
@@ -98,8 +98,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         loss_names: tuple[str, ...] = ("lm loss",),
         single_gradient_buffer: bool = False,
         reduce_partial: bool = False,
-        uniform: bool = False,
-        reads_gradients: bool = True,
+        provisional_microbatches: int | None = None,
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         layers: LayersOfParameters | None = None,
@@ -121,8 +120,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                     self._inner,
                     lambda: self._reduction,
                     reduce_partial=reduce_partial,
-                    uniform=uniform,
-                    reads_gradients=reads_gradients,
+                    provisional_microbatches=provisional_microbatches,
                 )
                 versions = self._prediction.versions
             else:
@@ -133,7 +131,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 versions,
                 CoreGradientBuffers(chunks),
                 reduces_partial=rule.predicts and reduce_partial,
-                reads_gradients=reads_gradients,
+                reads_gradients=provisional_microbatches != 0,
             )
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())

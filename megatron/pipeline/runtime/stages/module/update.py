@@ -67,8 +67,9 @@ class ModuleUpdate(DeviceUpdate):
         loss_names: the names of the losses, the same on all ranks.
         reduce_partial: predictions read the mean of the gradients over the replicas. `versions` are
             `PredictedVersions`.
-        uniform: predictions do not depend on the cut into stages: they clip by the factor of the last step alone and
-            not by the norm of the stage's gradients.
+        provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
+            clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
+            gradients and take the last update again.
         skips_unused: if no microbatch of a batch has used a parameter, on any replica, its gradient is None in the
             step. Then the optimizer skips the parameter, as in a single process.
         counts: gives the count of losses to provisional steps and to steps before the norm.
@@ -99,14 +100,15 @@ class ModuleUpdate(DeviceUpdate):
         tied: TiedParameter | None = None,
         loss_names: tuple[str, ...] = ("loss",),
         reduce_partial: bool = False,
-        uniform: bool = False,
-        reads_gradients: bool = True,
+        provisional_microbatches: int | None = None,
         skips_unused: bool = False,
         counts: Counts = by_microbatches,
         device: torch.device | str = "cpu",
     ) -> None:
         buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
-        super().__init__(versions, buffers, reduces_partial=reduce_partial, reads_gradients=reads_gradients)
+        super().__init__(
+            versions, buffers, reduces_partial=reduce_partial, reads_gradients=provisional_microbatches != 0
+        )
         self.optimizer = optimizer
         self.scheduler = scheduler
         self._clip_grad = clip_grad
@@ -119,7 +121,7 @@ class ModuleUpdate(DeviceUpdate):
             loss_names=loss_names,
             device=torch.device(device),
         )
-        self._uniform = uniform
+        self._uniform = provisional_microbatches is not None
         self._skips_unused = skips_unused
         self._counts = counts
         self.mean_count: float | None = 1.0

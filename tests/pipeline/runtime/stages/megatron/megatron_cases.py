@@ -103,8 +103,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         stage=indices[0],
         single_gradient_buffer=case.single_gradient_buffer,
         reduce_partial=case.reduce_partial,
-        uniform=case.provisional_microbatches is not None,
-        reads_gradients=case.provisional_microbatches != 0,
+        provisional_microbatches=case.provisional_microbatches,
     )
     replica = parallel_state.get_data_parallel_rank()
     stages = [

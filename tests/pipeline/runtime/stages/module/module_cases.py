@@ -199,8 +199,7 @@ class Pipeline(Groups):
             job_group=self.job,
             tied=self.tied(self.schedule, parameters) if training.tied else None,
             reduce_partial=self.schedule.reduce_partial,
-            uniform=self.schedule.provisional_microbatches is not None,
-            reads_gradients=self.schedule.provisional_microbatches != 0,
+            provisional_microbatches=self.schedule.provisional_microbatches,
             device=device,
         )
         if training.sums:
