@@ -102,7 +102,7 @@ _READ: dict[str, Callable[[str], Any]] = {
 _NOTES: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "tensor": _count, "data": _count}
 
 
-# The keys that are written only if their value is not empty.
+# The keys that are written only if their value is given and not empty. Zero microbatches are a value.
 _OF_FEW = ("edges", "not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
@@ -119,7 +119,7 @@ def _write_value(value: Any) -> str:
 
 def to_csv(extent: Extent, rows: Rows) -> str:
     """Write a program as the text that `Program.from_csv` reads."""
-    names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name)]
+    names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name) not in (None, False, ())]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
