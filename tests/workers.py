@@ -59,15 +59,18 @@ class WorkerError(AssertionError):
     """A case failed on at least one rank; the message holds every rank's traceback or fate."""
 
 
-def run(world_size: int, function: str, *, timeout: float = 120.0, device: str = "cpu", **kwargs) -> list:
+def run(
+    world_size: int, function: str, *, timeout: float = 120.0, grace: float = GRACE_S, device: str = "cpu", **kwargs
+) -> list:
     """Run `function` ("package.module:name") with `kwargs` on `world_size` ranks; return their results in rank order.
 
     In the workers the default process group (gloo) is up, `backend.install()` has run and the seeds are set. `timeout`
-    is in seconds. Raises `WorkerError` where a rank raises, dies, or has not answered in time.
+    is in seconds, and so is `grace`, the time for the other ranks after the first failure. Raises `WorkerError` where a
+    rank raises, dies, or has not answered in time.
     """
     pool = _get_pool(world_size, device)
     try:
-        return pool.run(function, kwargs, timeout)
+        return pool.run(function, kwargs, timeout, grace)
     except BaseException:  # also the test's own timeout and Ctrl-C: the ranks may still be inside the case
         _pools.pop((world_size, device), None)
         pool.kill()
@@ -133,11 +136,11 @@ class _Pool:
             self.kill()
             raise
 
-    def run(self, function: str, kwargs: dict, timeout: float) -> list:
+    def run(self, function: str, kwargs: dict, timeout: float, grace: float) -> list:
         message = pickle.dumps((function, kwargs, list(sys.path)))
         for connection in self._connections:
             connection.send_bytes(message)
-        results = self._receive(set(range(len(self._processes))), timeout, f"in {function}")
+        results = self._receive(set(range(len(self._processes))), timeout, f"in {function}", grace)
         return [results[rank] for rank in range(len(self._processes))]
 
     def healthy(self) -> bool:
@@ -166,7 +169,7 @@ class _Pool:
             connection.close()
         self._directory.cleanup()
 
-    def _receive(self, waiting: set[int], timeout: float, doing: str) -> dict[int, object]:
+    def _receive(self, waiting: set[int], timeout: float, doing: str, grace: float = GRACE_S) -> dict[int, object]:
         """One answer of each rank in `waiting`; after the first failure the others get a short grace only."""
         results, failures = {}, {}
         waiting = set(waiting)
@@ -183,14 +186,14 @@ class _Pool:
                 succeeded, value = self._answer(rank)
                 (results if succeeded else failures)[rank] = value
             if failures:
-                deadline = min(deadline, time.monotonic() + GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace)
         if waiting and not failures:
             self._dump_stacks(waiting)
             for rank in sorted(waiting):
                 failures[rank] = f"hung: no answer after {timeout:g} s. Its threads:\n{self._stacks(rank)}"
         elif failures:
             for rank in sorted(waiting):
-                failures[rank] = f"did not answer within {GRACE_S:g} s after the failure above"
+                failures[rank] = f"did not answer within {grace:g} s after the failure above"
         if failures:
             lines = [f"{len(failures)} of {len(self._processes)} ranks failed {doing}"]
             lines += [f"--- rank {rank}: {failure}" for rank, failure in failures.items()]
