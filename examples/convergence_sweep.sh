@@ -4,12 +4,14 @@
 #
 #   bash examples/convergence_sweep.sh                              # outputs/sweep; 2 processes, about a minute a run
 #   STAGES=4 bash examples/convergence_sweep.sh                     # outputs/sweep_p4: as many stages as microbatches
+#   STAGES=1 SCHEDULES="flush 2bw provisional@2 provisional@4" bash examples/convergence_sweep.sh    # @P: on P stages
 #   REPLICAS=4 SCHEDULES="flush provisional reduced" bash examples/convergence_sweep.sh    # outputs/sweep_d4; 8 processes
 #   MODEL=bert RATES="1e-4 1e-3" SEEDS=1 bash examples/convergence_sweep.sh
 #
 # Run again, it trains only what is missing. RATES, SEEDS, SCHEDULES (of flush, 2bw, feedback, provisional, uniform1,
 # uniform2, ..., and reduced, which predicts from the gradients of all replicas), ITERATIONS, OUTPUT and EXTRA, further
-# flags of training (EXTRA="--optimizer muon --muon-extra-scale-factor 0.2"), change the setting. Replicas share the batch, in smaller microbatches. docs/convergence.md has the results.
+# flags of training (EXTRA="--optimizer muon --muon-extra-scale-factor 0.2"), change the setting. Replicas share the
+# batch, in smaller microbatches. docs/convergence.md has the results.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
@@ -36,8 +38,9 @@ bash "examples/quickstart/$prepare" "$data"
 # shellcheck disable=SC1090
 . "examples/quickstart/$settings"
 
-train() { # NAME RATE SEED FLAGS...
-    local run="$output/$1_lr$2_seed$3" rate="$2" seed="$3"
+train() { # NAME[@STAGES] RATE SEED FLAGS...
+    local run="$output/$1_lr$2_seed$3" rate="$2" seed="$3" stages="$stages"
+    [[ "$1" != *@* ]] || stages="${1#*@}"
     shift 3
     [ ! -f "$run.jsonl" ] || return 0
     echo "== ${run##*/}"
@@ -53,15 +56,16 @@ train() { # NAME RATE SEED FLAGS...
 for seed in ${SEEDS:-1234 1 2}; do
     for rate in ${RATES:-1e-4 5e-4 1e-3 2e-3}; do
         for schedule in ${SCHEDULES:-flush 2bw provisional}; do
-            case "$schedule" in
+            case "${schedule%@*}" in
                 provisional) flags=(--pipeline-schedule 2bw --2bw-provisional stage) ;;
                 reduced) flags=(--pipeline-schedule 2bw --2bw-provisional stage --2bw-provisional-reduce) ;;
                 uniform*)
                     flags=(--pipeline-schedule 2bw --2bw-provisional uniform)
-                    flags+=(--2bw-provisional-microbatches "${schedule#uniform}")
+                    name="${schedule%@*}"
+                    flags+=(--2bw-provisional-microbatches "${name#uniform}")
                     ;;
                 feedback) flags=(--pipeline-schedule 2bw --2bw-error-feedback) ;;
-                *) flags=(--pipeline-schedule "$schedule") ;;
+                *) flags=(--pipeline-schedule "${schedule%@*}") ;;
             esac
             train "$schedule" "$rate" "$seed" "${flags[@]}"
         done

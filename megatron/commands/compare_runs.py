@@ -3,17 +3,21 @@
     python tools/compare_runs.py outputs/sweep --reference flush --output sweep.png
 
 The command reads the metrics files `SCHEDULE_lrRATE_seedSEED.jsonl` of a folder, which `examples/convergence_sweep.sh`
-writes. The ratio of a run is its last validation loss divided by the reference's at the same rate and seed, less 1. The
-table has the median, the least and the greatest ratio over the seeds for each rate and schedule; the picture shows
-every run.
+writes. The ratio of a run is its last validation loss divided by the reference's at the same rate and seed, less 1. For
+each rate and schedule the table has the median of the ratios over the seeds. In brackets are the least and the greatest
+ratio, or from 5 seeds on the 90% interval of the median. A second table has the iterations lost: how many iterations
+before its end the reference had the last loss of the run. The picture shows every run.
 """
 
 import argparse
 import re
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from scipy.stats import binom
 
 from megatron.commands.common import command_line
 from megatron.documents.picture import one_panel
@@ -24,30 +28,68 @@ _NAME = re.compile(r"(?P<schedule>.+)_lr(?P<rate>[0-9.e+-]+)_seed(?P<seed>[0-9]+
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a run. `loss`: its last validation loss in nats per token."""
+    """The result of a run. `losses`: iteration -> validation loss in nats per token, in ascending order."""
 
     schedule: str
     rate: float
     seed: int
-    loss: float
+    losses: dict[int, float]
+
+    @property
+    def loss(self) -> float:
+        return list(self.losses.values())[-1]
+
+    def iterations_lost(self, reference: "Run") -> float:
+        """How many iterations before its end the reference first had the last loss of this run, interpolated linearly.
+
+        Negative where the reference ends above it: this run's own lead, by its own curve.
+        """
+        if self.loss < reference.loss:
+            return -reference.iterations_lost(self)
+        earlier: tuple[int, float] | None = None
+        for iteration, loss in reference.losses.items():
+            if loss <= self.loss:
+                break
+            earlier = iteration, loss
+        if earlier is not None:
+            share = (earlier[1] - self.loss) / (earlier[1] - loss)
+            iteration = earlier[0] + share * (iteration - earlier[0])
+        return max(reference.losses) - iteration
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A schedule at a learning rate. `over`: seed -> its loss divided by the reference's, less 1."""
+    """A schedule at a learning rate.
+
+    Attributes:
+        over: seed -> its last loss divided by the reference's, less 1.
+        lost: seed -> `Run.iterations_lost`.
+    """
 
     schedule: str
     rate: float
     over: dict[int, float]
+    lost: dict[int, float]
 
     @property
     def median(self) -> float:
         return statistics.median(self.over.values())
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """From 5 seeds on an interval of the median that covers it with 90% or more; else the least and the greatest.
+
+        Of n independent runs k or fewer lie below the median with the probability of k or fewer heads in n tosses.
+        """
+        ordered = sorted(self.over.values())
+        left_out = max(int(binom.ppf(0.05, len(ordered), 0.5)) - 1, 0)
+        return ordered[left_out], ordered[-1 - left_out]
+
     def __str__(self) -> str:
         if len(self.over) == 1:
             return f"{self.median:+.1%}"
-        return f"{self.median:+.1%} ({min(self.over.values()):+.1%} to {max(self.over.values()):+.1%})"
+        least, greatest = self.interval
+        return f"{self.median:+.1%} ({least:+.1%} to {greatest:+.1%})"
 
 
 def read_runs(folder: Path) -> list[Run]:
@@ -59,10 +101,12 @@ def read_runs(folder: Path) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.jsonl")):
         if match := _NAME.fullmatch(path.stem):
-            losses = [each["validation_loss"] for each in read_metrics(path) if "validation_loss" in each]
+            losses = {
+                each["iteration"]: each["validation_loss"] for each in read_metrics(path) if "validation_loss" in each
+            }
             if not losses:
                 raise ValueError(f"{path} holds no validation_loss; train with --eval-interval and --eval-iters")
-            runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses[-1]))
+            runs.append(Run(match["schedule"], float(match["rate"]), int(match["seed"]), losses))
     if not runs:
         raise ValueError(f"{folder} holds no SCHEDULE_lrRATE_seedSEED.jsonl; give the folder of a sweep")
     return runs
@@ -74,29 +118,36 @@ def compare(runs: list[Run], reference: str) -> list[Comparison]:
     Raises:
         ValueError: if the reference lacks a run at a rate and seed that another schedule has.
     """
-    known = {(run.rate, run.seed): run.loss for run in runs if run.schedule == reference}
-    others: dict[tuple[str, float], dict[int, float]] = {}
+    known = {(run.rate, run.seed): run for run in runs if run.schedule == reference}
+    others: dict[tuple[str, float], list[Run]] = {}
     for run in runs:
         if run.schedule == reference:
             continue
         if (run.rate, run.seed) not in known:
             raise ValueError(f"{reference} has no run with rate {run.rate:g} and seed {run.seed}; {run.schedule} has")
-        others.setdefault((run.schedule, run.rate), {})[run.seed] = run.loss / known[run.rate, run.seed] - 1
-    return [Comparison(*key, over) for key, over in sorted(others.items())]
+        others.setdefault((run.schedule, run.rate), []).append(run)
+    return [
+        Comparison(
+            *key,
+            over={run.seed: run.loss / known[run.rate, run.seed].loss - 1 for run in own},
+            lost={run.seed: run.iterations_lost(known[run.rate, run.seed]) for run in own},
+        )
+        for key, own in sorted(others.items())
+    ]
 
 
-def table(runs: list[Run], compared: list[Comparison], reference: str) -> str:
-    """The comparison as a Markdown table with a row for each rate and a column for each schedule."""
+def table(runs: list[Run], compared: list[Comparison], reference: str, cell: Callable[[Comparison], str]) -> str:
+    """The comparison as a Markdown table with a row for each rate and a column of cells for each schedule."""
     schedules = list(dict.fromkeys(each.schedule for each in compared))
     lines = [
-        f"| peak learning rate | seeds | {reference} | " + " | ".join(f"{name} over it" for name in schedules) + " |",
+        f"| peak learning rate | seeds | {reference} | " + " | ".join(schedules) + " |",
         "|---" * (3 + len(schedules)) + "|",
     ]
     for rate in sorted({run.rate for run in runs}):
         losses = [run.loss for run in runs if (run.schedule, run.rate) == (reference, rate)]
-        found = {each.schedule: each for each in compared if each.rate == rate}
+        found = {each.schedule: cell(each) for each in compared if each.rate == rate}
         cells = [f"{rate:g}", str(len(losses)), f"{statistics.median(losses):.3f}" if losses else ""]
-        cells += [str(found.get(name, "")) for name in schedules]
+        cells += [found.get(name, "") for name in schedules]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -142,7 +193,10 @@ def main(arguments: list[str] | None = None) -> None:
         draw(compared, args.reference, picture, title=args.title)
     except (ValueError, OSError) as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
-    print(table(runs, compared, args.reference))
+    print(f"Last validation loss over that of {args.reference}\n")
+    print(table(runs, compared, args.reference, str))
+    print(f"\nIterations lost to {args.reference}, median\n")
+    print(table(runs, compared, args.reference, lambda each: f"{statistics.median(each.lost.values()):.0f}"))
     print(f"Picture: {picture}")
     failed = False
     for schedule, most in args.most:

@@ -1,6 +1,7 @@
 """The comparison of a sweep: what it reads, its table and picture, and how it refuses."""
 
 import json
+from math import comb
 
 import pytest
 
@@ -39,9 +40,38 @@ def test_the_table_has_medians_over_seeds(sweep, capsys):
     """Each seed against the same seed; a single one has no spread. The picture lies in the folder."""
     assert end(sweep) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2] == "| 0.0005 | 1 | 4.000 | +0.5% |"
-    assert lines[3] == "| 0.001 | 3 | 4.000 | +10.0% (+10.0% to +25.0%) |"
+    assert lines[4] == "| 0.0005 | 1 | 4.000 | +0.5% |"
+    assert lines[5] == "| 0.001 | 3 | 4.000 | +10.0% (+10.0% to +25.0%) |"
+    assert lines[-2] == "| 0.001 | 3 | 4.000 | 0 |"  # of two iterations, between whose losses the line is straight
     assert (sweep / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def curve(*losses, seed=0):
+    return compare_runs.Run("any", 1e-3, seed, dict(zip((10, 20, 30, 40), losses, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("losses", "lost"),
+    [
+        ((9, 8, 7, 3), 0), ((9, 8, 7, 4), 5), ((9, 9, 8, 7), 20), ((9, 9, 9, 9.5), 30),
+        ((9, 8, 3, 2), -10), ((9, 6, 4, 2), -5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_iterations_lost(losses, lost):
+    """How long before its end the reference was where the run ends, and the run's own lead where it ends below."""
+    assert curve(*losses).iterations_lost(curve(9, 7, 5, 3)) == lost
+
+
+@pytest.mark.parametrize(("num_seeds", "left_out"), [(1, 0), (4, 0), (5, 0), (7, 0), (8, 1), (11, 2)])
+def test_the_interval_of_a_median(num_seeds, left_out):
+    """From five seeds on it covers the median with at least 90%, and would not if it left out one more at each end."""
+    over = {seed: float(seed) for seed in range(num_seeds)}
+    found = compare_runs.Comparison("any", 1e-3, over, {})
+    assert found.interval == (left_out, num_seeds - 1 - left_out)
+    if num_seeds >= 5:
+        outside = [2 * sum(comb(num_seeds, k) for k in range(left_out + more + 1)) / 2**num_seeds for more in (0, 1)]
+        assert outside[0] <= 0.1 < outside[1]
 
 
 def test_a_limit_that_is_passed_is_named(sweep, capsys):
