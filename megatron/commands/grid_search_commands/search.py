@@ -179,7 +179,7 @@ def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
 
 def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
-    if space.context == (1,) and job.priced.experts is None:
+    if space.context == (1,) and not job.has_experts:
         return
     if options.predict_from:
         raise ValueError("--predict-from knows neither context parallelism nor experts; leave it, or these, out")

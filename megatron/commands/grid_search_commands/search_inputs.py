@@ -169,7 +169,7 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
     job = Job.read(argv, architecture=architecture, platform=platform_of(cluster))
     notes += assumed
     sizes = options.expert_parallel_sizes
-    if sizes is not None and max(sizes) > 1 and job.priced.experts is None:
+    if sizes is not None and max(sizes) > 1 and not job.has_experts:
         raise ValueError(
             f"--expert-parallel-sizes {','.join(map(str, sizes))} share experts, and the model has none; give "
             "--num-experts, or leave it out"

@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.contract.stage import (
     Stage,
     StagewiseUpdate,
     WeightUpdate,
+    take_losses,
 )
 from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tracer
 from megatron.pipeline.runtime.executor import Executor
@@ -310,10 +311,7 @@ class PipelineEngine:
             raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
         self._executor.run_evaluation(self._stream.evaluation(num_microbatches)[self._rank])
         self._executor.settle()
-        losses: dict[str, tuple[float, float]] = {}
-        for stage in self._stages:
-            losses.update(stage.take_losses(EVALUATION_BATCH))
-        return self._sum_losses(losses)
+        return self._sum_losses(take_losses(self._stages, EVALUATION_BATCH))
 
     def change_edges(self, edges: Mapping[int, Mapping[int, EdgeTensors]]) -> None:
         """Change the tensors of the edges. Call it drained, and before the same batch on all ranks.

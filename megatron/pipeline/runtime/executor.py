@@ -44,6 +44,7 @@ from megatron.pipeline.runtime.contract.stage import (
     Stage,
     StageUpdate,
     WeightUpdate,
+    take_losses,
 )
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.exchange import Exchange
@@ -428,10 +429,7 @@ class Executor:
         version, stop_requests = instruction.version, self._stop_requests()
 
         def reduce() -> None:
-            losses = {}
-            for stage in self._stages.values():
-                losses.update(stage.take_losses(version - 1))
-            self._update.reduce_norm(version, stop_requests, losses)
+            self._update.reduce_norm(version, stop_requests, take_losses(self._stages.values(), version - 1))
 
         self._post_reduction(instruction, reduce)
 

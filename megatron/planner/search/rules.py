@@ -243,7 +243,7 @@ def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
     names = []
     if any((each.choice.context or 1) > 1 for each in kept):
         names.append("context parallelism (cp)")
-    if any(each.choice.expert is not None for each in kept):
+    if any((each.choice.expert or 1) > 1 for each in kept):
         names.append("experts (ep)")
     if not names:
         return ()

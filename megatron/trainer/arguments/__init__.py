@@ -11,13 +11,24 @@ from typing import Any
 
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
-from megatron.trainer.arguments.rules import data, freezing, model, programs, run, schedule, stages, without_effect
+from megatron.trainer.arguments.rules import (
+    data,
+    experts,
+    freezing,
+    model,
+    programs,
+    run,
+    schedule,
+    stages,
+    without_effect,
+)
 
 __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "resolve_platform", "validate_args"]
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     *model.RULES,
+    experts.experts,
     *schedule.RULES,
     *stages.RULES,
     *programs.RULES,

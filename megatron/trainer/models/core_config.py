@@ -32,6 +32,24 @@ def _activation(args: TrainConfig) -> tuple:
     return gelu, False, args.bias_gelu_fusion and args.add_bias_linear
 
 
+def _experts(args: TrainConfig) -> dict[str, object]:
+    kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    same = (
+        "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+        "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor",
+        "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input", "moe_z_loss_coeff",
+        "moe_router_dtype", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
+        "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+    )  # fmt: skip
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
+        "moe_aux_loss_coeff": factors[0] if len(kinds) == 1 else [*factors, *[0.0] * (len(kinds) - len(factors))],
+        "expert_tensor_parallel_size": args.tensor_model_parallel_size,
+        **{name: getattr(args, name) for name in same},
+    }
+
+
 def transformer_config(args: TrainConfig) -> TransformerConfig:
     """The model's configuration. Raises ValueError if megatron.core refuses a combination of options.
 
@@ -46,6 +64,8 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         options["init_method"] = options["output_layer_init_method"] = torch.nn.init.xavier_uniform_
     if args.recompute_granularity == "selective":
         options["recompute_modules"] = list(args.recompute_modules)
+    if args.num_experts is not None:
+        options |= _experts(args)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default

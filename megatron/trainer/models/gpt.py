@@ -19,6 +19,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -26,6 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
@@ -60,6 +62,17 @@ def layer_spec(args: TrainConfig) -> ModuleSpec:
     return seeded_spec(args, spec)
 
 
+def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification of the layers of the stage that `config` describes: one of all layers, or of each layer where
+    some have experts."""
+    if args.num_experts is None:
+        return layer_spec(args)
+    uses_engine = args.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_engine, normalization=args.normalization)
+    layers = [seeded_spec(args, each) for each in block.layer_specs]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LayerNormImpl)
+
+
 def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
     """The module specification `spec` of a transformer layer with the seeded layer class."""
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
@@ -87,7 +100,7 @@ def gpt_model(
     tied = not args.untie_embeddings_and_output_weights
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(args),
+        transformer_layer_spec=block_spec(args, config),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

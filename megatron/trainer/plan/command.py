@@ -17,6 +17,7 @@ from typing import Any
 from megatron.pipeline.start_up.late_weights import take_error_feedback
 from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
+from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
@@ -74,7 +75,7 @@ class Job:
         take_error_feedback(given)
         predicts, kept, dropped, priced = given.pipeline_2bw_provisional != "off", [], [], []
         for flag in _given_flags(given):
-            if Role.PRICED in flag.roles:
+            if Role.PRICED in flag.roles and (flag.refused or getattr(given, flag.dest) == FLEX):
                 priced.append((flag, _written(flag, given)))
                 continue
             if Role.PREDICTION in flag.roles and predicts:
@@ -91,7 +92,7 @@ class Job:
                 for name, setting in SETTINGS.items()
                 if predicts and (dest := _DESTINATIONS.get(setting.flag)) in destinations(Role.PREDICTION)
             },
-            priced=read_priced(given, priced),
+            priced=read_priced(given, priced, has_experts=bool(given.num_experts)),
         )
         assert job._alone  # so that what is wrong in any case is said at once
         return job
@@ -132,8 +133,11 @@ class Job:
         """The model, with the vocabulary padded for so many tensor ranks."""
         multiple = self._alone.make_vocab_size_divisible_by * tensor
         rows = -(-assumed_vocabulary(self._alone) // multiple) * multiple
-        experts = self.priced.experts_of(self._alone.ffn_hidden_size)
-        return replace(from_flags.architecture(self._alone), vocabulary_size=rows, experts=experts)
+        return replace(from_flags.architecture(self._alone), vocabulary_size=rows)
+
+    @property
+    def has_experts(self) -> bool:
+        return self._alone.num_experts is not None
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:

@@ -1,11 +1,10 @@
-"""From checked flags to the planner's records, to what a search prices and the trainer refuses (context parallelism and
-experts), and to the run's programs, proved. Without torch, so that a search starts at once."""
+"""From checked flags to the planner's records, to what a search prices and the trainer refuses (ranks that share
+sequences or experts), and to the run's programs, proved. Without torch, so that a search starts at once."""
 
 from __future__ import annotations
 
 import argparse
-import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,18 +27,13 @@ from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.rules.experts import DISPATCHERS
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-# --- context parallelism and experts ----------------------------------------------------------------------------------
-
-_TOPK = 2  # Megatron-LM's default
-_OF_EXPERTS = (
-    "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_expert_capacity_factor",
-    "moe_shared_expert_intermediate_size", "overlap_moe_expert_parallel_comm",
-)  # fmt: skip
+# --- context parallelism and shared experts ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +44,6 @@ class PricedFlags:
         written: those that ask for something, as the user wrote them.
         context, expert, expert_tensor: degrees, as a configuration has them.
         gathers_keys, dispatcher, overlaps_experts: as in `Software`.
-        experts: of what they say; `ffn_hidden_size` is 0 where they are as wide as the model's MLP.
     """
 
     written: tuple[str, ...] = ()
@@ -60,17 +53,12 @@ class PricedFlags:
     gathers_keys: bool = False
     dispatcher: str = ALL_TO_ALL
     overlaps_experts: bool = False
-    experts: Mapping[str, object] | None = None
-
-    def experts_of(self, ffn_hidden_size: int) -> Experts | None:
-        """The experts of a model with this MLP. Raises ValueError."""
-        if self.experts is None:
-            return None
-        return Experts(**{"ffn_hidden_size": ffn_hidden_size, **self.experts})
 
 
-def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str, ...]]]) -> PricedFlags:
-    """The priced flags among the parsed ones, with how the user wrote them.
+def read_priced(
+    given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str, ...]]], *, has_experts: bool
+) -> PricedFlags:
+    """The priced flags among the parsed ones, with how the user wrote them. `has_experts`: the model has experts.
 
     Raises:
         ValueError: a value that is none, flags of experts without experts, or what has no price.
@@ -81,94 +69,32 @@ def read_priced(given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str
     kind = values.get("cp_comm_type") or ["p2p"]
     if set(kind) - {"p2p", "all_gather"} or len(set(kind)) > 1:
         raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give p2p or all_gather")
-    dispatcher = values.get("moe_token_dispatcher_type", ALL_TO_ALL)
+    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+        if values.get(name) is not None and values[name] < 1:
+            raise ValueError(f"{names[name]} {values[name]} is below 1; give 1 or more")
+    expert = values.get("expert_model_parallel_size") or 1
+    dispatcher = given.moe_token_dispatcher_type if "moe_token_dispatcher_type" in given.given else ALL_TO_ALL
     if dispatcher not in (ALL_TO_ALL, FLEX):
-        raise ValueError(f"--moe-token-dispatcher-type {dispatcher} has no price; give {ALL_TO_ALL} or {FLEX}")
-    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "num_experts"):
-        least = 0 if name == "num_experts" else 1
-        if values.get(name) is not None and values[name] < least:
-            raise ValueError(f"{names[name]} {values[name]} is below {least}; give 1 or more")
-    experts = _experts(values) if values.get("num_experts") else None
-    if experts is None:
-        lone = next((names[name] for name in names if name in _OF_EXPERTS), None)
-        if lone is None and (values.get("expert_model_parallel_size") or 1) > 1:
+        if dispatcher not in DISPATCHERS or expert > 1:
+            raise ValueError(f"--moe-token-dispatcher-type {dispatcher} has no price; give {ALL_TO_ALL} or {FLEX}")
+        dispatcher = ALL_TO_ALL  # on one rank nothing is sent
+    if not has_experts:
+        lone = "--overlap-moe-expert-parallel-comm" if values.get("overlap_moe_expert_parallel_comm") else None
+        if expert > 1:
             lone = names["expert_model_parallel_size"]
-        if lone is None and dispatcher != ALL_TO_ALL:
-            lone = f"{names['moe_token_dispatcher_type']} {dispatcher}"
+        if dispatcher != ALL_TO_ALL:
+            lone = f"--moe-token-dispatcher-type {dispatcher}"
         if lone is not None:
             raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
     return PricedFlags(
         written=written,
         context=values.get("context_parallel_size") or 1,
-        expert=values.get("expert_model_parallel_size") or 1,
-        expert_tensor=values.get("expert_tensor_parallel_size") if experts is not None else None,
+        expert=expert,
+        expert_tensor=values.get("expert_tensor_parallel_size") if has_experts else None,
         gathers_keys="all_gather" in kind,
         dispatcher=dispatcher,
         overlaps_experts=values.get("overlap_moe_expert_parallel_comm", False),
-        experts=experts,
     )
-
-
-def _experts(values: Mapping[str, object]) -> dict[str, object]:
-    topk, width, shared, capacity, pattern = (values.get(name) for name in (
-        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_expert_capacity_factor",
-        "moe_layer_freq",
-    ))  # fmt: skip
-    found = {
-        "count": values["num_experts"],
-        "topk": _TOPK if topk is None else _whole("--moe-router-topk", topk),
-        "layers": 1 if pattern is None else layers_with_experts(pattern),
-        "shared_ffn_hidden_size": 0 if shared is None else _whole("--moe-shared-expert-intermediate-size", shared),
-        "capacity_factor": None if capacity is None else _number("--moe-expert-capacity-factor", capacity),
-    }
-    return found if width is None else {**found, "ffn_hidden_size": _whole("--moe-ffn-hidden-size", width)}
-
-
-def _whole(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} {text} is no whole number; give one") from None
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} {text} is no number; give one") from None
-
-
-def layers_with_experts(text: str) -> int | tuple[int, ...]:
-    """What `--moe-layer-freq` says: every n-th layer, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError."""
-    try:
-        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, ValueError, RecursionError):
-        found = None
-    if isinstance(found, list) and len(found) <= _MOST_LAYERS and all(type(each) is int for each in found):
-        return tuple(found)
-    if type(found) is int:
-        return found
-    raise ValueError(f"--moe-layer-freq {text} is no pattern; give a number, or lists as ([0]*1+[1]*3)*2")
-
-
-_MOST_LAYERS = 10_000
-
-
-def _evaluated(node: ast.AST) -> int | list:
-    """The value of an expression of numbers, lists, sums of lists and lists times numbers."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        return [_evaluated(each) for each in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _evaluated(node.left), _evaluated(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int:
-            if len(left) * right > _MOST_LAYERS:
-                raise ValueError(right)
-            return left * right
-    raise ValueError(node)
 
 
 # --- the planner's records --------------------------------------------------------------------------------------------
@@ -205,6 +131,20 @@ def architecture(args: TrainConfig) -> Architecture:
         qk_norm=args.qk_layernorm,
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
+        experts=None if args.num_experts is None else experts(args),
+    )
+
+
+def experts(args: TrainConfig) -> Experts:
+    """The experts of the model's layers."""
+    pattern = args.moe_layer_freq
+    return Experts(
+        count=args.num_experts,
+        topk=args.moe_router_topk,
+        ffn_hidden_size=args.moe_ffn_hidden_size,
+        shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
+        layers=pattern if isinstance(pattern, int) else tuple(pattern),
+        capacity_factor=args.moe_expert_capacity_factor,
     )
 
 

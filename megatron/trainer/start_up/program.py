@@ -18,6 +18,17 @@ from megatron.trainer.report.metrics import LOSS
 if TYPE_CHECKING:
     from megatron.trainer.data.datasets import Datasets  # with megatron.core's datasets, which a dry run never loads
 
+
+def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
+    """The losses of a GPT: that of its tokens, and those of its routers."""
+    if args.num_experts is None:
+        return (LOSS,)
+    kinds = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+    factors = dict(zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=False))
+    routed = tuple(name for kind, name in kinds.items() if factors.get(kind))
+    return (LOSS, *routed, *(("z_loss",) if args.moe_z_loss_coeff else ()))
+
+
 ModelProvider = Callable[..., torch.nn.Module]
 """Megatron's `provider(pre_process, post_process)`."""
 
@@ -41,4 +52,4 @@ class TrainingProgram:
     forward_step: ForwardStep
     datasets_provider: Callable[[TrainConfig, MegatronTokenizerBase | None], Datasets]
     fields_provider: FieldsProvider = gpt_fields
-    loss_names: Callable[[TrainConfig], tuple[str, ...]] = lambda args: (LOSS,)
+    loss_names: Callable[[TrainConfig], tuple[str, ...]] = language_model_losses

@@ -39,7 +39,7 @@ Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -138,10 +138,20 @@ class AnyStage(Protocol):
         """Load weight `version` into the parameters. Called before every forward, recompute and backward."""
 
     def take_losses(self, batch: int) -> Mapping[str, tuple[float, float]]:
-        """Remove and return the loss sums of `batch`, name -> (numerator, denominator); {} except on the last stage.
+        """Remove and return the loss sums of `batch`: name -> (numerator, denominator), for the losses of this stage.
 
         Called on the chain thread while the main thread may run the next batch; for an evaluation on the main thread.
         """
+
+
+def take_losses(stages: Iterable[AnyStage], batch: int) -> dict[str, tuple[float, float]]:
+    """Remove and return the loss sums of `batch` over the stages of a rank: name -> (numerator, denominator)."""
+    sums: dict[str, tuple[float, float]] = {}
+    for stage in stages:
+        for name, (numerator, denominator) in stage.take_losses(batch).items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + numerator, before[1] + denominator
+    return sums
 
 
 @runtime_checkable

@@ -15,11 +15,12 @@ from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import data, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, training
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
+    experts.EXPERTS,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,
     training.FREEZING,

@@ -5,7 +5,9 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ig
 
 # --- refused ----------------------------------------------------------------------------------------------------------
 
-_EXPERTS = "mixture of experts is not supported by the pipeline runtime; train a dense model."
+_EXPERTS = "all experts of a layer lie on each rank of its stage; leave the flag out."
+_BIAS = "biases of experts are not kept for each weight version; balance by --moe-router-load-balancing-type aux_loss."
+_ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
 _PRICED = Role.PRICED
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
@@ -53,26 +55,20 @@ REFUSED = Group(
         refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, neutral=(1,), roles=_PRICED),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
-        refused("--num-experts", _EXPERTS, takes=None, kind=integer, neutral=(0,), roles=_PRICED),
-        *_list(
-            _EXPERTS,
-            "--moe-router-load-balancing-type",
-            "--moe-router-topk",
-            "--moe-aux-loss-coeff",
-            "--moe-z-loss-coeff",
-            "--moe-token-dispatcher-type",
-            "--moe-ffn-hidden-size",
-            "--moe-layer-freq",
-            "--moe-expert-capacity-factor",
-            "--moe-shared-expert-intermediate-size",
+        *_list(_EXPERTS, "--overlap-moe-expert-parallel-comm"),
+        *_list(_BIAS, "--moe-router-enable-expert-bias"),
+        refused("--moe-router-bias-update-rate", _BIAS, takes=None, kind=number, default=1e-3, neutral=(1e-3,)),
+        *_list(_ENGINE, "--moe-enable-deepep", "--moe-use-legacy-grouped-gemm", "--moe-shared-expert-overlap"),
+        *_list(_ENGINE, "--moe-flex-dispatcher-backend", "--moe-latent-size", takes=None),
+        *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),
+        *_list("routers draw no random numbers; leave the flag out.", "--moe-router-force-load-balancing"),
+        *_list(_FP8, "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"),
+        *_list("an old flag; use --recompute-granularity selective --recompute-modules moe.", "--moe-layer-recompute"),
+        *_list("weights of a dense model are not copied into experts; leave the flag out.", "--moe-use-upcycling"),
+        refused(
+            "--moe-router-topk-limited-devices",
+            "an old flag; use --moe-router-num-groups and --moe-router-group-topk.",
             takes=None,
-        ),
-        *_list(
-            _EXPERTS,
-            "--moe-grouped-gemm",
-            "--moe-permute-fusion",
-            "--moe-pad-expert-input-to-capacity",
-            "--overlap-moe-expert-parallel-comm",
         ),
         *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
         refused(

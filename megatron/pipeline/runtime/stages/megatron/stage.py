@@ -36,6 +36,7 @@ from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Reco
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.router_losses import NAMES, RouterLosses
 from megatron.pipeline.runtime.stages.megatron.split_linears import (
     putting_off,
     require_splits,
@@ -165,6 +166,7 @@ class MegatronStage:
         self._not_put_off = weights_of_both_ends(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+        self._router_losses = RouterLosses(model, takes=bool({*NAMES}.intersection(loss_names)))
 
     def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
         if memory is None:
@@ -210,6 +212,7 @@ class MegatronStage:
             else:
                 self._require_input_grad(saved)
                 output = saved.output = self._run(microbatch, saved, data, record=True)
+                self._record(microbatch, self._router_losses.take())
         self._captured.seal(microbatch.index, input=saved.input, output=output)
         return None if self._is_last else output.detach()
 
@@ -219,6 +222,7 @@ class MegatronStage:
         saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
         saved.output = self._run(microbatch, saved, saved.replay(), record=False)
+        self._record(microbatch, self._router_losses.take())
         self.free_output(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
@@ -229,8 +233,7 @@ class MegatronStage:
         saved = self._saved.pop(microbatch.index)
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
-        if self._config.num_moe_experts is not None:
-            _scale_auxiliary_loss(scale / self._parts(microbatch))
+        self._router_losses.scale(scale / self._parts(microbatch))
         with self._dropout.microbatch(self._sample(microbatch)):
             if self._is_last:
                 torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
@@ -320,11 +323,10 @@ class MegatronStage:
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         """Remove and return the sums of the reported numbers of a batch: name -> (sum, count).
 
-        Empty except on tensor rank 0 of the last stage. A scalar has the count 1. Values are summed in float64.
+        Tensor rank 0 of the last stage has those of the loss function, and every stage those of its routers. A scalar
+        has the count 1. Values are summed in float64.
         """
         records = self._losses.pop(batch, [])
-        if parallel_state.get_tensor_model_parallel_rank() != 0:
-            return {}
         sums = {}
         for name in {name: None for record in records for name in record}:
             pairs = torch.stack([record[name] for record in records if name in record])
@@ -370,10 +372,14 @@ class MegatronStage:
                 loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
         else:
             loss, numbers = outputs
-        if record:
-            pairs = {name: _pair(value) for name, value in numbers.items() if name in self.loss_names}
-            self._losses[microbatch.batch].append(pairs)
+        if record and parallel_state.get_tensor_model_parallel_rank() == 0:
+            self._record(microbatch, {name: _pair(value) for name, value in numbers.items()})
         return loss / self._parts(microbatch)
+
+    def _record(self, microbatch: Microbatch, pairs: dict[str, Tensor]) -> None:
+        """Record numbers of a microbatch for the report of its batch: name -> [sum, count]."""
+        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names}:
+            self._losses[microbatch.batch].append(pairs)
 
     def _parts(self, microbatch: Microbatch) -> int:
         """The divisor of the loss of a microbatch. With per-token loss it is 1, since gradients are divided later."""
@@ -394,14 +400,3 @@ def _pair(value: Tensor | float) -> Tensor:
             f"A loss function reported a tensor of {value.numel()} elements: report a scalar or a tensor [sum, count]."
         )
     return value.clone()
-
-
-def _scale_auxiliary_loss(scale: float) -> None:
-    """Set the global factor by which megatron.core scales the load-balancing losses of mixture-of-experts layers.
-
-    These losses enter the graph on every stage.
-    """
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    # `full` copies nothing from the host, so the host does not wait.
-    MoEAuxLossAutoScaler.set_loss_scale(torch.full((), scale, device=backend.device()))

@@ -1,0 +1,56 @@
+"""The auxiliary losses of the routers of experts: their factor in backwards, and their values for reports.
+
+Problem: megatron.core adds these losses to the graph of every stage that has experts. Their factor is one global value.
+Their values are summed in one global table, over layers and microbatches. A stage may run microbatches of several
+batches in turn, and its rank may have several stages.
+
+Solution: set the factor before each backward, and take the values out of the table after each forward that builds a
+graph.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from megatron import backend
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+
+NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+"""The losses by megatron.core's names. Each is reported as the mean over layers and microbatches, without its factor
+in the training loss."""
+
+
+class RouterLosses:
+    """The auxiliary losses of the layers of a stage.
+
+    Args:
+        model: the model chunk of the stage.
+        takes: take the values out of megatron.core's table; else they stay there.
+    """
+
+    def __init__(self, model: nn.Module, *, takes: bool) -> None:
+        self._num_layers = sum(isinstance(module, MoELayer) for module in model.modules())
+        self._takes = takes and self._num_layers > 0
+
+    def scale(self, factor: float) -> None:
+        """Multiply the losses by `factor` in the backward that comes, beside the main loss's own factor."""
+        if self._num_layers:
+            # `full` copies nothing from the host, so the host does not wait.
+            MoEAuxLossAutoScaler.set_loss_scale(torch.full((), factor, device=backend.device()))
+
+    def take(self) -> dict[str, Tensor]:
+        """Take the losses since the last call out of the table: name -> [sum, count], FP32, count in layers.
+
+        Tensor ranks that share the tokens of a sequence have parts of a sum, which the first of them counts. Of the
+        other losses each rank has a mean over its own tokens.
+        """
+        if not self._takes:
+            return {}
+        found = {}
+        for name, entry in get_moe_layer_wise_logging_tracker().items():
+            counts = entry["reduce_group"] is None or parallel_state.get_tensor_model_parallel_rank() == 0
+            total = entry["values"].sum()
+            found[name] = torch.stack([total, torch.full_like(total, self._num_layers * counts)])
+            entry["values"].zero_()
+        return found

@@ -1,0 +1,115 @@
+"""Flags of mixtures of experts: layers in which a router sends each token to a few of many MLPs."""
+
+import ast
+from dataclasses import dataclass
+
+from megatron.trainer.arguments.flags.specification import Group, Role, option, switch
+
+LOSSES = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+"""The kinds of load balancing that are trained."""
+
+
+def layers_with_experts(text: str) -> int | list[int]:
+    """What `--moe-layer-freq` says: every n-th layer, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError."""
+    try:
+        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        found = None
+    if isinstance(found, list) and len(found) <= _MOST_LAYERS and all(type(each) is int for each in found):
+        return found
+    if type(found) is int:
+        return found
+    raise ValueError(f"--moe-layer-freq {text} is no pattern; give a number, or lists as ([0]*1+[1]*3)*2")
+
+
+_MOST_LAYERS = 10_000
+
+
+def _evaluated(node: ast.AST) -> int | list:
+    """The value of an expression of numbers, lists, sums of lists and lists times numbers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluated(each) for each in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left, right = _evaluated(node.left), _evaluated(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and type(right) is int:
+            if len(left) * right > _MOST_LAYERS:
+                raise ValueError(right)
+            return left * right
+    raise ValueError(node)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class Experts:
+    """Layers with experts: a router sends each token to a few of many MLPs. All experts of a layer lie on each rank of
+    its stage."""
+
+    num_experts: int | None = option(None, "Experts of a layer with experts. Default: no layer has any.")
+    moe_layer_freq: str | int | list[int] = option(
+        "1",
+        "The layers with experts: every n-th from the first on, or a list of 1 and 0 as ([0]*1+[1]*3)*2.",
+    )
+    moe_ffn_hidden_size: int | None = option(None, "Width of an expert's hidden layer. Default: --ffn-hidden-size.")
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Width of an expert that computes every token, beside the routed ones. Default: there is none."
+    )
+    moe_router_topk: int = option(2, "Experts that compute a token.")
+    moe_router_pre_softmax: bool = switch("Take the softmax before the choice of experts, and not after it.")
+    moe_router_score_function: str = option(
+        "softmax", "What makes scores of the router's logits.", choices=("softmax", "sigmoid")
+    )
+    moe_router_topk_scaling_factor: float | None = option(
+        None, "Factor of the chosen experts' scores. Needs --moe-router-pre-softmax or sigmoid scores."
+    )
+    moe_router_num_groups: int | None = option(
+        None, "Groups of experts, of which a token takes --moe-router-group-topk."
+    )
+    moe_router_group_topk: int | None = option(None, "Groups from which a token's experts are chosen.")
+    moe_apply_probs_on_input: bool = switch("Multiply an expert's input by its score, and not its output. Needs top 1.")
+    moe_router_load_balancing_type: list[str] = option(
+        ["aux_loss"],
+        "How tokens are balanced over experts: by a loss over a microbatch (aux_loss) or over each sequence "
+        "(seq_aux_loss), or both; by sinkhorn's routing; or none.",
+        nargs="+",
+        roles=Role.SAVED,
+    )
+    moe_aux_loss_coeff: list[float] = option(
+        [0.0], "Factor of each loss of --moe-router-load-balancing-type.", nargs="+", roles=Role.SAVED
+    )
+    moe_z_loss_coeff: float | None = option(
+        None, "Factor of a loss that keeps the router's logits small.", roles=Role.SAVED
+    )
+    moe_router_dtype: str | None = option(
+        None,
+        "Type in which scores are computed and outputs are weighted. Default: the model's.",
+        choices=("fp32", "fp64"),
+        roles=Role.SAVED,
+    )
+    moe_expert_capacity_factor: float | None = option(
+        None, "Most tokens of an expert, over its balanced load; further tokens are dropped.", roles=Role.SAVED
+    )
+    moe_pad_expert_input_to_capacity: bool = switch("Give each expert as many tokens as its capacity.", roles=Role.NONE)
+    moe_token_drop_policy: str = option(
+        "probs",
+        "Which tokens an expert drops: those of the least score, or the last.",
+        choices=("probs", "position"),
+        roles=Role.SAVED,
+    )
+    moe_token_dispatcher_type: str = option(
+        "allgather",
+        "How tokens are brought to experts: allgather or alltoall. A search prices flex, too.",
+        roles=Role.PRICED,
+    )
+    moe_grouped_gemm: bool = switch(
+        "Multiply the tokens of all experts in one kernel. Off without Transformer Engine.", roles=Role.NONE
+    )
+    moe_permute_fusion: bool = switch(
+        "Fuse the permutation of tokens. Off without Transformer Engine.", roles=Role.NONE
+    )
+    moe_router_fusion: bool = switch("Fuse the router's operations. Off without Transformer Engine.", roles=Role.NONE)
+
+
+EXPERTS = Group.of(Experts, "experts", Role.SHAPE)

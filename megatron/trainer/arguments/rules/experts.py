@@ -1,0 +1,110 @@
+"""Rules of mixtures of experts: what a router may choose from, and with what experts are trained."""
+
+import argparse
+
+from megatron.planner.job.software import ALL_TO_ALL, FLEX
+from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
+from megatron.trainer.arguments.flags.specification import name_of
+
+DISPATCHERS = ("allgather", ALL_TO_ALL)
+
+
+def experts(args: argparse.Namespace) -> None:
+    """Check the flags of experts, and make a pattern of `moe_layer_freq`. Without experts they ask for nothing."""
+    args.num_experts = args.num_experts or None
+    if args.num_experts is None:
+        lone = next(
+            (flag.name for flag in EXPERTS.flags if flag.dest in args.given and flag.dest != "num_experts"), None
+        )
+        if lone is not None:
+            raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
+        return
+    _layers(args)
+    _router(args)
+    _losses(args)
+    _parallel(args)
+
+
+def _layers(args: argparse.Namespace) -> None:
+    if isinstance(args.moe_layer_freq, str):
+        args.moe_layer_freq = layers_with_experts(args.moe_layer_freq)
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, int) and pattern < 1:
+        raise ValueError(f"--moe-layer-freq {pattern} is below 1; give 1 or more")
+    if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1}):
+        raise ValueError(
+            f"--moe-layer-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or 0 for "
+            "each layer"
+        )
+    if args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+
+
+def _router(args: argparse.Namespace) -> None:
+    count, topk = args.num_experts, args.moe_router_topk
+    groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
+    if topk > count:
+        raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {count}; lower the former")
+    if (groups is None) != (group_topk is None):
+        raise ValueError("--moe-router-num-groups and --moe-router-group-topk belong together; give both")
+    if groups is not None and (count % groups or group_topk > groups or topk % group_topk):
+        raise ValueError(
+            f"--moe-router-num-groups {groups} has to divide --num-experts {count}, and --moe-router-group-topk "
+            f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}; change one of them"
+        )
+    needs_pre_softmax = topk == 1 and args.moe_router_score_function == "softmax"
+    if needs_pre_softmax and not args.moe_router_pre_softmax and args.moe_router_load_balancing_type != ["sinkhorn"]:
+        raise ValueError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax, since the softmax of one score has no gradient"
+        )
+    if args.moe_apply_probs_on_input and topk != 1:
+        raise ValueError(f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {topk}; leave it out")
+    if args.moe_pad_expert_input_to_capacity and args.moe_expert_capacity_factor is None:
+        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+
+
+def _losses(args: argparse.Namespace) -> None:
+    kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    for kind in kinds:
+        if kind == "global_aux_loss":
+            raise ValueError(
+                "--moe-router-load-balancing-type global_aux_loss: tokens are not counted over several microbatches; "
+                "use aux_loss or seq_aux_loss"
+            )
+        if kind not in LOSSES:
+            raise ValueError(f"--moe-router-load-balancing-type {kind} is none of {', '.join(LOSSES)}")
+    if len(factors) != len(kinds) and factors != [0.0]:
+        raise ValueError(
+            f"--moe-aux-loss-coeff has {len(factors)} values and --moe-router-load-balancing-type {len(kinds)}; give a "
+            "value for each"
+        )
+    if len(kinds) > 1 and {"sinkhorn", "none"} & {*kinds}:
+        raise ValueError(f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn and none stand alone")
+    if kinds == ["sinkhorn"] and (any(factors) or args.moe_expert_capacity_factor is not None):
+        raise ValueError(
+            "--moe-router-load-balancing-type sinkhorn goes neither with --moe-aux-loss-coeff nor with "
+            "--moe-expert-capacity-factor; leave them out"
+        )
+
+
+def _parallel(args: argparse.Namespace) -> None:
+    t = args.tensor_model_parallel_size
+    if args.moe_token_dispatcher_type == FLEX:
+        raise ValueError("--moe-token-dispatcher-type flex needs DeepEP, which is not connected; use alltoall")
+    if args.moe_token_dispatcher_type not in DISPATCHERS:
+        raise ValueError(
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is none of {' and '.join(DISPATCHERS)}"
+        )
+    if args.expert_tensor_parallel_size not in (None, t):
+        raise ValueError(
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} differs from "
+            f"--tensor-model-parallel-size {t}; leave it out"
+        )
+    if t > 1 and not args.sequence_parallel:
+        raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel; add it")
+    if args.add_bias_linear:  # megatron.core adds them in place, to a result that autograd does not let it change
+        raise ValueError("experts have no biases; add --disable-bias-linear")
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+        width = getattr(args, name)
+        if width is not None and width % t:
+            raise ValueError(f"{name_of(name)} {width} is not divisible by --tensor-model-parallel-size {t}")
