@@ -20,7 +20,7 @@ def apply() -> None:
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer import mlp, torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -34,7 +34,7 @@ def apply() -> None:
         _repair_groups_that_look_alike(getattr(optimizer, kind))
     _repair_groups_that_look_alike(distrib_optimizer.DistributedOptimizer)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
-    _repair_experts(moe_utils, token_dispatcher)
+    _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
     follow_shown_gradients()
 
 
@@ -261,11 +261,13 @@ def _repair_torch_norm(norm_class) -> None:
     norm_class.__new__ = build_for_sequence_parallel
 
 
-def _repair_experts(moe_utils, token_dispatcher) -> None:
+def _repair_experts(moe_utils, token_dispatcher, mlp: type[torch.nn.Module]) -> None:
     """Make mixtures of experts work without Transformer Engine, and on a CPU.
 
     The faults: without Transformer Engine the router tests whether `te_general_gemm` is None, and the name is missing;
-    and on a CPU the numbers of tokens that experts exchange stay tensors although arrays are asked for.
+    on a CPU the numbers of tokens that experts exchange stay tensors although arrays are asked for; and the bias of an
+    expert is added in place to the output of its second linear layer, which autograd forbids where one tensor rank
+    returns that output as it came in.
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -277,6 +279,19 @@ def _repair_experts(moe_utils, token_dispatcher) -> None:
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_as_asked
+    forward = mlp.forward
+
+    @functools.wraps(forward)
+    def forward_with_bias(self, hidden_states, per_token_scale=None, **others):
+        if per_token_scale is None or not self.config.add_bias_linear:
+            return forward(self, hidden_states, per_token_scale, **others)
+        hook = self.linear_fc2.register_forward_hook(lambda module, inputs, output: (output[0].clone(), output[1]))
+        try:
+            return forward(self, hidden_states, per_token_scale, **others)
+        finally:
+            hook.remove()
+
+    mlp.forward = forward_with_bias
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

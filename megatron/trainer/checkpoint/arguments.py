@@ -19,6 +19,7 @@ import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
+from megatron.trainer.arguments.flags.experts import EXPERTS
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
@@ -32,6 +33,7 @@ MODEL_ARGUMENTS = destinations(Role.SHAPE)
 _READ = ("group_query_attention", "num_query_groups", "position_embedding_type", "add_bias_linear", "add_qkv_bias")
 _OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
               "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
+_OF_EXPERTS = tuple(flag.dest for flag in EXPERTS.flags if Role.SHAPE in flag.roles and flag.dest != "num_experts")
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
 _ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
@@ -56,11 +58,11 @@ WITHOUT_IT = {
     "qk_layernorm": False,
     "untie_embeddings_and_output_weights": False,
     "add_bias_linear": True,
+    "num_experts": 0,
 }
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
 # Arguments for parts of other networks -> the values for a network without the part.
 _NOT_BUILT_HERE = {
-    "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
@@ -119,15 +121,19 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
 def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     positions = _positions(args)
     rotary = {name: _value(args, name) for name in _OF_ROTARY}
+    num_experts = _value(args, "num_experts")
     if not rotary["use_rope_scaling"]:
         rotary["rope_scaling_factor"] = None
-    as_they_stand = [name for name in (*MODEL_ARGUMENTS, "class_names") if name not in (*_READ, *_OF_ROTARY)]
+    as_they_stand = [
+        name for name in (*MODEL_ARGUMENTS, "class_names") if name not in (*_READ, *_OF_ROTARY, *_OF_EXPERTS)
+    ]
     return {
         **{name: _value(args, name) for name in as_they_stand},
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
         "max_position_embeddings": _value(args, "max_position_embeddings") if positions == "learned_absolute" else None,
+        **{name: _value(args, name) or 0 if num_experts else None for name in _OF_EXPERTS},
         **_biases(args),
     }
 

@@ -28,8 +28,9 @@ def _activation(args: TrainConfig) -> tuple:
         return quick_gelu, True, False
     if args.squared_relu:
         return squared_relu, False, False
-    # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse.
-    return gelu, False, args.bias_gelu_fusion and args.add_bias_linear
+    # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse. It does not
+    # multiply by the scores of experts.
+    return gelu, False, args.bias_gelu_fusion and args.add_bias_linear and args.num_experts is None
 
 
 def _experts(args: TrainConfig) -> dict[str, object]:

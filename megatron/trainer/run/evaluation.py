@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.data import split_shares
 
@@ -22,6 +23,8 @@ def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[
     num_microbatches = _num_microbatches(args)
     for _ in range(args.eval_iters):
         for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
+            if name in ROUTER_LOSSES:  # routers have none without a backward
+                continue
             numerator, denominator = sums.get(name, (0.0, 0.0))
             sums[name] = (numerator + batch_sum, denominator + batch_count)
         if agree_to_stop():

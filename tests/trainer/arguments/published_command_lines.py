@@ -136,12 +136,14 @@ PASSES = {
     "Llama-3 8B": Published(f"{LLAMA3_8B} {LLAMA3_DATA}", 8, 8.03, changed="--pipeline-model-parallel-size 2"),
     "Llama-3 8B mock": Published(f"{LLAMA3_8B} {LLAMA3_MOCK}", 8, 8.03),
     "Llama-2 70B": Published(LLAMA2_70B, 64, 69.0, full=("flush", "2bw")),
+    "Mixtral 8x7B, all experts of a layer on a rank": Published(
+        MIXTRAL_8X7B, 256, 46.7, changed="--expert-model-parallel-size 1", schedules=_SHORT
+    ),
 }
 REFUSED = {
     "Mixtral 8x7B": (
         MIXTRAL_8X7B,
-        "--num-experts --moe-router-topk --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-grouped-gemm "
-        "--moe-token-dispatcher-type --expert-model-parallel-size",
+        "--expert-model-parallel-size",
     ),
     "Llama-3 8B in FP8": (
         f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK}",

@@ -183,5 +183,5 @@ def test_names_of_megatron_are_taken_over():
     saved = there(layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True)
     args = arguments.with_saved_arguments(argparse.Namespace(**{**vars(here()), "given": ()}), saved, "DIR")
     assert (args.norm_epsilon, args.apply_layernorm_1p) == (1e-6, True)
-    with pytest.raises(CheckpointError, match="num_experts is 8 there"):
-        arguments.with_saved_arguments(args, there(num_experts=8), "DIR")
+    with pytest.raises(CheckpointError, match="mtp_num_layers is 8 there"):
+        arguments.with_saved_arguments(args, there(mtp_num_layers=8), "DIR")

@@ -21,14 +21,27 @@ GROUPS = {"group_query_attention": True, "num_query_groups": 4}
 SCALING = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 
 
-def plain(name, value, flags=""):
-    return flags, {name: value}, f"Pass --{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 "
+OF_EXPERTS = dict(
+    moe_layer_freq=2, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
+    moe_router_pre_softmax=True, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+    moe_router_num_groups=2, moe_router_group_topk=2, moe_apply_probs_on_input=True,
+)  # fmt: skip
+THEIR_EXPERTS = dict(
+    num_experts=4, moe_ffn_hidden_size=64, moe_layer_freq=1, moe_router_topk=2, moe_router_score_function="softmax"
+)
+
+
+def plain(name, value, flags="", **others):
+    return flags, {**others, name: value}, f"Pass --{name.replace('_', '-')}{'' if value is True else f' {value}'}"
 
 
 # Fact -> flags here, what the checkpoint has otherwise, and what the sentence tells to do.
 FACTS = {
     **{name: plain(name, value) for name, value in PLAIN.items()},
     **{name: plain(name, value, ROPE) for name, value in OF_ROPE.items()},
+    **{name: plain(name, value, EXPERTS, **THEIR_EXPERTS) for name, value in OF_EXPERTS.items()},
+    "num_experts": plain("num_experts", 8),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
     "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
     "squared_relu": ("--squared-relu", {}, "Leave --squared-relu out"),
@@ -41,7 +54,6 @@ FACTS = {
 }
 # Megatron-LM's argument -> a value that asks for what is not built here.
 PARTS = {
-    "num_experts": 8,
     "multi_latent_attention": True,
     "experimental_attention_variant": "gated_delta_net",
     "attention_output_gate": True,
@@ -82,6 +94,7 @@ LATE = {
     "qk_layernorm": "--qk-layernorm",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "add_bias_linear": "--disable-bias-linear --add-qkv-bias",
+    "num_experts": EXPERTS,
 }
 
 

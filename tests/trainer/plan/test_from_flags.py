@@ -9,10 +9,10 @@ import pytest
 from megatron.planner import Configuration, Recompute
 from megatron.planner.memory.architecture import Experts
 from megatron.trainer.arguments import Platform, parse_args
+from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.command import Job
-from megatron.trainer.plan.from_flags import layers_with_experts
 from tests.trainer.arguments.command_line import GPU, arguments
 
 
@@ -84,19 +84,17 @@ def job(flags: str = "") -> Job:
     return Job.read(f"{WORDS} {flags}".split(), architecture="gpt", platform=ENGINE)
 
 
-@pytest.mark.parametrize(
-    "flags", ["--num-experts 8", "--context-parallel-size 2", "--expert-model-parallel-size 2", "--moe-router-topk 2"]
-)
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--num-experts 4 --expert-model-parallel-size 2"])
 def test_the_trainer_refuses_them(flags):
-    with pytest.raises(ValueError, match="not supported"):
+    with pytest.raises(ValueError, match=r"not supported|all experts of a layer lie on each rank"):
         parse_args(f"{WORDS} {flags}".split())
 
 
 def test_a_job_without_them_is_as_before():
     plain = job()
     assert plain.priced.written == () and plain.shape(1).experts is None
-    off = "--num-experts 0 --context-parallel-size 1 --expert-model-parallel-size 1"
-    assert job(off) == plain
+    off = "--context-parallel-size 1 --expert-model-parallel-size 1"
+    assert job(off) == plain and job("--num-experts 0").shape(1) == plain.shape(1)
 
 
 def test_experts():
@@ -113,8 +111,8 @@ def test_experts():
         capacity_factor=1.5,
     )  # fmt: skip
     assert (asked.priced.expert, asked.priced.expert_tensor) == (4, 1)
-    assert "--num-experts 8" in asked.priced.written and "--moe-grouped-gemm" in asked.priced.written
-    assert not any("moe" in word or "expert" in word for word in asked.argv)
+    assert asked.priced.written == ("--expert-model-parallel-size 4",)
+    assert "--num-experts" in asked.argv and "--expert-model-parallel-size" not in asked.argv
 
 
 def test_how_copies_of_tokens_get_to_experts():
@@ -142,14 +140,17 @@ def test_context_parallelism():
     [
         ("--moe-router-topk 2", "--moe-router-topk is given, and --num-experts is not; give both"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size is given, and --num-experts is not"),
-        ("--num-experts -1", "--num-experts -1 is below 0; give 1 or more"),
+        ("--num-experts -1", "--num-experts -1 must be at least 0"),
         ("--context-parallel-size 0", "--context-parallel-size 0 is below 1; give 1 or more"),
-        ("--num-experts 8 --moe-router-topk two", "--moe-router-topk two is no whole number; give one"),
-        ("--num-experts 8 --moe-expert-capacity-factor x", "--moe-expert-capacity-factor x is no number; give one"),
-        ("--num-experts 8 --moe-layer-freq [1,0]", "has 2 entries, and the model 8 layers; give one for each"),
-        ("--num-experts 8 --moe-router-topk 9", "a token goes to 9 of 8 experts; lower topk"),
+        ("--num-experts 8 --moe-router-topk two", "--moe-router-topk: 'two' is not a whole number"),
+        ("--num-experts 8 --moe-expert-capacity-factor x", "--moe-expert-capacity-factor: 'x' is not a number"),
+        ("--num-experts 8 --moe-layer-freq [1,0]", "has 2 entries, and the model 8 layers; give a 1 or 0 for each"),
+        ("--num-experts 8 --moe-router-topk 9", "--moe-router-topk 9 is more than --num-experts 8"),
         ("--context-parallel-size 2 --cp-comm-type a2a", "--cp-comm-type a2a has no price; give p2p or all_gather"),
-        ("--num-experts 8 --moe-token-dispatcher-type allgather", "allgather has no price; give alltoall or flex"),
+        (
+            "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type allgather",
+            "allgather has no price; give alltoall or flex",
+        ),
         ("--overlap-moe-expert-parallel-comm", "--overlap-moe-expert-parallel-comm is given, and --num-experts is not"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex is given, and --num-experts is not"),
     ],
@@ -162,7 +163,7 @@ def test_refusals(flags, reason):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("2", 2), ("[0]+[1]*3", (0, 1, 1, 1)), ("([1]*2+[0])*2", (1, 1, 0, 1, 1, 0)), (" [1, 0] ", (1, 0))],
+    [("2", 2), ("[0]+[1]*3", [0, 1, 1, 1]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0]), (" [1, 0] ", [1, 0])],
 )
 def test_patterns_of_layers(text, expected):
     assert layers_with_experts(text) == expected

@@ -25,6 +25,15 @@ def experts(args: argparse.Namespace) -> None:
     _parallel(args)
 
 
+def moved_activations(args: argparse.Namespace) -> None:
+    """Refuse to move saved activations whose sizes depend on what a router chooses. After the rules of schedules."""
+    if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
+        raise ValueError(
+            "what experts save is of another size in each microbatch, and is not moved to another rank; add "
+            "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or choose another schedule"
+        )
+
+
 def _layers(args: argparse.Namespace) -> None:
     if isinstance(args.moe_layer_freq, str):
         args.moe_layer_freq = layers_with_experts(args.moe_layer_freq)
@@ -102,8 +111,11 @@ def _parallel(args: argparse.Namespace) -> None:
         )
     if t > 1 and not args.sequence_parallel:
         raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel; add it")
-    if args.add_bias_linear:  # megatron.core adds them in place, to a result that autograd does not let it change
-        raise ValueError("experts have no biases; add --disable-bias-linear")
+    if t > 1 and args.add_bias_linear:
+        raise ValueError(
+            "experts with --tensor-model-parallel-size above 1 have no biases in megatron.core; add "
+            "--disable-bias-linear"
+        )
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
         width = getattr(args, name)
         if width is not None and width % t:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
-NAMES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+ROUTER_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 """The losses by megatron.core's names. Each is reported as the mean over layers and microbatches, without its factor
 in the training loss."""
 

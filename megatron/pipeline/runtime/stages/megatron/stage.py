@@ -36,7 +36,7 @@ from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Reco
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
-from megatron.pipeline.runtime.stages.megatron.router_losses import NAMES, RouterLosses
+from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES, RouterLosses
 from megatron.pipeline.runtime.stages.megatron.split_linears import (
     putting_off,
     require_splits,
@@ -166,7 +166,7 @@ class MegatronStage:
         self._not_put_off = weights_of_both_ends(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
-        self._router_losses = RouterLosses(model, takes=bool({*NAMES}.intersection(loss_names)))
+        self._router_losses = RouterLosses(model, takes=bool({*ROUTER_LOSSES}.intersection(loss_names)))
 
     def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
         if memory is None:

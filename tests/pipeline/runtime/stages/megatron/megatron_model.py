@@ -76,6 +76,9 @@ class Case:
     predict: bool = False  # weights
     provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
     reduce_partial: bool = False
+    experts: int = 0  # of each layer, of which two compute a token; not with biases
+    balancing: str = "aux_loss"  # --moe-router-load-balancing-type
+    router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property
@@ -134,7 +137,20 @@ def transformer_config(case: Case) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=case.fused,
+        **(_experts(case) if case.experts else {}),
     )
+
+
+def _experts(case: Case) -> dict:
+    return {
+        "num_moe_experts": case.experts,
+        "moe_ffn_hidden_size": case.hidden,
+        "moe_router_load_balancing_type": case.balancing,
+        "moe_aux_loss_coeff": 0.0 if case.balancing in ("none", "sinkhorn") else 0.5,  # large, so that it is missed
+        "moe_z_loss_coeff": 0.1,
+        "expert_tensor_parallel_size": case.t,
+        **dict(case.router),
+    }
 
 
 def own_stages(case: Case) -> tuple[int, ...]:
@@ -172,7 +188,7 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
         model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
     else:
-        local = get_gpt_layer_local_spec(normalization=case.normalization)
+        local = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.normalization)
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
         model = GPTModel(transformer_layer_spec=spec, **options)
     with torch.no_grad():

@@ -26,6 +26,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     _learning_rate,
     _reported,
     make_optimizer,
+    scale_router_losses,
 )
 
 
@@ -117,6 +118,7 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
+                scale_router_losses(batch_scale / own)
                 losses.append(_reported(result))
                 (loss / own).backward(torch.tensor(batch_scale))
             for name, param in params.items():

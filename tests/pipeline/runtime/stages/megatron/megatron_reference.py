@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
@@ -58,6 +59,7 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
+                scale_router_losses(batch_scale / (count // original.d))
                 losses.append(_reported(result))
                 (loss / (count // original.d)).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
@@ -97,6 +99,11 @@ def _reference(case: Case, original: Case) -> dict:
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def scale_router_losses(factor: float) -> None:
+    """What multiplies the auxiliary losses of routers in the backward that comes."""
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor))
 
 
 def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:

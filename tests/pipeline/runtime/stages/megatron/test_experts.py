@@ -1,0 +1,89 @@
+"""Mixtures of experts train as in one process: choices and auxiliary losses of routers do not depend on a schedule."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, FP16, SPREAD, Outcomes, Row, check, marked
+
+EXPERTS = {"experts": 4, "swiglu": True, "layers": 4}
+FLUSH = EXPERTS | {"schedule": "flush", "batches": (4,) * 4}
+TWO_BW = EXPERTS | {"schedule": "2bw", "batches": (4,) * 5}
+CAPACITY = (("moe_expert_capacity_factor", 1.0), ("moe_pad_expert_input_to_capacity", True))
+TWO, FOUR = (2, 1, 1), (4, 1, 1)
+
+TABLE = {
+    "flush": Row(FLUSH, layouts=((1, 1, 1), FOUR)),
+    "2bw": Row(TWO_BW, layouts=((1, 1, 1), FOUR)),
+    "2bw, clipped, tied": Row(TWO_BW | {"clip": 0.5, "tied": True}, layouts=(FOUR,), allowed=CLOSE),
+    "2bw, recompute instructions": Row(TWO_BW | {"recompute": True, "dropout": 0.1}, layouts=(TWO,)),
+    "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full", "dropout": 0.1}, layouts=(TWO,)),
+    "2bw, drained": Row(TWO_BW | {"drains": (0, 3)}, layouts=(TWO,)),
+    "2bw, balanced": Row(TWO_BW | {"balance": True, "router": CAPACITY}, layouts=(FOUR,)),
+    "2bw, data parallel": Row(TWO_BW | {"clip": 0.5}, layouts=((2, 1, 2),), allowed=CLOSE),
+    "2bw, distributed optimizer": Row(TWO_BW | {"distributed_optimizer": True}, layouts=((2, 1, 2),), allowed=CLOSE),
+    "2bw, sequence parallel": Row(TWO_BW | {"sequence_parallel": True}, layouts=((2, 2, 1),), allowed=SPREAD),
+    "2bw, bf16": Row(TWO_BW | {"dtype": "bfloat16", "router": (("moe_router_dtype", "fp32"),)}, layouts=(TWO,)),
+    "2bw, fp16, two overflows": Row(
+        FP16 | EXPERTS | {"batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2}, layouts=(TWO,)
+    ),
+    "2bw, over sequences": Row(TWO_BW | {"balancing": "seq_aux_loss"}, layouts=(TWO,)),
+    "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
+    "gpipe, sinkhorn": Row(FLUSH | {"schedule": "gpipe", "balancing": "sinkhorn"}, layouts=(TWO,), allowed=CLOSE),
+    "zb-h1": Row(FLUSH | {"schedule": "zb-h1"}, layouts=(FOUR,)),
+    "zbv": Row(FLUSH | {"schedule": "zbv", "v": 2, "drains": (1,)}, layouts=(TWO,)),
+    "pipedream": Row(EXPERTS | {"schedule": "pipedream", "batches": (1,) * 10}, layouts=(FOUR,)),
+    "flush, dropped tokens": Row(
+        FLUSH | {"router": CAPACITY}, layouts=(TWO,)
+    ),
+    "flush, a shared expert, groups, all-to-all": Row(
+        FLUSH
+        | {
+            "router": (
+                ("moe_shared_expert_intermediate_size", 32), ("moe_router_num_groups", 2), ("moe_router_group_topk", 1),
+                ("moe_token_dispatcher_type", "alltoall"), ("moe_router_pre_softmax", True),
+                ("moe_router_topk_scaling_factor", 2.0),
+            )
+        },
+        layouts=(TWO,),
+    ),
+}  # fmt: skip
+FULL = {"2bw, drained", "2bw, data parallel", "interleaved", "gpipe, sinkhorn", "pipedream", "2bw, over sequences",
+        "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE)
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
+def test_training_equals_one_process(outcomes, name, layout):
+    """Losses, norms and weights are those of a plain loop that scales the routers' losses anew before each backward."""
+    check(outcomes[name, layout], TABLE[name].allowed)
+
+
+@pytest.mark.parametrize("uniform", [pytest.param(True, marks=pytest.mark.full), False])
+def test_predictions_equal_one_process(uniform):
+    """Provisional weights of routers and experts are those of the plain loop."""
+    options = {"provisional_microbatches": 1, "clip": 0.5} if uniform else {}
+    case = Case(**TWO_BW | {"predict": True, **options}, p=2)
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
+    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+
+
+def test_without_the_losses_the_numbers_are_others():
+    """So the table above would miss them."""
+    with_them, without = Case(**FLUSH), Case(**FLUSH | {"balancing": "none"})
+    found = [workers.run(1, f"{cases.__name__}:train", timeout=200, **vars(each))[0] for each in (with_them, without)]
+    assert found[0]["batches"][0]["loss"] == found[1]["batches"][0]["loss"]
+    assert found[0]["batches"][0]["norm"] != found[1]["batches"][0]["norm"]
