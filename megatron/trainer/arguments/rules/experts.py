@@ -45,6 +45,10 @@ def _layers(args: argparse.Namespace) -> None:
             f"--moe-layer-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or 0 for "
             "each layer"
         )
+    if args.moe_shared_expert_intermediate_size is not None and args.add_bias_linear:
+        raise ValueError(
+            "--moe-shared-expert-intermediate-size: megatron.core's has no biases; add --disable-bias-linear"
+        )
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
 
