@@ -1,4 +1,4 @@
-"""Which parameters Muon steps: those of docs/muon.md's table, in a GPT and a BERT."""
+"""Which parameters Muon steps: those of docs/muon.md's table, in GPTs and a BERT."""
 
 import re
 from pathlib import Path
@@ -37,13 +37,15 @@ def layouts(program: str, flags: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    "program, flags",
+    "program, flags, num_matrices",
     [
-        ("pretrain_gpt", f"{BASE} {data_flags()} --swiglu --qk-layernorm --untie-embeddings-and-output-weights"),
-        ("pretrain_bert", f"{BERT} {bert_data()}"),
+        ("pretrain_gpt", f"{BASE} {data_flags()} --swiglu --qk-layernorm --untie-embeddings-and-output-weights", 4),
+        ("pretrain_gpt", f"{BASE} {data_flags()} --num-experts 2 --moe-shared-expert-intermediate-size 32 "
+         "--disable-bias-linear", 9),
+        ("pretrain_bert", f"{BERT} {bert_data()}", 4),
     ],
-)
-def test_parameters_are_whose_the_page_says(program, flags):
+)  # fmt: skip
+def test_parameters_are_whose_the_page_says(program, flags, num_matrices):
     """Each parameter is in a row of the table, and the groups of the optimizer agree with it."""
     table = {}
     for line in PAGE.read_text().partition("## Which parameter is whose")[2].partition("\n## ")[0].splitlines():
@@ -59,4 +61,4 @@ def test_parameters_are_whose_the_page_says(program, flags):
             continue
         ((whose, ranks),) = own
         assert (layout is None, SHARES.get(layout, "")) == ("AdamW" in whose, ranks), name
-    assert sum(layout is not None for layout, *_ in found.values()) == 4
+    assert sum(layout is not None for layout, *_ in found.values()) == num_matrices
