@@ -183,6 +183,7 @@ def compare(args) -> tuple[object, Result]:
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         vocab_size=args.vocab_size or 8 * args.hidden_size,
+        clip_grad=args.clip_grad,
     )
     if args.vocab_size is None:
         model = balance(model, args)
@@ -308,6 +309,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--micro-batch-size", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, help="default: adjusted until the stages are balanced")
+    parser.add_argument(
+        "--clip-grad", type=float, default=0.0, help="norm to which this project's engine and megatron.core clip"
+    )
     parser.add_argument(
         "--contenders", nargs="+", metavar="NAME", help='only these and the limit, such as 2bw "2bw provisional"'
     )

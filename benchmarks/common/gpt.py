@@ -23,7 +23,8 @@ class Model:
     """The sizes of the model.
 
     Each stage has `layers` transformer layers. The first stage has `extra_layers` more, to balance the output layer of
-    the last stage, whose cost depends on `vocab_size`.
+    the last stage, whose cost depends on `vocab_size`. megatron.core's optimizer clips gradients to the norm
+    `clip_grad`; 0: it does not.
     """
 
     hidden_size: int
@@ -33,6 +34,7 @@ class Model:
     seq_length: int
     micro_batch_size: int
     vocab_size: int
+    clip_grad: float = 0.0
 
     @property
     def tokens_per_microbatch(self) -> int:
@@ -94,10 +96,10 @@ def gpt_chunk(model: Model) -> GPTModel:
 
 
 def chunk_with_optimizer(model: Model) -> tuple[DistributedDataParallel, MegatronOptimizer]:
-    """Build this rank's stage in megatron.core's DDP, and megatron.core's Adam without clipping."""
+    """Build this rank's stage in megatron.core's DDP, and megatron.core's Adam."""
     gpt = gpt_chunk(model)
     chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
-    config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=0.0)
+    config = OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, clip_grad=model.clip_grad)
     return chunk, get_megatron_optimizer(config, [chunk])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import attrgetter
 
 from torch import Tensor
@@ -140,6 +141,7 @@ class Executor:
         self._with_forwards: set[int] = set()  # batches that have begun
         self._num_backwards: Counter[int] = Counter()  # batch -> backwards that have ended
         self._splitting: set[int] = set()  # stages prepared for split backwards
+        self._before_predictions: set[int] = set()  # versions whose STEP is directly before a PREDICT
         self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped to it, where each steps alone
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
@@ -172,6 +174,11 @@ class Executor:
             NotImplementedError: the row has a kind without a method. Raised before the row starts.
         """
         self._announce_halves(row)
+        self._before_predictions = {
+            step.version
+            for step, after in pairwise(row)
+            if step.kind is Kind.STEP and after.kind.row.is_prediction and after.version == step.version + 1
+        }
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
     def run_evaluation(self, row: Sequence[Instruction]) -> None:
@@ -438,7 +445,10 @@ class Executor:
         self._chain.wait(version)
         self._late_chain.raise_error()
         self._waited()
-        report = self._stepping[stage].update.step(version)
+        if version in self._before_predictions and self._chain.is_done(version + 1):
+            report = self._update.step(version, with_prediction=True)
+        else:  # the step is taken while the prediction would wait
+            report = self._stepping[stage].update.step(version)
         self._stepping[stage].with_backwards.discard(version - 1)
         self._newest[stage] = version
         if self._steps_alone:

@@ -322,8 +322,9 @@ class FirstPrinciples:
     ) -> tuple[list[float], list[float]]:
         """Return, by stage, the seconds of provisional steps (PREDICT) and of copies of gradients (HOLD).
 
-        All are 0 without predictions. On a CPU torch's optimizers step. There PREDICT is one pass that reads master,
-        both moments and the gradient of each element and writes the weight. The optimizers of Apex and Transformer
+        All are 0 without predictions. On a CPU torch's optimizers step. There PREDICT is one pass for master, both
+        moments, the gradient and the weight of each element. It has the true step's master and moments in the cache,
+        but its operators take about as long as reading them. The optimizers of Apex and Transformer
         Engine step on copies. There PREDICT has these passes: it reads master and moments and writes copies; it reads
         the gradient, widens and multiplies it; it steps the copies as Adam does; it reads the master's copy and writes
         the weight. With 32-bit gradients and 16-bit weights PREDICT moves 66 bytes per element, and STEP moves 32.

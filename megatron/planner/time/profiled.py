@@ -125,9 +125,10 @@ def software_of(profile: Profile) -> Software:
     return Software(element_bytes=size, flash_attention=has_flash)
 
 
-PASS_OF_STEP = 0.75
-"""The time of a prediction in one pass over the time of torch's AdamW step: measured 0.70 to 0.75, for 13 million FP32
-parameters on one thread. Operators bound the pass, not memory: it moves half of the step's bytes."""
+PASS_OF_STEP = 0.6
+"""The time that a prediction in one pass with the step adds, over the time of torch's AdamW step: 0.5 to 0.7 in runs of
+two stages of 10 and 13 million FP32 parameters on two cores. Alone on the machine it is 0.9: there operators bound the
+pass, and torch's step has the third-level cache for itself."""
 
 
 class ProfiledCosts:

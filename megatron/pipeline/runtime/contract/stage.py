@@ -340,6 +340,13 @@ class PredictingUpdate(WeightUpdate, Protocol):
 
     reads_gradients: bool
 
+    def step(self, version: int, *, with_prediction: bool = False) -> BatchReport:
+        """As `AnyUpdate.step`.
+
+        `with_prediction`: `predict` of the next version is the next call. Until then the optimizer's step may be put
+        off, with its weights, state and gradients, to be taken in one pass with the prediction.
+        """
+
     def hold(self, version: int, num_microbatches: int) -> None:
         """Keep a copy of the gradients of batch ``version - 1`` after `num_microbatches` of its backwards."""
 
@@ -353,7 +360,7 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """Chain thread: add up the kept gradients of the tied embeddings."""
 
     def predict(self, version: int, num_microbatches: int) -> None:
-        """Make the predicted weights of `version` from the kept gradients.
+        """Make the predicted weights of `version` from the kept gradients, after a step that was put off.
 
         Without kept gradients, use those of the batch's first `num_microbatches` microbatches. If the gradients are not
         finite, the prediction is a copy of the true weights. Without `reads_gradients` it is the true weights with

@@ -31,7 +31,14 @@ from torch import Tensor
 
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStage, HostStore
 from megatron.pipeline.runtime.update.elementwise_step import RULES
-from megatron.pipeline.runtime.update.optimizer_wrappers import HOOKS, copied, settings_of, stand_in, take_step
+from megatron.pipeline.runtime.update.optimizer_wrappers import (
+    HOOKS,
+    copied,
+    note_step,
+    settings_of,
+    stand_in,
+    take_step,
+)
 
 Settings = list[dict[str, Any]]
 """The options of each group of an optimizer, without its parameters."""
@@ -94,7 +101,7 @@ class HostOptimizer:
 
     def note_step(self) -> None:
         """Mark the optimizer as stepped. Learning-rate schedules warn if they advance before the first step."""
-        self.optimizer._opt_called = True
+        note_step(self.optimizer)
 
     @torch.no_grad()
     def update(self, stage: int, settings: Settings, *, factor: float = 1.0) -> None:

@@ -94,6 +94,10 @@ class Chain:
         if ticket:
             self._streams.wait(self._done)
 
+    def is_done(self, version: int) -> bool:
+        """Whether all calls posted so far for `version` are done, so that `wait` would not wait."""
+        return self._num_done >= self._posted.get(version, 0)
+
     def close(self) -> None:
         """Stop the thread after all posted calls; waits at most `timeout` seconds."""
         if self._thread is not None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from megatron.pipeline.runtime.contract.tensors import as_real
 
@@ -67,6 +68,22 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
     if hasattr(step, "hooked"):  # torch's wrapper, which calls the hooks of all optimizers
         step = step.__wrapped__
     step(optimizer)
+
+
+def is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a call of `step` runs more than the optimizer's own rule: a hook, or another `step` on the instance.
+
+    A learning-rate scheduler puts a `step` on the instance that notes the call (`note_step`). It does not count.
+    """
+    hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *(getattr(optimizer, each) for each in HOOKS))
+    step = vars(optimizer).get("step")
+    is_other = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    return any(hooks) or is_other
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Mark the optimizer as stepped. Learning-rate schedules warn if they advance before the first step."""
+    optimizer._opt_called = True
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ copies of the parameters and of their state. This works for any optimizer whose 
 value of their group. A few parameters are copied at a time, so the copies take little memory. In both cases equal
 gradients give the bits of the true step, and hooks and learning-rate schedules do not see the provisional step.
 
+A provisional step reads what the true step before it has just read and written. So on a CPU `step` can put off the
+optimizer's own step where its rule is known. Then `take` takes both in one pass, over blocks that stay in the cache.
+
 `PartialStep` is for a forward at stale weights, while the stage has gradients of a batch that is not complete. Their
 sum holds 1/m of the gradient of each microbatch, where m is the number of microbatches of the batch. With n of them
 done, m/n times the sum is an estimate for the whole batch. If there are FP32 masters, the step starts from the masters
@@ -23,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.update.elementwise_step import ElementwiseStep, Operands
+from megatron.pipeline.runtime.update.elementwise_step import DueStep, ElementwiseStep, Operands
 from megatron.pipeline.runtime.update.optimizer_wrappers import (
     GapAware,
     MasterWeights,
     copied,
+    is_watched,
+    note_step,
     settings_of,
     stand_in,
     take_step,
@@ -39,10 +44,55 @@ as much."""
 
 
 class ProvisionalStep:
-    """Takes provisional steps of an optimizer."""
+    """Takes provisional steps of an optimizer, and the optimizer's own steps that come directly before them.
+
+    Attributes:
+        due: parameter -> the optimizer's own step of it, which `step` has put off.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self.due: dict[Tensor, DueStep] = {}
+
+    @torch.no_grad()
+    def step(self, factor: float = 1.0, *, puts_off: bool) -> None:
+        """Take the optimizer's own step, with `factor` times the gradients.
+
+        `puts_off`: `take` is the next call, and takes the steps of the parameters for which `elementwise_step` can do
+        that on a CPU. They have the options that their groups have now, and read the present gradients, which must not
+        change until then. A step that runs hooks is not put off. Steps that are not put off multiply the gradients in
+        place.
+        """
+        rest = []
+        puts_off = puts_off and not is_watched(self._optimizer) and _count_apart(self._optimizer)
+        for group in self._optimizer.param_groups:
+            due = self._due_steps(group, factor) if puts_off else None
+            if due is None:
+                rest.append(group)
+            else:
+                self.due.update(due)
+        gradients = [each.grad for group in rest for each in group["params"] if each.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        if not self.due:
+            self._optimizer.step()
+            return
+        note_step(self._optimizer)
+        if gradients:
+            take_step(stand_in(self._optimizer, rest, self._optimizer.state, shares_tables=True))
+
+    def _due_steps(self, group: dict[str, Any], factor: float) -> dict[Tensor, DueStep] | None:
+        """The steps of the group's parameters that have gradients; None if one of them cannot be put off."""
+        elementwise = ElementwiseStep.of(self._optimizer, group)
+        if elementwise is None:
+            return None
+        state = self._optimizer.state
+        steps = {
+            each: elementwise.due(each, each.grad, factor, state.get(each, {}))
+            for each in group["params"]
+            if each.grad is not None
+        }
+        return None if None in steps.values() else steps
 
     @torch.no_grad()
     def take(
@@ -52,7 +102,7 @@ class ProvisionalStep:
         *,
         where: Callable[[Tensor], Tensor | None] = lambda parameter: None,
     ) -> None:
-        """Write the values that the parameters would have after the optimizer's next step.
+        """Write the values that the parameters would have after the optimizer's next step. Make the steps that are due.
 
         Args:
             gradient_of: parameter -> (gradient, factor); the step uses the product. The gradient has as many elements
@@ -66,19 +116,25 @@ class ProvisionalStep:
             for chunk in _chunks(group["params"]):
                 stepped = []
                 for parameter in chunk:
-                    gradient = gradient_of(parameter)
+                    gradient, due = gradient_of(parameter), self.due.pop(parameter, None)
                     if gradient is None:
+                        if due is not None:
+                            due.take()
                         _write(target_of(parameter), parameter)
                     else:
                         state = self._optimizer.state.get(parameter, {})
-                        stepped.append(Operands(parameter, *gradient, state, target_of(parameter)))
+                        stepped.append(Operands(parameter, *gradient, state, target_of(parameter), due))
                 if not stepped:
                     continue
                 conditions = [where(each.parameter) for each in stepped]
                 if elementwise is not None and all(map(elementwise.can_take, stepped)):
                     elementwise.take(stepped, conditions)
                 else:
+                    for each in stepped:
+                        if each.due is not None:
+                            each.due.take()
                     self._take_on_copies(group, stepped, conditions)
+        assert not self.due, "each parameter with a due step is one of the optimizer's"
 
     def _take_on_copies(self, group: dict[str, Any], chunk: list[Operands], where: list[Tensor | None]) -> None:
         copies = {}
@@ -131,6 +187,16 @@ class LastUpdate:
     def end(self) -> None:
         """Forget the update, which was taken again."""
         self.before, self.is_known = {}, False
+
+
+def _count_apart(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether each parameter counts its steps in a tensor of its own.
+
+    If parameters share one, as after some loads of megatron.core's distributed optimizer, torch's step counts all of
+    them before anything is predicted.
+    """
+    counts = [id(state["step"]) for state in optimizer.state.values() if "step" in state]
+    return len(counts) == len(set(counts))
 
 
 def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -331,7 +331,7 @@ class EmulatedUpdate:
         report.grad_norm = sums.norm
         report.stop_requests = sums.stop_requests
 
-    def step(self, version: int) -> BatchReport:
+    def step(self, version: int, *, with_prediction: bool = False) -> BatchReport:
         sleep_for(self._step_seconds)
         return self._report(version)
 

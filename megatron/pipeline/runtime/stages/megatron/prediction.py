@@ -182,7 +182,7 @@ class MegatronPrediction:
                     self._provisional.take(
                         gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied]
                     )
-                else:
+                else:  # no step is due, since a step makes the clipping known
                     for own in self._model_of:
                         target_of(own).copy_(own.view(-1))
             self._gather()
@@ -248,13 +248,19 @@ class MegatronPrediction:
             for part, each in zip(parts, squares, strict=False)
         ]
 
-    def step(self) -> None:
-        """Step the optimizer, whose gradients are ready. The model's parameters keep showing the predicted weights."""
-        if not self._optimizer.is_stub_optimizer:
-            with self.versions.true_weights():
-                if self._last_update is not None:
-                    self._last_update.begin(self._model_of)
-                self._optimizer.optimizer.step()
+    def step(self, coefficient: float, *, with_prediction: bool) -> None:
+        """Step the optimizer, whose gradients are ready. The model's parameters keep showing the predicted weights.
+
+        Args:
+            coefficient: multiplies the gradients.
+            with_prediction: the next call is the prediction, which may make this step.
+        """
+        if self._provisional is None:
+            return
+        with self.versions.true_weights():
+            if self._last_update is not None:
+                self._last_update.begin(self._model_of)
+            self._provisional.step(coefficient, puts_off=with_prediction and self._last_update is None)
 
     @torch.no_grad()
     def repeat(self, version: int) -> None:

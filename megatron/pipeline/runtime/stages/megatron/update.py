@@ -51,6 +51,7 @@ class _Batch(Batch):
     layers_squared: Tensor | None = None  # of each layer, if `layers` is given
     applied: bool = False  # the optimizer has stepped with the gradients, or the step was skipped
     stepped: bool = False  # `step` has been called
+    with_prediction: bool = False  # a prediction directly follows the step
 
 
 class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
@@ -241,12 +242,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     # Called on the main thread, after the chain.
 
-    def step(self, version: int) -> BatchReport:
+    def step(self, version: int, *, with_prediction: bool = False) -> BatchReport:
         """Make weight `version` from the gradients of batch ``version - 1``, and free their buffer.
 
-        After an overflow of scaled gradients the weights do not change.
+        After an overflow of scaled gradients the weights do not change. `with_prediction`: as for `PredictingUpdate`;
+        the buffer is read until the prediction, before which no batch takes it.
         """
         batch = self._batches[version]
+        batch.with_prediction = with_prediction
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
@@ -283,16 +286,16 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             running = self._gradients.shown
             self._gradients.show(batch.buffer)
             copy_gradients(self._inner)
-            gradients = gradients_of(self._inner)
-            if coefficient != 1.0 and gradients:
-                torch._foreach_mul_(gradients, coefficient)
             if self._prediction is None:
+                gradients = gradients_of(self._inner)
+                if coefficient != 1.0 and gradients:
+                    torch._foreach_mul_(gradients, coefficient)
                 with self.versions.making(version, copy=self._copy_newest):
                     self._inner.step_with_ready_grads()
                     if self._owners is not None:
                         self._owners.exchange()
             else:
-                self._prediction.step()
+                self._prediction.step(coefficient, with_prediction=batch.with_prediction)
                 self._prediction.clip_factor = coefficient * report.loss_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)

@@ -194,7 +194,7 @@ class ModuleUpdate(DeviceUpdate):
         batch = self._batches.pop(version)
         return batch.norm_squared.item(), batch.report.learning_rate
 
-    def step(self, version: int) -> BatchReport:
+    def step(self, version: int, *, with_prediction: bool = False) -> BatchReport:
         batch = self._batches[version]
         report = batch.report
         is_reduced, size = batch.mean_count is not None, batch.info.num_microbatches
@@ -209,7 +209,7 @@ class ModuleUpdate(DeviceUpdate):
         if not is_reduced:  # now, since a gap-aware step changes the gradients
             batch.norm_squared = self._norm_squared(batch.buffer)
         if not report.skipped:
-            self._write(version, batch)
+            self._write(version, batch, with_prediction=with_prediction)
         elif not self._predicts:
             self.versions.alias(version, of=version - 1)
         buffer, batch.buffer = batch.buffer, None
@@ -218,7 +218,7 @@ class ModuleUpdate(DeviceUpdate):
         self._gradients.give_back(buffer)
         return report
 
-    def _write(self, version: int, batch: _Batch) -> None:
+    def _write(self, version: int, batch: _Batch, *, with_prediction: bool) -> None:
         if self._clip_grad:
             self.clip_factor = clip_factor(self._clip_grad, batch.report.grad_norm)
             if self.clip_factor < 1.0:
@@ -233,6 +233,8 @@ class ModuleUpdate(DeviceUpdate):
                 self.last_update.begin(self._names)
             if isinstance(self.optimizer, GapAware):
                 self.optimizer.step_of(version - 1)
+            elif self._predicts:
+                self._provisional.step(puts_off=with_prediction and self.reads_gradients)
             else:
                 self.optimizer.step()
         self._gradients.show(running if running is not batch.buffer else None)

@@ -1,6 +1,7 @@
 """Provisional weights of megatron.core's chunks equal a plain loop of torch that takes the same provisional step."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -10,6 +11,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.update.elementwise_step import DueStep
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, FP16, SPREAD, Row, check
@@ -122,6 +124,33 @@ def test_training_equals_a_plain_loop(name, layout):
     check((case, expected, results), row.allowed)
     for result in results:
         assert result["num_weight_slots"] == result["peak_versions"] == 2
+
+
+def steps_in_predictions(**options) -> tuple[int, int]:
+    """Train a case on this rank: the number of steps that predictions took, by parameter, and of those parameters."""
+    calls, begin = [], DueStep.begin
+    with mock.patch.object(DueStep, "begin", lambda self: (calls.append(self), begin(self))[1]):
+        cases.train(**options)
+    return len(calls), len({id(each.operands.parameter) for each in calls})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        STAGE | {"clip": 0.5, "p": 2},
+        UNIFORM | {"dtype": "bfloat16", "p": 2},
+        STAGE | {"distributed_optimizer": True, "dtype": "bfloat16", "p": 1, "d": 2},
+        FP16 | {"overflow_batches": (4,), "p": 2},
+    ],
+    ids=["clipped", "bf16", "distributed optimizer", "an overflow"],
+)
+def test_predictions_take_the_steps_before_them(options):
+    """All but the first, which makes the moments, one that is skipped, and the last, which no prediction follows."""
+    case = cases.Case(**options)
+    name = f"{__name__}:{steps_in_predictions.__name__}"
+    skipped = len(options.get("overflow_batches", ()))
+    for calls, parameters in workers.run(case.num_ranks, name, timeout=200, **vars(case)):
+        assert parameters and calls == (len(case.batches) - 2 - skipped) * parameters
 
 
 @pytest.mark.sample(1)

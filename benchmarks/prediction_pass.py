@@ -1,0 +1,107 @@
+"""A step and a prediction in one pass: the time of the pass alone, on a CPU, for one stage's parameters.
+
+    python benchmarks/prediction_pass.py                      # a minute, one thread; a table
+    python benchmarks/prediction_pass.py --blocks 8192 16384  # other blocks of the passes, in elements
+
+torch's AdamW, FP32, with moments. `torch` is the optimizer's own step, `blocks` the same step in blocks that stay in
+the cache. With a prediction behind it: `torch, prediction` takes the two one after the other, `one pass` together.
+`copy` copies as many FP32 numbers as there are parameters, which tells how fast this machine's memory is: it moves 8
+bytes a parameter. All take turns in each round. Figures are medians (least-greatest) in milliseconds.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.common.results import parser_of, set_environment, write
+from benchmarks.common.tables import terminal
+from megatron import backend
+from megatron.pipeline.runtime.update import elementwise_step
+from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep
+
+BYTES_OF_COPY = 8
+
+
+def ways(num_parameters: int, num_layers: int) -> dict[str, Callable[[], None]]:
+    """Name -> what is timed."""
+    parameters = [torch.randn(num_parameters // num_layers, requires_grad=True) for _ in range(num_layers)]
+    gradients = {each: torch.randn_like(each) for each in parameters}
+    targets = {each: torch.empty_like(each) for each in parameters}
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01)
+    optimizer.step()
+    provisional = ProvisionalStep(optimizer)
+
+    def both(*, puts_off: bool) -> None:
+        provisional.step(puts_off=puts_off)
+        provisional.take(lambda each: (gradients[each], 1.0), targets.__getitem__)
+
+    def in_blocks() -> None:
+        provisional.step(puts_off=True)
+        while provisional.due:
+            with torch.no_grad():
+                provisional.due.popitem()[1].take()
+
+    def copy() -> None:
+        for each, target in targets.items():
+            target.copy_(gradients[each])
+
+    return {
+        "copy": copy, "torch": optimizer.step, "blocks": in_blocks,
+        "torch, prediction": lambda: both(puts_off=False), "one pass": lambda: both(puts_off=True),
+    }  # fmt: skip
+
+
+def measure(args) -> dict[int, dict[str, list[float]]]:
+    """Block -> name -> seconds of each round. The first round is not timed."""
+    found = {block: {name: [] for name in ways(args.layers, args.layers)} for block in args.blocks}
+    timed = ways(args.parameters, args.layers)
+    for number in range(args.rounds + 1):
+        for block, seconds in found.items():
+            elementwise_step.BLOCK = block
+            for name, call in timed.items():
+                start = time.perf_counter()
+                call()
+                if number:
+                    seconds[name].append(time.perf_counter() - start)
+    return found
+
+
+def main() -> None:
+    parser = parser_of(__doc__, json="file for every measured time")
+    parser.add_argument("--parameters", type=int, default=13_000_000)
+    parser.add_argument("--layers", type=int, default=20, help="tensors of equal size that hold the parameters")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[elementwise_step.BLOCK])
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    set_environment()
+    torch.set_num_threads(1)
+    backend.keep_freed_memory()  # as in training; else a step's temporary tensors cost page faults
+    found = measure(args)
+    table = Table(title=f"{args.parameters:,} parameters, {args.layers} tensors, one thread: milliseconds")
+    for column in ("block", *next(iter(found.values())), "one pass over torch"):
+        table.add_column(column, justify="right")
+    for block, seconds in found.items():
+        cells = [
+            f"{1e3 * statistics.median(each):.1f} ({1e3 * min(each):.1f}-{1e3 * max(each):.1f})"
+            for each in seconds.values()
+        ]
+        ratio = statistics.median(a / b for a, b in zip(seconds["one pass"], seconds["torch"], strict=True))
+        table.add_row(f"{block:,}", *cells, f"{ratio:.2f}")
+    console = terminal()
+    console.print(table)
+    copies = [each for seconds in found.values() for each in seconds["copy"]]
+    console.print(f"memory: {BYTES_OF_COPY * args.parameters / statistics.median(copies) / 1e9:.1f} GB/s")
+    write(args.json, {"settings": vars(args), "seconds": found})
+
+
+if __name__ == "__main__":
+    main()
