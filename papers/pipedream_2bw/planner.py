@@ -321,7 +321,7 @@ def run(options: argparse.Namespace) -> int:
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     space = space_of(options, model, machines.cluster)
-    if space.context != (1,) or model.job.priced.experts is not None:
+    if space.context != (1,) or model.job.has_experts:
         raise ValueError("Algorithm 1 knows neither context parallelism nor experts; leave these out")
     planner = planners_for(options, model, machines.cluster)(1)
     lines = describe_paper(run_paper_algorithm(planner, safe_batch=space.largest_batch_size))

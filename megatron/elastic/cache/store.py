@@ -135,8 +135,11 @@ class CacheStore:
                 if index is not None:
                     new = [each for each in zip(keys, contents, checksums, strict=True) if not index.has(each[0])]
                     num_present = len(keys) - len(new)
+                    replaced = self._needed(older)
+                    if replaced is not None and not self._room():
+                        self._free_the_reserve(index, replaced)
                     try:
-                        self._add(index, self._needed(older), new)
+                        self._add(index, replaced, new)
                     finally:
                         num_kept = sum(map(index.has, keys))
         num_new = num_kept - num_present
@@ -313,6 +316,11 @@ class CacheStore:
                     entries = []
         finally:
             self._append(index, entries)
+
+    def _free_the_reserve(self, index: _Index, older: _Index) -> None:
+        """Delete the older values that a killed process had replaced and not yet deleted: they hold the last slot."""
+        if twice := index.places.keys() & older.places.keys():
+            self._append(older, [(key, _GONE, 0) for key in twice])
 
     def _slot(self, makes_way: bool) -> int | None:
         """A slot for a new value; None if there is no room. `makes_way`: whether the value replaces an older one."""

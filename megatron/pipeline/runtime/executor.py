@@ -175,9 +175,7 @@ class Executor:
         """
         self._announce_halves(row)
         self._before_predictions = {
-            step.version
-            for step, after in pairwise(row)
-            if step.kind is Kind.STEP and after.kind.row.is_prediction and after.version == step.version + 1
+            step.version for step, after in pairwise(row) if step.kind is Kind.STEP and after.kind.row.is_prediction
         }
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
