@@ -54,6 +54,7 @@ CUTS = {
     "every other layer": (2, f"--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32 {QUIET}", "", 0.0),
     "sequences": (2, "--moe-layer-freq [1,1,0,1] --moe-router-load-balancing-type seq_aux_loss", "", 0.0),
     "tensor ranks": (4, f"{QUIET} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 2e-6),
+    "frozen layers": (2, "--freeze-training --freeze-interval 2 --freeze-schedule 1,2", "", 0.0),
     "replicas": (4, f"{QUIET} --pipeline-schedule 2bw", f"{DEEP} --use-distributed-optimizer", 2e-6),
     "interleaved": (2, "--pipeline-schedule flush", INTERLEAVED, 0.0),
 }  # fmt: skip
@@ -121,6 +122,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
             "above 1 need --sequence-parallel; a",
         ),
         ("--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel", "have no biases in megatron.core; add"),
+        ("--num-experts 4 --elastic-pipeline", "layers with experts are not moved to another pipeline; leave it out"),
         (
             "--num-experts 4 --pipeline-model-parallel-size 4 --pipeline-schedule bpipe",
             "is of another size in each microbatch, and is not moved to another rank; add",

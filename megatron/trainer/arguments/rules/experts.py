@@ -23,6 +23,8 @@ def experts(args: argparse.Namespace) -> None:
     _router(args)
     _losses(args)
     _parallel(args)
+    if args.elastic_pipeline:
+        raise ValueError("--elastic-pipeline: layers with experts are not moved to another pipeline; leave it out")
 
 
 def moved_activations(args: argparse.Namespace) -> None:
