@@ -21,12 +21,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.results import parser_of, set_environment, write
-from benchmarks.common.tables import terminal
+from benchmarks.common.tables import spread, terminal
 from megatron import backend
 from megatron.pipeline.runtime.update import elementwise_step
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep
-
-BYTES_OF_COPY = 8
 
 
 def ways(num_parameters: int, num_layers: int) -> dict[str, Callable[[], None]]:
@@ -90,16 +88,13 @@ def main() -> None:
     for column in ("block", *next(iter(found.values())), "one pass over torch"):
         table.add_column(column, justify="right")
     for block, seconds in found.items():
-        cells = [
-            f"{1e3 * statistics.median(each):.1f} ({1e3 * min(each):.1f}-{1e3 * max(each):.1f})"
-            for each in seconds.values()
-        ]
+        cells = [spread([1e3 * second for second in each], 1) for each in seconds.values()]
         ratio = statistics.median(a / b for a, b in zip(seconds["one pass"], seconds["torch"], strict=True))
         table.add_row(f"{block:,}", *cells, f"{ratio:.2f}")
     console = terminal()
     console.print(table)
     copies = [each for seconds in found.values() for each in seconds["copy"]]
-    console.print(f"memory: {BYTES_OF_COPY * args.parameters / statistics.median(copies) / 1e9:.1f} GB/s")
+    console.print(f"memory: {8 * args.parameters / statistics.median(copies) / 1e9:.1f} GB/s")
     write(args.json, {"settings": vars(args), "seconds": found})
 
 

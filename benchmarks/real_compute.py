@@ -108,7 +108,7 @@ def progress(text: str) -> None:
 def measure(contender, num_microbatches: int, num_batches: int) -> tuple[float, list[ThreadTimes]]:
     """Measure the seconds per batch in the steady state on the slower rank, and the thread times of both ranks."""
     dist.barrier()
-    for _ in range(3 if contender.name.endswith("2bw") else 1):
+    for _ in range(3 if "2bw" in contender.name else 1):
         contender.run(num_microbatches)
     before, start = thread_times(), time.perf_counter()
     for _ in range(num_batches):
