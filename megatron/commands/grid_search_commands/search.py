@@ -310,7 +310,7 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
 
 def _has_script(outcome: Outcome) -> bool:
     """Whether the best is one that this project trains, so that a script can start it."""
-    return outcome.best is not None and not rules.is_shared(outcome.best.choice)
+    return outcome.best is not None and rules.is_trained(outcome.best.choice)
 
 
 def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> dict:

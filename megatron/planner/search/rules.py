@@ -175,8 +175,13 @@ def _holds_others(schedule: str | None) -> bool:
 
 
 def is_shared(choice: Choice) -> bool:
-    """Whether ranks share sequences, or the model has experts; this project's trainer runs neither."""
+    """Whether ranks share sequences, or the model has experts."""
     return (choice.context or 1) > 1 or choice.expert is not None
+
+
+def is_trained(choice: Choice) -> bool:
+    """Whether this project's trainer runs it: ranks share neither sequences nor experts."""
+    return (choice.context or 1) == 1 and (choice.expert or 1) == 1
 
 
 def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:

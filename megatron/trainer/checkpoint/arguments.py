@@ -60,6 +60,7 @@ WITHOUT_IT = {
     "add_bias_linear": True,
     "num_experts": 0,
 }
+_LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
 # Arguments for parts of other networks -> the values for a network without the part.
 _NOT_BUILT_HERE = {
@@ -74,6 +75,9 @@ _NOT_BUILT_HERE = {
     "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
     "mtp_num_layers": (None, 0),
+    "moe_router_enable_expert_bias": (None, False),
+    "moe_shared_expert_gate": (None, False),
+    "moe_latent_size": (None,),
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None, ""),
     "hybrid_layer_pattern": (None, ""),
@@ -133,7 +137,7 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
         "max_position_embeddings": _value(args, "max_position_embeddings") if positions == "learned_absolute" else None,
-        **{name: _value(args, name) or 0 if num_experts else None for name in _OF_EXPERTS},
+        **{name: _of_experts(args, name) if num_experts else None for name in _OF_EXPERTS},
         **_biases(args),
     }
 
@@ -149,6 +153,14 @@ def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
         if each is not None and getattr(args, each, None) is not None:
             return getattr(args, each)
     return WITHOUT_IT.get(name)
+
+
+def _of_experts(args: TrainConfig | argparse.Namespace, name: str) -> object:
+    """The value of an argument about experts: False or 0 where it asks for nothing, and a 1 or 0 for each layer."""
+    value = _value(args, name)
+    if name == "moe_layer_freq" and isinstance(value, int):
+        return [int(number % value == 0) for number in range(args.num_layers)]
+    return value if value is not None else 0
 
 
 def _key_value_heads(args: TrainConfig | argparse.Namespace | None) -> object:
@@ -357,6 +369,8 @@ def with_saved_arguments(
         elif name in MODEL_ARGUMENTS and name in WITHOUT_IT:
             taken[name] = WITHOUT_IT[name]
     taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
+    for name in taken.keys() & _LISTS:  # Megatron-LM stores one value as it is
+        taken[name] = taken[name] if isinstance(taken[name], list) else [taken[name]]
     return argparse.Namespace(**{**vars(args), **taken})
 
 

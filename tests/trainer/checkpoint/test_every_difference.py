@@ -23,7 +23,7 @@ SCALING = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 "
 OF_EXPERTS = dict(
-    moe_layer_freq=2, moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
+    moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
     moe_router_pre_softmax=True, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
     moe_router_num_groups=2, moe_router_group_topk=2, moe_apply_probs_on_input=True,
 )  # fmt: skip
@@ -42,6 +42,7 @@ FACTS = {
     **{name: plain(name, value, ROPE) for name, value in OF_ROPE.items()},
     **{name: plain(name, value, EXPERTS, **THEIR_EXPERTS) for name, value in OF_EXPERTS.items()},
     "num_experts": plain("num_experts", 8),
+    "moe_layer_freq": (EXPERTS, THEIR_EXPERTS | {"moe_layer_freq": 2}, r"Pass --moe-layer-freq \[1, 0, 1.*"),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
     "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
     "squared_relu": ("--squared-relu", {}, "Leave --squared-relu out"),
@@ -66,6 +67,9 @@ PARTS = {
     "activation_func_clamp_value": 7.0,
     "use_mup": True,
     "mtp_num_layers": 1,
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_gate": True,
+    "moe_latent_size": 64,
     "is_hybrid_model": True,
     "hybrid_override_pattern": "M-M*",
     "hybrid_layer_pattern": "M-M*",

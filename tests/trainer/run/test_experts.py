@@ -13,6 +13,7 @@ EXPERTS = (
     "--clip-grad 0"
 )
 QUIET = "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0"
+SMOOTH = f"{QUIET} --lr 1e-3 --adam-eps 1e-5"  # so that the noise of gradients near zero stays noise
 DEEP, WIDE = (
     "--pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64",
@@ -20,6 +21,7 @@ DEEP, WIDE = (
 OF_ROUTERS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
 
 PREDICTED = "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1"
+RECOMPUTE = "--recompute-method block --recompute-num-layers 1"
 INTERLEAVED = (
     "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 "
     "--microbatch-group-size-per-virtual-pipeline-stage 2"
@@ -53,9 +55,10 @@ CUTS = {
     "Muon": (2, "--pipeline-schedule 2bw --optimizer muon --disable-bias-linear --swiglu", "", 0.0),
     "every other layer": (2, f"--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32 {QUIET}", "", 0.0),
     "sequences": (2, "--moe-layer-freq [1,1,0,1] --moe-router-load-balancing-type seq_aux_loss", "", 0.0),
-    "tensor ranks": (4, f"{QUIET} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 2e-6),
+    "tensor ranks": (4, f"{SMOOTH} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 2e-6),
     "frozen layers": (2, "--freeze-training --freeze-interval 2 --freeze-schedule 1,2", "", 0.0),
-    "replicas": (4, f"{QUIET} --pipeline-schedule 2bw", f"{DEEP} --use-distributed-optimizer", 2e-6),
+    "replicas": (4, f"{SMOOTH} --pipeline-schedule 2bw", f"{DEEP} --use-distributed-optimizer", 2e-6),
+    "recomputed": (2, f"--pipeline-schedule 2bw --recompute-granularity full {RECOMPUTE}", "", 0.0),
     "interleaved": (2, "--pipeline-schedule flush", INTERLEAVED, 0.0),
 }  # fmt: skip
 
@@ -78,10 +81,16 @@ def test_losses_of_routers_are_reported():
     assert len(evaluations) == 2 and not any("balancing" in key or "z_loss" in key for key in evaluations[0])
 
 
+def test_recomputed_layers_report_the_same_losses():
+    """megatron.core recomputes them in the backward, whose microbatch has the losses."""
+    flags = f"{EXPERTS} {QUIET} --recompute-granularity full {RECOMPUTE}"
+    check(train(1, flags), on_one_rank(QUIET), 0.0)
+
+
 RESUMED = {
     "other depth": (2, "", 1, "", 0.0),
-    "other replicas": (2, QUIET, 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
-    "other tensor ranks": (1, QUIET, 4, f"{DEEP} {WIDE}", 2e-6),
+    "other replicas": (2, SMOOTH, 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
+    "other tensor ranks": (1, SMOOTH, 4, f"{DEEP} {WIDE}", 2e-6),
 }
 
 
@@ -109,6 +118,13 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
         ("--num-experts 4 --moe-router-load-balancing-type best", "best is none of aux_loss, seq_aux_loss"),
         ("--num-experts 4 --moe-aux-loss-coeff 1 2", "has 2 values and --moe-router-load-balancing-type 1; give"),
+        (
+            "--num-experts 4 --moe-router-num-groups 4 --moe-router-group-topk 1",
+            "as many experts in a group as a token",
+        ),
+        ("--num-experts 4 --moe-layer-freq [0,0,0,0]", "leaves no layer with experts; leave --num-experts out"),
+        ("--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1", "none has no loss for"),
+        ("--num-experts 4 --moe-router-load-balancing-type aux_loss aux_loss", "none is given twice"),
         ("--num-experts 4 --moe-router-load-balancing-type aux_loss none", "sinkhorn and none stand alone"),
         ("--num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1", "leave them out"),
         ("--num-experts 4 --moe-token-dispatcher-type flex", "flex needs DeepEP, which is not connected; use alltoall"),

@@ -61,9 +61,7 @@ class Experts:
     moe_router_score_function: str = option(
         "softmax", "What makes scores of the router's logits.", choices=("softmax", "sigmoid")
     )
-    moe_router_topk_scaling_factor: float | None = option(
-        None, "Factor of the chosen experts' scores. Needs --moe-router-pre-softmax or sigmoid scores."
-    )
+    moe_router_topk_scaling_factor: float | None = option(None, "Factor of the chosen experts' scores.")
     moe_router_num_groups: int | None = option(
         None, "Groups of experts, of which a token takes --moe-router-group-topk."
     )

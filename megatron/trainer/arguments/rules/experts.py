@@ -47,6 +47,8 @@ def _layers(args: argparse.Namespace) -> None:
             f"--moe-layer-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or 0 for "
             "each layer"
         )
+    if isinstance(pattern, list) and not any(pattern):
+        raise ValueError("--moe-layer-freq leaves no layer with experts; leave --num-experts out")
     if args.moe_shared_expert_intermediate_size is not None and args.add_bias_linear:
         raise ValueError(
             "--moe-shared-expert-intermediate-size: megatron.core's has no biases; add --disable-bias-linear"
@@ -62,10 +64,13 @@ def _router(args: argparse.Namespace) -> None:
         raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {count}; lower the former")
     if (groups is None) != (group_topk is None):
         raise ValueError("--moe-router-num-groups and --moe-router-group-topk belong together; give both")
-    if groups is not None and (count % groups or group_topk > groups or topk % group_topk):
+    if groups is not None and (
+        count % groups or group_topk > groups or topk % group_topk or topk // group_topk > count // groups
+    ):
         raise ValueError(
             f"--moe-router-num-groups {groups} has to divide --num-experts {count}, and --moe-router-group-topk "
-            f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}; change one of them"
+            f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}, with as many experts in a "
+            "group as a token takes of it; change one of them"
         )
     needs_pre_softmax = topk == 1 and args.moe_router_score_function == "softmax"
     if needs_pre_softmax and not args.moe_router_pre_softmax and args.moe_router_load_balancing_type != ["sinkhorn"]:
@@ -93,8 +98,13 @@ def _losses(args: argparse.Namespace) -> None:
             f"--moe-aux-loss-coeff has {len(factors)} values and --moe-router-load-balancing-type {len(kinds)}; give a "
             "value for each"
         )
-    if len(kinds) > 1 and {"sinkhorn", "none"} & {*kinds}:
-        raise ValueError(f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn and none stand alone")
+    if len(kinds) > 1 and ({"sinkhorn", "none"} & {*kinds} or len({*kinds}) < len(kinds)):
+        raise ValueError(
+            f"--moe-router-load-balancing-type {' '.join(kinds)}: sinkhorn and none stand alone, and none is given "
+            "twice"
+        )
+    if kinds == ["none"] and any(factors):
+        raise ValueError("--moe-router-load-balancing-type none has no loss for --moe-aux-loss-coeff; leave one out")
     if kinds == ["sinkhorn"] and (any(factors) or args.moe_expert_capacity_factor is not None):
         raise ValueError(
             "--moe-router-load-balancing-type sinkhorn goes neither with --moe-aux-loss-coeff nor with "

@@ -5,7 +5,7 @@ Their values are summed in one global table, over layers and microbatches. A sta
 batches in turn, and its rank may have several stages.
 
 Solution: set the factor before each backward, and take the values out of the table after each forward that builds a
-graph.
+graph, and after each backward, in which layers may be recomputed.
 """
 
 import torch
@@ -42,6 +42,9 @@ class RouterLosses:
     def take(self) -> dict[str, Tensor]:
         """Take the losses since the last call out of the table: name -> [sum, count], FP32, count in layers.
 
+        Layers that have computed none since then are not counted: megatron.core recomputes layers in the backward, and
+        has no losses in their forward then.
+
         Tensor ranks that share the tokens of a sequence have parts of a sum, which the first of them counts. Of the
         other losses each rank has a mean over its own tokens.
         """
@@ -50,7 +53,7 @@ class RouterLosses:
         found = {}
         for name, entry in get_moe_layer_wise_logging_tracker().items():
             counts = entry["reduce_group"] is None or parallel_state.get_tensor_model_parallel_rank() == 0
-            total = entry["values"].sum()
-            found[name] = torch.stack([total, torch.full_like(total, self._num_layers * counts)])
-            entry["values"].zero_()
+            values = entry["values"]
+            found[name] = torch.stack([values.sum(), (values != 0).sum() * float(counts)])
+            values.zero_()
         return found

@@ -240,6 +240,7 @@ class MegatronStage:
             else:
                 deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
                 custom_backward(saved.output, output_grad)
+        self._record(microbatch, self._router_losses.take())
         self._captured.drop(microbatch.index)
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
 

@@ -1,0 +1,33 @@
+"""The table of docs/convergence.md at flush's best learning rate: its figures are those of docs/convergence.json."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megatron.commands.compare_runs import Run, compare
+
+DOCS = Path(__file__).parents[2] / "docs"
+JUDGED = {("AdamW", 2e-3), ("Muon", 8e-3)}
+FIRST_SEED = 11
+
+
+def runs(optimizer: str, rate: float) -> list[Run]:
+    found = json.loads((DOCS / "convergence.json").read_text())["runs"]
+    return [
+        Run(each["schedule"], rate, each["seed"], {int(number): loss for number, loss in each["losses"].items()})
+        for each in found
+        if (each["optimizer"], each["rate"]) == (optimizer, rate) and each["seed"] >= FIRST_SEED
+    ]
+
+
+@pytest.mark.parametrize(("optimizer", "rate"), sorted(JUDGED))
+def test_rows_are_those_of_the_runs(optimizer, rate):
+    """Each schedule that was judged has one row, and its figures are the medians and the interval of its seeds."""
+    page = (DOCS / "convergence.md").read_text()
+    compared = compare(runs(optimizer, rate), "flush")
+    assert {each.schedule for each in compared} >= {"2bw", "provisional@2"}
+    for each in compared:
+        lost = statistics.median(each.lost.values())
+        assert f"| {optimizer}, {rate:g} | {each.schedule} | {len(each.over)} | {each} | {lost:.0f} |" in page
