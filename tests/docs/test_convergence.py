@@ -10,7 +10,7 @@ from megatron.commands.compare_runs import Run, compare
 
 DOCS = Path(__file__).parents[2] / "docs"
 JUDGED = {("AdamW", 2e-3), ("Muon", 8e-3)}
-FIRST_SEED = 11
+SEEDS = range(11, 19)  # not those of the choice
 
 
 def runs(optimizer: str, rate: float) -> list[Run]:
@@ -18,7 +18,7 @@ def runs(optimizer: str, rate: float) -> list[Run]:
     return [
         Run(each["schedule"], rate, each["seed"], {int(number): loss for number, loss in each["losses"].items()})
         for each in found
-        if (each["optimizer"], each["rate"]) == (optimizer, rate) and each["seed"] >= FIRST_SEED
+        if (each["optimizer"], each["rate"]) == (optimizer, rate) and each["seed"] in SEEDS
     ]
 
 
