@@ -550,6 +550,15 @@ def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path
     assert {each["not_validated"] for each in content["best"]} != {None}
 
 
+def test_a_script_trains_experts(run, tmp_path):
+    """Where all experts of a layer lie on each rank, the best is started like any model, and no note says otherwise."""
+    experts = ["--num-experts", 8, "--moe-layer-freq", "[0]+[1]*23", "--moe-aux-loss-coeff", "1e-2"]
+    status, out, _ = run(*SHARED, "--disable-bias-linear", *experts, "--output", tmp_path)
+    assert status == 0 and "priced here" not in out
+    script = (tmp_path / "best.sh").read_text()
+    assert "--num-experts 8 --moe-layer-freq '[0]+[1]*23' --moe-aux-loss-coeff 0.01" in script
+
+
 @pytest.mark.full
 def test_sizes_of_shared_ranks_are_searched(run):
     status, out, _ = run(*SHARED, "--context-parallel-sizes", "1,2", "--json", "--top", 1000)

@@ -23,7 +23,7 @@ def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[
     num_microbatches = _num_microbatches(args)
     for _ in range(args.eval_iters):
         for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
-            if name in ROUTER_LOSSES:  # routers have none without a backward
+            if name in ROUTER_LOSSES.values():  # routers have none without a backward
                 continue
             numerator, denominator = sums.get(name, (0.0, 0.0))
             sums[name] = (numerator + batch_sum, denominator + batch_count)

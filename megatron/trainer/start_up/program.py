@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields
@@ -23,10 +24,9 @@ def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
     """The losses of a GPT: that of its tokens, and those of its routers."""
     if args.num_experts is None:
         return (LOSS,)
-    kinds = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
     factors = dict(zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=False))
-    routed = tuple(name for kind, name in kinds.items() if factors.get(kind))
-    return (LOSS, *routed, *(("z_loss",) if args.moe_z_loss_coeff else ()))
+    factors["z_loss"] = args.moe_z_loss_coeff
+    return (LOSS, *(name for kind, name in ROUTER_LOSSES.items() if factors.get(kind)))
 
 
 ModelProvider = Callable[..., torch.nn.Module]

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.elastic.cache import store
 from tests.elastic.cache.cases import LARGE, open_cache, outputs, same
 from tests.elastic.cache.children import call, result, start
 
@@ -173,6 +174,24 @@ def test_a_kill_at_the_limit_loses_nothing(seconds, tmp_path):
         put_all(cache, here)
         assert present(cache, here) == here
         assert file_bytes(tmp_path) <= LIMIT
+
+
+def test_a_value_that_is_there_twice_frees_its_older_slot(tmp_path, monkeypatch):
+    """A process that was killed between a value and the deletion of the one before has taken the last slot."""
+    with open_cache(tmp_path, GENERATIONS[0], LIMIT) as cache:
+        put_all(cache, range(80))
+        here = present(cache, range(80))
+    append = store.CacheStore._append
+    with monkeypatch.context() as patched, open_cache(tmp_path, GENERATIONS[1], LIMIT, older=GENERATIONS[0]) as cache:
+        patched.setattr(store.CacheStore, "_append", lambda self, index, entries: append(
+            self, index, [each for each in entries if each[1] != store._GONE]
+        ))  # fmt: skip
+        put_all(cache, here[-1:])
+        assert present(cache, here) == here[-1:]
+    assert at_depth(tmp_path, GENERATIONS[0], here) == here
+    with open_cache(tmp_path, GENERATIONS[1], LIMIT, older=GENERATIONS[0]) as cache:
+        put_all(cache, here)
+        assert present(cache, here) == here
 
 
 def at_depth(folder, generation, samples):

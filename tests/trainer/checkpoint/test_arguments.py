@@ -183,5 +183,8 @@ def test_names_of_megatron_are_taken_over():
     saved = there(layernorm_epsilon=1e-6, layernorm_zero_centered_gamma=True)
     args = arguments.with_saved_arguments(argparse.Namespace(**{**vars(here()), "given": ()}), saved, "DIR")
     assert (args.norm_epsilon, args.apply_layernorm_1p) == (1e-6, True)
+    saved = there(num_experts=4, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01)
+    args = arguments.with_saved_arguments(argparse.Namespace(**{**vars(here()), "given": ()}), saved, "DIR")
+    assert (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff) == (["aux_loss"], [0.01])
     with pytest.raises(CheckpointError, match="mtp_num_layers is 8 there"):
         arguments.with_saved_arguments(args, there(mtp_num_layers=8), "DIR")

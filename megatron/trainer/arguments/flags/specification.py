@@ -34,7 +34,7 @@ class Role(enum.Flag):
     SHAPE: decides the shape or the meaning of the weights; always the checkpoint's under --use-checkpoint-args.
     SAVED: the checkpoint's under --use-checkpoint-args, unless the command line names it.
     DEGREES: the degrees, and the cut of the layers into stages; taken over by --use-mp-args-from-checkpoint-args.
-    PRICED: refused by a training, and priced by a search.
+    PRICED: refused by a training, or some of its values are, and priced by a search.
     """
 
     NONE = 0

@@ -16,9 +16,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
-ROUTER_LOSSES = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
-"""The losses by megatron.core's names. Each is reported as the mean over layers and microbatches, without its factor
-in the training loss."""
+ROUTER_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "z_loss": "z_loss"}
+"""Kind of a loss -> its name in megatron.core's table. Each is reported as the mean over layers and microbatches,
+without its factor in the training loss."""
 
 
 class RouterLosses:
@@ -30,12 +30,12 @@ class RouterLosses:
     """
 
     def __init__(self, model: nn.Module, *, takes: bool) -> None:
-        self._num_layers = sum(isinstance(module, MoELayer) for module in model.modules())
-        self._takes = takes and self._num_layers > 0
+        self._has_experts = any(isinstance(module, MoELayer) for module in model.modules())
+        self._takes = takes and self._has_experts
 
     def scale(self, factor: float) -> None:
         """Multiply the losses by `factor` in the backward that comes, beside the main loss's own factor."""
-        if self._num_layers:
+        if self._has_experts:
             # `full` copies nothing from the host, so the host does not wait.
             MoEAuxLossAutoScaler.set_loss_scale(torch.full((), factor, device=backend.device()))
 

@@ -166,7 +166,7 @@ class MegatronStage:
         self._not_put_off = weights_of_both_ends(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
-        self._router_losses = RouterLosses(model, takes=bool({*ROUTER_LOSSES}.intersection(loss_names)))
+        self._router_losses = RouterLosses(model, takes=not {*ROUTER_LOSSES.values()}.isdisjoint(loss_names))
 
     def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
         if memory is None:

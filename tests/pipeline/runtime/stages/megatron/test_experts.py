@@ -22,7 +22,7 @@ TWO, FOUR = (2, 1, 1), (4, 1, 1)
 
 TABLE = {
     "flush": Row(FLUSH, layouts=((1, 1, 1), FOUR)),
-    "2bw": Row(TWO_BW, layouts=((1, 1, 1), FOUR)),
+    "2bw": Row(TWO_BW | {"batches": (4, 4, 5, 6, 8)}, layouts=((1, 1, 1), FOUR)),  # whose factors differ
     "2bw, clipped, tied": Row(TWO_BW | {"clip": 0.5, "tied": True}, layouts=(FOUR,), allowed=CLOSE),
     "2bw, recompute instructions": Row(TWO_BW | {"recompute": True, "dropout": 0.1}, layouts=(TWO,)),
     "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full", "dropout": 0.1}, layouts=(TWO,)),
