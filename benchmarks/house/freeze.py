@@ -129,7 +129,10 @@ def _help(commands: Commands, _: Sequence[Path]) -> dict[str, Any]:
 
 
 def _flags(commands: Commands, _: Sequence[Path]) -> dict[str, Any]:
-    return commands.python(["-m", "megatron.trainer.arguments.reference"])
+    pages = (
+        "from megatron.trainer.arguments.reference import PAGES; print(*(page() for page in PAGES.values()), sep='')"
+    )
+    return commands.python(["-c", pages])
 
 
 def _library(make: Callable[[], dict[str, Any]]) -> Callable[[Commands, Sequence[Path]], dict[str, Any]]:

@@ -57,9 +57,10 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
 def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
     given = [flag for flag in FLAGS if flag.ignored and flag.dest in args.given]
     values = [(flag, getattr(args, flag.dest)) for flag in given]
-    return [
+    notes = [
         f"{shown(flag, value)} has no effect: {flag.ignored}" for flag, value in values if value not in flag.neutral
     ]
+    return [*notes, *args.unread]
 
 
 def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:

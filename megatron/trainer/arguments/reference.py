@@ -1,8 +1,11 @@
-"""Writes `docs/flags.md` from the flag records: `python -m megatron.trainer.arguments.reference > docs/flags.md`."""
+"""Writes the pages of flags from the flag records: `python -m megatron.trainer.arguments.reference docs`."""
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
-from megatron.trainer.arguments.flags.parser import GROUPS, describe_default
+from megatron.trainer.arguments.flags import megatron_lm
+from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, describe_default
 from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.without_effect import FLAG_OF, ROWS, Idle
 
@@ -16,8 +19,7 @@ def _row(flag: Flag) -> str:
         values = {"integer": "whole number", "number": "number"}.get(getattr(flag.type, "__name__", ""), "text")
         if flag.nargs is not None:
             values += " (several)"
-    text = (flag.refused or flag.help).replace("|", "\\|")
-    return f"| {names} | {values} | {describe_default(flag)} | {text} |"
+    return f"| {names} | {values} | {describe_default(flag)} | {_cell(flag.help)} |"
 
 
 def _idle(row: Idle) -> str:
@@ -25,19 +27,27 @@ def _idle(row: Idle) -> str:
     return f"| {names} | {row.reason} |"
 
 
-def render() -> str:
-    """The page as Markdown."""
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def flags() -> str:
+    """The page of the flags that are taken, as Markdown."""
     lines = [
         "# Flags",
         "",
-        "Names, meanings and defaults are Megatron-LM's where it has the flag. This page is generated from",
-        "`megatron/trainer/arguments` by `python -m megatron.trainer.arguments.reference > docs/flags.md`.",
+        "Names, meanings and defaults are Megatron-LM's where it has the flag. What becomes of its other flags is on",
+        "[a page of its own](megatron_lm_flags.md). Both pages are generated from `megatron/trainer/arguments` by",
+        "`python -m megatron.trainer.arguments.reference docs`.",
         "",
         "Flags may stand in a file, which `@FILE` names among the others: one or several a line, quoted as in a shell,",
         "with comments behind `#`. So it is for all training programs, and for the tools that plan and profile.",
         "",
     ]
     for group in GROUPS:
+        taken = [flag for flag in group.flags if not (flag.refused or flag.ignored)]
+        if not taken:
+            continue
         lines += [
             f"## {group.title.capitalize()}",
             "",
@@ -46,7 +56,7 @@ def render() -> str:
             "| flag | value | default | meaning |",
             "|---|---|---|---|",
         ]
-        lines += [_row(flag) for flag in group.flags] + [""]
+        lines += [_row(flag) for flag in taken] + [""]
     lines += [
         "## Without effect beside others",
         "",
@@ -59,5 +69,47 @@ def render() -> str:
     return "\n".join(lines)
 
 
+def of_megatron_lm() -> str:
+    """The page of Megatron-LM's flags that are not taken, as Markdown: a row for each reason."""
+    lines = [
+        "# Megatron-LM's flags",
+        "",
+        "A command line of Megatron-LM works here as it stands but for the flags of this page; all others of",
+        "core_v0.16.1 to core_v0.20 are [taken](flags.md). Flags that would change what is trained are refused, all in",
+        "one message, which says what to do about each. Flags about logging, speed and what does not exist here are",
+        "accepted, and the run says once that they have no effect. A value that is Megatron-LM's default asks for",
+        "nothing and passes.",
+        "",
+        "## Refused",
+        "",
+        "| flags | why, and what to do |",
+        "|---|---|",
+        *_by_reason(refused=True),
+        "",
+        "## Without effect",
+        "",
+        "| flags | why |",
+        "|---|---|",
+        *_by_reason(refused=False),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _by_reason(*, refused: bool) -> Iterator[str]:
+    flags: dict[str, list[str]] = {}
+    for flag in FLAGS:
+        if reason := flag.refused if refused else flag.ignored:
+            flags.setdefault(reason, []).append(flag.name)
+    for flag in megatron_lm.table().values():
+        if flag.refused == refused:
+            flags.setdefault(flag.reason, []).append(flag.name)
+    for reason, names in flags.items():
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {_cell(reason)} |"
+
+
+PAGES = {"flags.md": flags, "megatron_lm_flags.md": of_megatron_lm}
+
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    for name, page in PAGES.items():
+        (Path(sys.argv[1]) / name).write_text(page(), encoding="utf-8")

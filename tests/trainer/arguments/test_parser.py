@@ -42,11 +42,10 @@ def test_a_flag_that_works_goes_before_one_that_is_refused():
 
 @pytest.mark.parametrize(
     "name",
-    [  # of Megatron-LM, each beside the flag whose letters are nearest
-        "--delay-param-gather", "--rotary-scaling-factor", "--titles-data-path", "--encoder-tensor-model-parallel-size",
-        "--no-delay-grad-reduce", "--window-size", "--sft", "--rl-profile", "--padded-vocab-size",
-        "--position-embeddings", "--no-save", "--no-load", "--parallel-size", "--expert-parallel-size",
-        "--tp-comm-overlap-cfg", "--persistent-save-interval", "--block-data-path", "--mscale",
+    [  # each beside the flag whose letters are nearest
+        "--delay-param-gather", "--rotary-scaling-factor", "--encoder-tensor-model-parallel-size",
+        "--no-delay-grad-reduce", "--window-size", "--padded-vocab-size", "--position-embeddings", "--no-save",
+        "--no-load", "--parallel-size", "--expert-parallel-size", "--persistent-save-interval", "--mscale",
     ],
 )  # fmt: skip
 def test_other_flags_get_none(name):

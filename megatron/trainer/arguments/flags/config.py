@@ -27,6 +27,7 @@ class Derived:
     Attributes:
         architecture: "gpt", "bert", "vit" or "bert-classify"; the program says it.
         given: the destinations that the command line named.
+        unread: a note for each flag on the command line that only Megatron-LM reads.
         virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
         program: the schedule of --pipeline-program.
         moves_activations: ranks send saved activations to their pair in a batch of any size.
@@ -42,6 +43,7 @@ class Derived:
 
     architecture: str = "gpt"
     given: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     world_size: int
     rank: int
     data_parallel_size: int

@@ -15,7 +15,7 @@ from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags import data, experts, megatron_lm, model, output, parallel, refusals, training
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
@@ -117,7 +117,7 @@ def fill_defaults(
     namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
 ) -> argparse.Namespace:
     """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
-    namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown"}))
+    namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown", "unread"}))
     for name, value in (preferred or {}).items():
         if not hasattr(namespace, name):
             setattr(namespace, name, value)
@@ -156,19 +156,41 @@ def shown(flag: Flag, value: object) -> str:
 
 def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse all of `argv`. The namespace's `unknown` holds a sentence for each invalid value, for each unknown flag
-    (with the known flag that it misspells), and for each value without a flag."""
+    (with the known flag that it misspells), for each that is Megatron-LM's alone and refused, and for each value
+    without a flag; its `unread` a sentence for each that is Megatron-LM's alone and has no effect."""
     namespace, extra, mistakes = parser.parse_all(argv)
-    names = list(dict.fromkeys(word.split("=")[0] for word in extra if word.startswith("--")))
-    if extra and not names:
-        mistakes.append(f"'{extra[0]}' belongs to no flag; write every value after its flag")
     known = [word for action in parser._actions for word in action.option_strings]
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
-    namespace.unknown = mistakes
-    for name in names:
-        near = meant(name, known, refused)
-        hint = f"did you mean {near}?" if near else "see --help for all flags"
-        namespace.unknown.append(f"{name} is not a known flag; {hint}")
+    namespace.unknown, namespace.unread = mistakes, []
+    seen = set()
+    for name, values in megatron_lm.by_flag(extra):
+        elsewhere = megatron_lm.table().get(name)
+        taken = elsewhere.takes(values) if elsewhere else len(values) if name else 0
+        if elsewhere:
+            _judge(elsewhere, values[:taken], namespace)
+        elif name and name not in seen:
+            near = meant(name, known, refused)
+            hint = f"did you mean {near}?" if near else "see --help for all flags"
+            mistakes.append(f"{name} is not a known flag; {hint}")
+        if taken < len(values):
+            mistakes.append(f"'{values[taken]}' belongs to no flag; write every value after its flag")
+        seen.add(name)
+    namespace.unread = tuple(namespace.unread)
     return namespace
+
+
+def _judge(flag: megatron_lm.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
+    """A sentence about a flag that only Megatron-LM knows, among the mistakes or among the notes (`unread`)."""
+    try:
+        asks = flag.asks(values)
+    except ValueError as error:
+        namespace.unknown.append(str(error))
+        return
+    written = " ".join([flag.name, *values])
+    if asks and flag.refused:
+        namespace.unknown.append(f"{written}: {flag.reason}")
+    elif asks:
+        namespace.unread.append(f"{written} has no effect: {flag.reason}")
 
 
 def parse_args(
