@@ -195,11 +195,14 @@ def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
 
 
 def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
-    """The number of rows of the embedding: `vocab_size`, padded to a multiple.
-
-    The multiple is `--make-vocab-size-divisible-by` x tensor parallel size.
-    """
-    return padded_vocabulary(args, vocab_size(args, tokenizer))
+    """The number of rows of the embedding. Raises ValueError for a --padded-vocab-size that lacks rows."""
+    size = vocab_size(args, tokenizer)
+    rows = padded_vocabulary(args, size)
+    if rows < size:
+        raise ValueError(
+            f"--padded-vocab-size {rows} is less than the {size} ids of the tokenizer; give as many or more"
+        )
+    return rows
 
 
 def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:

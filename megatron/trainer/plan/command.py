@@ -131,8 +131,9 @@ class Job:
 
     def shape(self, tensor: int) -> Architecture:
         """The model, with the vocabulary padded for so many tensor ranks."""
-        multiple = self._alone.make_vocab_size_divisible_by * tensor
-        rows = -(-assumed_vocabulary(self._alone) // multiple) * multiple
+        rows = padded_vocabulary(
+            replace(self._alone, tensor_model_parallel_size=tensor), assumed_vocabulary(self._alone)
+        )
         return replace(from_flags.architecture(self._alone), vocabulary_size=rows)
 
     @property

@@ -36,7 +36,6 @@ class Derived:
         arrangement, first_arrangement: the present and the first one, where the pipeline changes.
         frozen_stages: the stages of the present arrangement, unless that is the first.
         recorded_changes: what a checkpoint says of changes to the pipeline.
-        padded_vocab_size: rows of the embedding, once the tokenizer is known.
         has_split: whether there are data for training, validation and test.
         data_digest: of a classifier's training data.
     """
@@ -61,7 +60,6 @@ class Derived:
     first_arrangement: Arrangement | None = None
     frozen_stages: Stages | None
     recorded_changes: dict[str, Any] | None = None
-    padded_vocab_size: int | None = None
     has_split: tuple[bool, ...] = ()
     data_digest: str | None = None
 
@@ -187,6 +185,9 @@ def assumed_vocabulary(args: TrainConfig) -> int:
 
 
 def padded_vocabulary(args: TrainConfig, size: int) -> int:
-    """`size` rounded up to a multiple of --make-vocab-size-divisible-by x tensor parallel size."""
+    """The rows of the embedding: as --padded-vocab-size says, else `size` rounded up to a multiple of
+    --make-vocab-size-divisible-by x tensor parallel size."""
+    if "padded_vocab_size" in args.given:
+        return args.padded_vocab_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-size // multiple) * multiple

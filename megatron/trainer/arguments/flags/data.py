@@ -15,6 +15,7 @@ TOKENIZER_TYPES = (
     "NullTokenizer",
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
+    "PretrainedFromHF",
 )
 
 
@@ -104,10 +105,16 @@ class Tokenizer:
     tokenizer_type: str | None = option(
         None,
         "Kind of tokenizer. Default with --vocab-file and --merge-file: GPT2BPETokenizer; of pretrain_bert.py: "
-        "BertWordPieceLowerCase.",
+        "BertWordPieceLowerCase. PretrainedFromHF is MindSpeed-LLM's name of HuggingFaceTokenizer.",
         choices=TOKENIZER_TYPES,
     )
-    tokenizer_model: str | None = option(None, "Model file or directory of the tokenizer.", metavar="PATH")
+    tokenizer_model: str | None = option(
+        None, "Model file or directory of the tokenizer.", aliases=("--tokenizer-name-or-path",), metavar="PATH"
+    )
+    patch_tokenizer_type: str | None = option(
+        None,
+        "Pai-Megatron-Patch's kind of tokenizer: without --tokenizer-type a HuggingFaceTokenizer, by default from --load.",
+    )
     vocab_file: str | None = option(None, "GPT-2's vocabulary (JSON), or WordPiece's (a token a line).", metavar="FILE")
     merge_file: str | None = option(None, "GPT-2's merges.", metavar="FILE")
     vocab_size: int | None = option(

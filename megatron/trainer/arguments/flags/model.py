@@ -47,6 +47,9 @@ class Model:
     make_vocab_size_divisible_by: int = option(
         128, "Pad the vocabulary to a multiple of this times the tensor parallel size.", roles=Role.SAVED
     )
+    padded_vocab_size: int | None = option(
+        None, "Rows of the embedding, in the place of the padded vocabulary's; a multiple of the tensor parallel size."
+    )
     normalization: str = option("LayerNorm", "Kind of normalization.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", aliases=("--layernorm-epsilon",))
     apply_layernorm_1p: bool = switch(

@@ -138,6 +138,13 @@ class Distributed:
         metavar="LAYOUT",
         roles=Role.CONFIGURATION | Role.DEGREES,
     )
+    num_layer_list: str | None = option(
+        None,
+        "MindSpeed-LLM's way to say the layers of each stage, divided by commas: 2,3 is --pipeline-model-parallel-layout "
+        "Ett|tttL.",
+        metavar="N,N,...",
+        roles=Role.CONFIGURATION,
+    )
     decoder_first_pipeline_num_layers: int | None = option(
         None,
         "Layers on the first rank of the pipeline; the others share the rest. Where a schedule does not deal out "

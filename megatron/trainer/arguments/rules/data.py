@@ -60,6 +60,13 @@ def text(args: argparse.Namespace) -> None:
 
 
 def tokenizer(args: argparse.Namespace) -> None:
+    rows, t = args.padded_vocab_size, args.tensor_model_parallel_size
+    if "padded_vocab_size" in args.given and rows % t:
+        raise ValueError(f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {t}; change one")
+    if args.patch_tokenizer_type is not None and args.tokenizer_type is None:
+        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", args.tokenizer_model or args.load
+    if args.tokenizer_type == "PretrainedFromHF":
+        args.tokenizer_type = "HuggingFaceTokenizer"
     if args.tokenizer_type is None:
         if not (args.vocab_file and args.merge_file):
             raise ValueError("--tokenizer-type is needed (or --vocab-file and --merge-file for GPT-2's)")

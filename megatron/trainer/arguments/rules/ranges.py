@@ -44,6 +44,7 @@ RANGES = (
             "rope_scaling_factor",
             "make_vocab_size_divisible_by",
             "vocab_size",
+            "padded_vocab_size",
             "init_method_std",
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",

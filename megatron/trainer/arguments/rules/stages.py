@@ -12,6 +12,19 @@ _WAYS = (
 )
 
 
+def layer_list(args: argparse.Namespace) -> None:
+    """Write --num-layer-list as a layout."""
+    text = args.num_layer_list
+    if text is None:
+        return
+    if args.pipeline_model_parallel_layout is not None:
+        raise ValueError("--num-layer-list and --pipeline-model-parallel-layout exclude each other; keep one")
+    if not all(each.strip().isdecimal() for each in text.split(",")):
+        raise ValueError(f"--num-layer-list {text} must be whole numbers divided by commas, such as 17,20,22,21")
+    stages = "|".join("t" * int(each) for each in text.split(","))
+    args.pipeline_model_parallel_layout = f"E{stages}L"
+
+
 def virtual_stages(args: argparse.Namespace) -> None:
     """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
 
@@ -214,4 +227,4 @@ def _layers_of_stages(args: argparse.Namespace) -> set[int]:
     return {count // (v or 1) for count in (first, last, rest if middle else None) if count is not None}
 
 
-RULES = (virtual_stages, layers, recomputed_chunks)
+RULES = (layer_list, virtual_stages, layers, recomputed_chunks)
