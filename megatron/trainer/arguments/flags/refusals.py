@@ -118,7 +118,6 @@ REFUSED = Group(
         *_list(
             _NATIVE,
             "--use-ring-exchange-p2p",
-            "--defer-embedding-wgrad-compute",
             "--delay-wgrad-compute",
             "--overlap-param-gather-with-optimizer-step",
         ),
@@ -166,7 +165,6 @@ REFUSED = Group(
             neutral=("torch_dist",),
         ),
         *_list("the data position is kept as consumed samples; leave the flag out.", "--dataloader-save", takes=None),
-        *_list("gradients are scaled before the sum; leave the flag out.", "--ddp-average-in-collective"),
         refused(
             "--data-impl",
             "only data that tools/preprocess_data.py writes are read, those of mmap; prepare the text with it and "
@@ -234,6 +232,8 @@ IGNORED = Group(
         ignored("--check-for-large-grads", _WATCHES),
         ignored("--rerun-mode", _WATCHES, takes=None, neutral=("disabled",)),
         ignored("--no-barrier-with-level-1-timing", "timers do not wait for other ranks"),
+        ignored("--ddp-average-in-collective", "gradients are scaled before the sum, which gives the same mean"),
+        ignored("--defer-embedding-wgrad-compute", "the program says when weight gradients are computed"),
         ignored("--overlap-p2p-communication", "transfers are posted by the program and always run beside compute"),
         ignored("--no-scatter-gather-tensors-in-pipeline", "transfers are not split over tensor ranks"),
         ignored("--no-async-tensor-model-parallel-allreduce", "megatron.core decides what runs beside compute"),
