@@ -2,8 +2,14 @@
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.flags.config import padded_vocabulary
 from megatron.trainer.arguments.flags.parser import GROUPS, meant
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from tests.trainer.arguments.command_line import arguments, argv
 
 KNOWN = [name for group in GROUPS for flag in group.flags for name in flag.names]
@@ -44,7 +50,7 @@ def test_a_flag_that_works_goes_before_one_that_is_refused():
     "name",
     [  # each beside the flag whose letters are nearest
         "--delay-param-gather", "--rotary-scaling-factor", "--encoder-tensor-model-parallel-size",
-        "--no-delay-grad-reduce", "--window-size", "--padded-vocab-size", "--position-embeddings", "--no-save",
+        "--no-delay-grad-reduce", "--window-size", "--position-embeddings", "--no-save",
         "--no-load", "--parallel-size", "--expert-parallel-size", "--persistent-save-interval", "--mscale",
     ],
 )  # fmt: skip
@@ -116,3 +122,28 @@ def test_old_names_do_the_same():
     assert args.norm_epsilon == 1e-6 and args.override_opt_param_scheduler
     with pytest.raises(ValueError, match=r"^--norm-epsilon: 'nan' is not a finite number"):
         parse_args(argv("--layernorm-epsilon nan"))
+
+
+def test_names_of_programs_over_megatron_lm():
+    """MindSpeed-LLM's and Pai-Megatron-Patch's words for a tokenizer of transformers."""
+    mindspeed = arguments(
+        "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path there", without="--tokenizer-type"
+    )
+    assert (mindspeed.tokenizer_type, mindspeed.tokenizer_model) == ("HuggingFaceTokenizer", "there")
+    pai = arguments("--patch-tokenizer-type Qwen3Tokenizer --load here", without="--tokenizer-type")
+    assert (pai.tokenizer_type, pai.tokenizer_model) == ("HuggingFaceTokenizer", "here")
+    named = arguments("--patch-tokenizer-type Qwen3Tokenizer --load here")
+    assert (named.tokenizer_type, named.tokenizer_model) == ("NullTokenizer", None)
+
+
+def test_rows_of_the_embedding_that_a_flag_says():
+    """--padded-vocab-size goes before the vocabulary's size; tensor ranks share the rows evenly."""
+    args = arguments("--padded-vocab-size 102 --tensor-model-parallel-size 2", world_size=2)
+    assert (padded_vocabulary(args, 100), padded_vocabulary(args, 5000)) == (102, 102)
+    assert padded_vocabulary(arguments(), 100) == 128
+    with pytest.raises(ValueError, match="--padded-vocab-size 101 is not divisible by --tensor-model-parallel-size 2"):
+        arguments("--padded-vocab-size 101 --tensor-model-parallel-size 2", world_size=2)
+    tokenizer = build_tokenizer(args)
+    assert padded_vocab_size(args, tokenizer) == 102
+    with pytest.raises(ValueError, match="--padded-vocab-size 98 is less than the 101 ids of the tokenizer"):
+        padded_vocab_size(arguments("--padded-vocab-size 98"), tokenizer)

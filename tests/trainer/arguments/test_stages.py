@@ -143,3 +143,15 @@ def test_schedule_is_checked_for_every_batch_size():
     arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4", world_size=4)
     with pytest.raises(ValueError):
         arguments("--pipeline-schedule 2bw --pipeline-model-parallel-size 4 --rampup-batch-size 2 2 100", world_size=4)
+
+
+def test_layers_of_each_stage_in_a_list():
+    """--num-layer-list is a layout; beside one it is refused, and so is what is no list of numbers."""
+    listed = arguments("--pipeline-model-parallel-size 2 --num-layer-list 1,3", world_size=2)
+    assert listed.pipeline_model_parallel_layout == "Et|tttL"
+    with pytest.raises(ValueError, match="--num-layer-list 1;3 must be whole numbers divided by commas"):
+        arguments("--num-layer-list 1;3")
+    with pytest.raises(ValueError, match="--num-layer-list and --pipeline-model-parallel-layout exclude each other"):
+        arguments("--num-layer-list 1,3 --pipeline-model-parallel-layout Et|tttL")
+    with pytest.raises(ValueError, match=r"Et\|ttL"):
+        arguments("--pipeline-model-parallel-size 2 --num-layer-list 1,2", world_size=2)

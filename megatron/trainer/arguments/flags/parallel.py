@@ -140,8 +140,7 @@ class Distributed:
     )
     num_layer_list: str | None = option(
         None,
-        "MindSpeed-LLM's way to say the layers of each stage, divided by commas: 2,3 is --pipeline-model-parallel-layout "
-        "Ett|tttL.",
+        "MindSpeed-LLM's way to say the layers of each stage: 2,3 is --pipeline-model-parallel-layout Ett|tttL.",
         metavar="N,N,...",
         roles=Role.CONFIGURATION,
     )

@@ -229,14 +229,15 @@ def meant(name: str, known: Iterable[str], refused: Collection[str] = ()) -> str
     """The flag that `name` is a slip of, or None; `refused` are those of `known` that cannot be used."""
     typed = _plain(name)
     allowed = 2 if len(typed.replace("-", "")) >= _LONG else 1
-    best: tuple[int, bool, bool] | None = None
+    best: tuple[int, bool, bool, bool] | None = None
     nearest: list[str] = []
     for flag in known:
         plain = _plain(flag)
-        distance = 0 if typed == plain else allowed if _lacks_a_word(typed, plain) else _distance(typed, plain, allowed)
+        lacks = _lacks_a_word(typed, plain)
+        distance = 0 if typed == plain else allowed if lacks else _distance(typed, plain, allowed)
         if distance > allowed:
             continue
-        rank = (distance, flag in refused, typed.split("-")[0] != plain.split("-")[0])
+        rank = (distance, lacks, flag in refused, typed.split("-")[0] != plain.split("-")[0])
         if best is None or rank < best:
             best, nearest = rank, [flag]
         elif rank == best:
