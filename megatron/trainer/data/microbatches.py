@@ -32,7 +32,6 @@ class Field:
         stages: the stages that need the tensor: "first", "last" or "all".
         shape: (microbatch size, sequence length) -> shape of the tensor.
         least_id: the smallest allowed token id; None if the tensor has no token ids.
-        is_full: whether every element must be nonzero.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Field:
     shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
-    is_full: bool = False
 
     def is_needed(self, stage: int, num_stages: int) -> bool:
         """Whether a stage of the pipeline needs the tensor."""
@@ -64,8 +62,7 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
         Field(name="tokens", stages="first", least_id=0),
         Field(name="position_ids", stages="first"),
         Field(name="labels", stages="last", least_id=0),
-        # if every token has a loss, the mean over microbatches equals the mean over tokens
-        Field(name="loss_mask", stages="last", dtype=torch.float32, is_full=args.calculate_per_token_loss),
+        Field(name="loss_mask", stages="last", dtype=torch.float32),
     )
     if not args.reset_attention_mask:
         return fields
@@ -237,12 +234,6 @@ class MicrobatchIterator:
                         f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
                         f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with"
                     )
-
-            if field.is_full and not batch[field.name].all():
-                raise ValueError(
-                    f"the {self.name} data (samples from {first}) have tokens without a loss, so the mean over "
-                    "microbatches, which is trained, is not that over tokens; leave out --calculate-per-token-loss"
-                )
 
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()

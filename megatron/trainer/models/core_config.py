@@ -121,6 +121,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 gradient_accumulation_fusion=args.gradient_accumulation_fusion,
                 tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
                 deterministic_mode=args.deterministic_mode,
+                calculate_per_token_loss=args.calculate_per_token_loss,
                 transformer_impl=args.transformer_impl,
                 **options,
             )

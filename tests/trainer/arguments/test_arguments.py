@@ -137,7 +137,16 @@ def test_values_that_follow():
             "",
             "the old name of what --recompute-granularity say",
         ),
-        ("--calculate-per-token-loss --eod-mask-loss", "", "leave out one of the two"),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 1 --calculate-per-token-loss",
+            "",
+            "--calculate-per-token-loss has no divisor",
+        ),
+        (
+            "--pipeline-schedule l2l --clip-grad 0 --l2l-update eager --calculate-per-token-loss",
+            "",
+            "--calculate-per-token-loss depends on them all",
+        ),
         ("--data-impl lazy", "", "--data-impl lazy: only data that tools/preprocess_data.py writes"),
         ("--dataloader-type cyclic", "", "use single"),
         ("--wandb-project x", "", "--wandb-project needs"),

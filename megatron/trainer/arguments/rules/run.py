@@ -234,6 +234,11 @@ def _updates_alone(args: argparse.Namespace) -> None:
             f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
             "would be seen too late for --fp16; use --bf16"
         )
+    if args.calculate_per_token_loss:
+        raise ValueError(
+            f"{choice_of(args).flag} updates each stage by itself, before the tokens of a batch are counted, so "
+            "--calculate-per-token-loss has no divisor; leave it out"
+        )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"{choice_of(args).flag} gives first and last stage different delays, so their "
@@ -244,11 +249,6 @@ def _updates_alone(args: argparse.Namespace) -> None:
 def loss(args: argparse.Namespace) -> None:
     if args.eval_iters and args.eval_interval is None:
         raise ValueError("--eval-iters needs --eval-interval")
-    if args.calculate_per_token_loss and args.eod_mask_loss:
-        raise ValueError(
-            "--calculate-per-token-loss and --eod-mask-loss: microbatches differ in their number of tokens with a "
-            "loss, and their losses are averaged; leave out one of the two"
-        )
 
 
 def checkpoint(args: argparse.Namespace) -> list[str]:

@@ -138,7 +138,7 @@ def relay(args: argparse.Namespace) -> None:
     if args.l2l_update == EAGER and (decides := _waits_for(args)):
         raise ValueError(
             f"--l2l-update eager updates a stage before all gradients are known, and {decides} depends on them all; "
-            "use deferred, or leave out the latter (--clip-grad 0, --bf16)"
+            "use deferred, or leave out the latter (as by --clip-grad 0 or --bf16)"
         )
     if args.l2l_fetch == "shares" and args.data_parallel_size == 1:
         raise ValueError(
@@ -176,4 +176,6 @@ def _waits_for(args: argparse.Namespace) -> str | None:
     """The flag for which an update has to know the gradients of all stages, if there is one."""
     if args.clip_grad > 0:
         return f"--clip-grad {args.clip_grad:g}"
+    if args.calculate_per_token_loss:
+        return "--calculate-per-token-loss"
     return "--fp16" if args.fp16 else None

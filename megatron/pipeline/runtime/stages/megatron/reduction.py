@@ -77,7 +77,7 @@ class GradientReduction:
         self._counted = self._find_counted(chunks)
 
     def over_data(self, slot: GradientSlot) -> None:
-        """Average a slot over the data-parallel replicas.
+        """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
         With the distributed optimizer only this rank's shards are valid afterwards.
         """
@@ -114,7 +114,7 @@ class GradientReduction:
         Args:
             partial: the gradient of the embedding, or a slot. With a slot, nothing is done if this rank shares no
                 embedding with another rank.
-            over_data: average over the replicas before.
+            over_data: reduce over the replicas before, as `over_data`.
         """
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
@@ -123,7 +123,7 @@ class GradientReduction:
         gradient = partial
         if over_data and self._groups.data is not None:
             self._groups.data.all_reduce(gradient)
-            gradient.div_(self._groups.data.size)
+            gradient.mul_(self._buffers[0].gradient_scaling_factor)
         if self._groups.embedding is not None:
             self._groups.embedding.all_reduce(gradient)
 

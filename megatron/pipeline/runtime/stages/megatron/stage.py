@@ -2,7 +2,8 @@
 
 `forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`. On the last stage `loss_func(output_tensor)`
 returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` if the loss is a sum over tokens. `numbers` is a dict of the
-values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches.
+values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches, or
+with `calculate_per_token_loss` in the configuration the mean over all of its tokens.
 `forward_step` decides whether the stage reads the data iterator. While `forward_step` runs, `parallel_state` gives the
 stage as the rank of the pipeline.
 
@@ -30,7 +31,7 @@ from megatron.pipeline.runtime.activations.activation_memory import ActivationMe
 from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.activations.dropout import SeededDropout, UnseededDropout
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
-from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
@@ -369,8 +370,16 @@ class MegatronStage:
     def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
-            if not self._config.calculate_per_token_loss:
+            if self._config.calculate_per_token_loss:
+                count = torch.as_tensor(num_tokens)
+                numbers = numbers | {NUM_TOKENS: torch.stack([count, torch.zeros_like(count)])}
+            else:
                 loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+        elif self._config.calculate_per_token_loss:
+            raise ValueError(
+                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
+                "number of tokens, numbers), or leave it out."
+            )
         else:
             loss, numbers = outputs
         if record and parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -379,7 +388,7 @@ class MegatronStage:
 
     def _record(self, microbatch: Microbatch, pairs: dict[str, Tensor]) -> None:
         """Record numbers of a microbatch for the report of its batch: name -> [sum, count]."""
-        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names}:
+        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names or name == NUM_TOKENS}:
             self._losses[microbatch.batch].append(pairs)
 
     def _parts(self, microbatch: Microbatch) -> int:

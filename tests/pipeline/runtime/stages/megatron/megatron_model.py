@@ -64,6 +64,8 @@ class Case:
     recompute: bool = False  # R instructions
     single_gradient_buffer: bool = False
     token_form: bool = False  # the loss function returns (sum, num_tokens, numbers)
+    masked: bool = False  # so does it, and leaves out tokens, of each microbatch another number
+    per_token: bool = False  # --calculate-per-token-loss
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**10
     hysteresis: int = 1
@@ -137,6 +139,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=case.fused,
+        calculate_per_token_loss=case.per_token,
         **(_experts(case) if case.experts else {}),
     )
 
@@ -255,7 +258,18 @@ def microbatch_data(case: Case, first_sample: int) -> dict:
     if case.bert:
         return bert_model.microbatch_data(case, first_sample)
     tokens = torch.stack([sample_tokens(case, first_sample + i) for i in range(case.micro_batch_size)])
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "factor": loss_factor(case, first_sample)}
+    mask = loss_mask(case, first_sample)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "factor": loss_factor(case, first_sample)}
+
+
+def loss_mask(case: Case, first_sample: int) -> torch.Tensor:
+    """1 for a token with a loss, [b, s]: where some have none, from a quarter to all of them do, at random places."""
+    shape = case.micro_batch_size, SEQUENCE
+    if not case.masked:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(2000 + first_sample)
+    part = 0.25 + 0.75 * torch.rand((), generator=generator)
+    return (torch.rand(shape, generator=generator) < part).float()
 
 
 def training_data(case: Case, replica: int):
@@ -283,13 +297,14 @@ def forward_step(case: Case):
         # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.
         data, device = next(data_iterator), backend.device()
         tokens, labels, mask = (each.to(device) for each in (data["tokens"], data["labels"], causal_mask()))
+        counted = data["mask"].to(device)
         position_ids = torch.arange(SEQUENCE, device=device).expand_as(tokens)
         output = model(tokens, position_ids, mask, labels=labels)
 
         def loss_function(losses):
-            total = losses.float().sum() * data["factor"]
-            count = torch.tensor(losses.numel(), device=device)
-            if case.token_form:
+            total = (losses.float() * counted).sum() * data["factor"]
+            count = counted.sum().int()
+            if case.token_form or case.masked:
                 return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
             return total / count, {"lm loss": (total / count).detach()}
 
