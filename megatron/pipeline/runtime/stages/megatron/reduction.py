@@ -266,6 +266,7 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
+    _warm_up_context_group()
     dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
@@ -282,6 +283,20 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
             share = whole.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(whole, share, group=group)
             dist.reduce_scatter_tensor(share, whole, group=group)
+
+
+def _warm_up_context_group() -> None:
+    """The exchanges of local attention, and the sum of the numbers of tokens."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return
+    for num_bytes in probes():
+        whole = _probe(num_bytes, group.size())
+        share = whole.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(whole, share, group=group)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_to_all_single(whole, whole.clone(), group=group)
+    dist.all_reduce(_probe(_BYTES[0], 1), group=group)
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

@@ -34,7 +34,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
 def reference(**options) -> dict:
     """Losses, norms and final weights (the true ones, and the prediction that goes on) of the case."""
     case = Case(**options)
-    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(case, p=1, v=1, t=1, d=1, cp=1, sequence_parallel=False, distributed_optimizer=False)
     with parallel(single):
         return _reference(single, case)
 

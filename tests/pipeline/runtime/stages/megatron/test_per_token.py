@@ -17,6 +17,7 @@ from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, FP1
 MASKED = {"masked": True, "per_token": True}
 FLUSH = MASKED | {"schedule": "flush", "batches": (4,) * 4}
 TWO_BW = MASKED | {"schedule": "2bw", "batches": (4, 4, 5, 6, 8), "clip": 0.5}
+EXPERTS = {"experts": 4, "swiglu": True, "layers": 2}
 TWO, FOUR = (2, 1, 1), (4, 1, 1)
 
 TABLE = {
@@ -37,7 +38,10 @@ TABLE = {
     "2bw, fp16, two overflows": Row(
         FP16 | MASKED | {"batches": (2,) * 8, "overflow_batches": (2, 3), "initial_loss_scale": 2.0**6}, layouts=(TWO,)
     ),
-    "2bw, experts": Row(TWO_BW | {"experts": 4, "swiglu": True}, layouts=(TWO,)),
+    "2bw, experts": Row(TWO_BW | EXPERTS, layouts=(TWO,)),
+    "experts, sequence parallel": Row(
+        FLUSH | EXPERTS | {"sequence_parallel": True, "lr": 1e-3}, layouts=((1, 2, 1),), allowed=SPREAD
+    ),
     "bert": Row(MASKED | {"bert": True, "schedule": "2bw", "clip": 0.5}, layouts=(TWO,)),
 }
 FULL = {"gpipe, tied", "interleaved", "zbv", "2bw, recompute", "2bw, replicas", "2bw, sequence parallel", "2bw, bf16"}

@@ -1,0 +1,70 @@
+"""Ranks that share the sequences of a microbatch (context parallelism) train what one process trains."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_update import Outcomes, Row, check, marked
+
+BARS = cases.Deviation(loss=1e-7, norm=2e-6, newest=2e-6, older=2e-6)
+"""FP32: scores of a sequence are summed in other pieces, and eight batches at a rate of 1e-3 spread that."""
+SMOOTH = {"lr": 1e-3, "clip": 0.5, "token_form": True}
+FLUSH = SMOOTH | {"schedule": "flush", "batches": (4,) * 4, "cp": 2}
+TWO_BW = SMOOTH | {"schedule": "2bw", "batches": (4,) * 4, "cp": 2}
+HEADS = {"exchange": "a2a"}
+EXPERTS = {"experts": 4, "swiglu": True, "layers": 2}
+MASKED = {"masked": True}
+PER_TOKEN = {"masked": True, "per_token": True}
+ONE, TWO = (1, 1, 1), (2, 1, 1)
+
+TABLE = {
+    "flush": Row(FLUSH, layouts=(ONE,)),
+    "flush, heads": Row(FLUSH | HEADS | {"query_groups": 2}, layouts=(ONE,)),
+    "flush, four ranks": Row(FLUSH | {"cp": 4, "query_groups": 1, "position": "rope"}, layouts=(ONE,)),
+    "2bw": Row(TWO_BW | {"tied": True, "position": "rope"}, layouts=(TWO,)),
+    "2bw, heads": Row(TWO_BW | HEADS | MASKED, layouts=(TWO,)),
+    "2bw, masked": Row(TWO_BW | MASKED, layouts=(ONE,)),
+    "2bw, per token": Row(TWO_BW | PER_TOKEN, layouts=(TWO,)),
+    "2bw, experts": Row(TWO_BW | EXPERTS, layouts=(TWO,)),
+    "2bw, experts, per token": Row(TWO_BW | EXPERTS | PER_TOKEN, layouts=(TWO,)),
+    "experts, sequence parallel": Row(FLUSH | EXPERTS | {"sequence_parallel": True}, layouts=((1, 2, 1),)),
+    "2bw, distributed optimizer": Row(TWO_BW | {"distributed_optimizer": True}, layouts=((1, 1, 2),)),
+    "2bw, recompute": Row(TWO_BW | {"recompute": True}, layouts=(TWO,)),
+    "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full"}, layouts=(TWO,)),
+    "2bw, core attention recomputed": Row(
+        TWO_BW | HEADS | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, layouts=(TWO,)
+    ),
+    "2bw, sequence parallel": Row(TWO_BW | {"sequence_parallel": True}, layouts=((2, 2, 1),)),
+    "2bw, sequence parallel, heads": Row(TWO_BW | HEADS | {"sequence_parallel": True}, layouts=((1, 2, 1),)),
+    "2bw, balanced": Row(TWO_BW | {"balance": True}, layouts=((4, 1, 1),)),
+    "zb-h1": Row(FLUSH | {"schedule": "zb-h1"}, layouts=(TWO,)),
+    "zb-h1, heads": Row(FLUSH | HEADS | {"schedule": "zb-h1"}, layouts=(TWO,)),
+    "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2}, layouts=(TWO,)),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE)
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=()), ids=str)
+def test_training_equals_one_process(outcomes, name, layout):
+    """Losses, norms and weights are those of a plain loop over whole sequences."""
+    check(outcomes[name, layout], BARS)
+
+
+@pytest.mark.parametrize("options", [{"reduce_partial": True}, {"provisional_microbatches": 0}], ids=str)
+def test_predictions_equal_one_process(options):
+    """Predictions read the mean over the ranks that share a sequence, or the last update."""
+    case = Case(**TWO_BW | {"predict": True, **options}, p=2)
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
+    check((case, expected, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), BARS)
