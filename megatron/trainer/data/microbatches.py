@@ -3,8 +3,9 @@
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
 batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
-stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. If a rank has several
-stages, each has an iterator of its own.
+stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. Ranks that share
+sequences (context parallelism) read the same samples, and each keeps its tokens. If a rank has several stages, each has
+an iterator of its own.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.trainer.arguments.flags.config import TrainConfig
 
@@ -125,7 +127,8 @@ def _start_worker(_: int) -> None:
 class MicrobatchIterator:
     """An iterator over the microbatches of a dataset for one stage of this rank.
 
-    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none.
+    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none. With
+    context parallelism a field has this rank's tokens, and an attention mask the rows of these tokens.
 
     Args:
         dataset: the dataset; None on ranks that do not read.
@@ -202,7 +205,7 @@ class MicrobatchIterator:
         )
         if batch is not None:
             self._check(batch, first)
-        return {field.name: self._share(field, batch) for field in self.fields}
+        return get_batch_on_this_cp_rank({field.name: self._share(field, batch) for field in self.fields})
 
     def close(self) -> None:
         """End the processes that load samples; torch would report an error if they were killed at the exit."""
