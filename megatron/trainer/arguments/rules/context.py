@@ -59,6 +59,13 @@ _REFUSALS: tuple[_Row, ...] = (
         ),
     ),
     (
+        lambda args: args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) == 0,
+        lambda args: (
+            f": --rotary-percent {args.rotary_percent:g} of {args.kv_channels} channels leaves none to rotate, and "
+            "megatron.core cannot cut up positions without channels; use --position-embedding-type none"
+        ),
+    ),
+    (
         lambda args: args.rank_mapping == "optimized",
         lambda args: ": --rank-mapping optimized does not know what these ranks send; use standard",
     ),
