@@ -77,7 +77,8 @@ class _Gathers:
                       for each in (key, value))  # fmt: skip
         if mask is None and self._is_causal:
             mask = mask_of_rank(len(key), self._group.rank(), size, self._window, key.device)
-        return attend(query, key, value, mask)
+        # A copy, for the queries may be a view of a tensor with this rank's keys, which would stay for the backward.
+        return attend(query.contiguous(), key, value, mask)
 
 
 class _SharesHeads:

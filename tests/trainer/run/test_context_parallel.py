@@ -68,6 +68,7 @@ CUTS = {
     "replicas": (4, TWO_BW, f"{ONE} {SHARED}"),
     "replicas, per token": (4, f"{TWO_BW} {ENDS} --calculate-per-token-loss", f"{ONE} {SHARED}"),
     "l2l": (2, "--pipeline-schedule l2l", f"{ONE} {SHARED}"),
+    "l2l, per token": (2, f"--pipeline-schedule l2l {ENDS} --calculate-per-token-loss", f"{ONE} {SHARED}"),
     "Muon": (2, f"{TWO_BW} {MUON}", f"{ONE} {SHARED} --use-distributed-optimizer"),
     "recomputed": (4, f"{TWO_BW} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
                    f"{DEEP} {HEADS}"),

@@ -1,5 +1,7 @@
 """Ranks that share the sequences of a microbatch (context parallelism) train what one process trains."""
 
+from dataclasses import replace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,11 +10,12 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
 from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
-from tests.pipeline.runtime.stages.megatron.test_update import Outcomes, Row, check, marked
+from tests.pipeline.runtime.stages.megatron.test_update import EXACT, Outcomes, Row, check, marked
 
 BARS = cases.Deviation(loss=1e-7, norm=2e-6, newest=2e-6, older=2e-6)
 """FP32: scores of a sequence are summed in other pieces, and eight batches at a rate of 1e-3 spread that."""
@@ -68,3 +71,35 @@ def test_predictions_equal_one_process(options):
     case = Case(**TWO_BW | {"predict": True, **options}, p=2)
     [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
     check((case, expected, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), BARS)
+
+
+def masks(**options) -> list[torch.Tensor]:
+    """Where the embedding of a microbatch is dropped, of two microbatches and of the first again: bool [s, b, h]."""
+    case = Case(**options)
+    with cases.parallel(case):
+        model = cases.gpt_model(case)
+        dropout = SeededDropout(model, seed=1)
+        tokens = torch.zeros(case.micro_batch_size, cases.SEQUENCE // case.cp, dtype=torch.long)
+        drawn = []
+        for sample in (0, 2, 0):
+            with dropout.microbatch(sample):
+                drawn.append(model.embedding(tokens, torch.zeros_like(tokens)) == 0)
+        return drawn
+
+
+def test_ranks_draw_masks_of_their_own():
+    """They differ between the ranks that share a sequence and between microbatches, and come back with a microbatch."""
+    first, second = workers.run(2, f"{__name__}:masks", dropout=0.5, cp=2)
+    for drawn in (first, second):
+        assert 0.4 < drawn[0].float().mean() < 0.6
+        assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    assert 0.4 < (first[0] != second[0]).float().mean() < 0.6
+    [alone] = workers.run(1, f"{__name__}:masks", dropout=0.5)
+    assert alone[0].shape[0] == 2 * first[0].shape[0]
+
+
+def test_dropout_does_not_depend_on_the_pipeline():
+    """Masks of ranks that share sequences are their own, so that p=1 is the reference, bit for bit."""
+    case = Case(**TWO_BW | {"clip": 0.0, "dropout": 0.1, "recompute": True}, p=2)
+    one = workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1)))
+    check((case, one[0], workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
