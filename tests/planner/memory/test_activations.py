@@ -197,7 +197,7 @@ def test_layers_save_as_much_as_estimated(tensor):
             assert captured == pytest.approx(estimated, rel=0.01), flags
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "a2a"])
+@pytest.mark.parametrize("exchange", ["all_gather", pytest.param("a2a", marks=pytest.mark.full)])
 def test_ranks_that_share_sequences_save_as_much_as_estimated(exchange):
     """Gathered keys and values are whole, shared heads are parts."""
     cases = [f"{flags} --cp-comm-type {exchange}" for flags in CASES if "groups 1" not in flags]

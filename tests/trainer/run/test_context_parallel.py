@@ -77,7 +77,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table(("ranks", "flags", "cut"), CUTS, usual=4)
+@table(("ranks", "flags", "cut"), CUTS, usual=3)
 def test_numbers_do_not_depend_on_the_cut(data, ranks, flags, cut):
     """Losses, norms, validation losses and weights are those of one rank with whole sequences."""
     check(train(ranks, f"{SMOOTH} {flags} {data} {cut}"), on_one_rank(f"{flags} {data}"))

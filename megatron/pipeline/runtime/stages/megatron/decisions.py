@@ -73,6 +73,8 @@ class Decisions:
     ) -> None:
         """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
 
+        Raises ValueError on all ranks if tokens are counted, and the loss function has returned none.
+
         Args:
             report: the report of the batch, which has its loss scale.
             norm_squared: the squared norm of the scaled gradients that this rank counts.
@@ -92,7 +94,13 @@ class Decisions:
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
         overflow = sums.num_overflows > 0
-        report.num_tokens = max(sums.losses.pop(NUM_TOKENS, (1.0, 0.0))[0], 1.0)
+        num_tokens, num_microbatches = sums.losses.pop(NUM_TOKENS, (1.0, 1.0))
+        if not num_microbatches:
+            raise ValueError(
+                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
+                "number of tokens, numbers), or leave it out."
+            )
+        report.num_tokens = max(num_tokens, 1.0)
         report.grad_norm = sums.norm / report.gradient_scale
         report.overflow = self._scaler is not None and overflow
         report.stop_requests = sums.stop_requests

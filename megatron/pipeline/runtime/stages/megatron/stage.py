@@ -374,15 +374,9 @@ class MegatronStage:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
             if self._config.calculate_per_token_loss:
-                count = torch.as_tensor(num_tokens)
-                numbers = numbers | {NUM_TOKENS: torch.stack([count, torch.zeros_like(count)])}
+                numbers = numbers | {NUM_TOKENS: torch.as_tensor(num_tokens)}
             else:
                 loss = loss * self._shares() / self._over_context(torch.as_tensor(num_tokens)).clamp(min=1)
-        elif self._config.calculate_per_token_loss:
-            raise ValueError(
-                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
-                "number of tokens, numbers), or leave it out."
-            )
         else:
             loss, numbers = outputs
             loss = loss * self._shares()

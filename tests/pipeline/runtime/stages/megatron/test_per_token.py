@@ -86,3 +86,10 @@ def test_the_mean_over_microbatches_is_another():
     found = [workers.run(1, f"{cases.__name__}:train", timeout=200, **vars(each))[0]["batches"][0]
              for each in (over_tokens, over_microbatches)]  # fmt: skip
     assert found[0]["loss"] == found[1]["loss"] and found[0]["norm"] != pytest.approx(found[1]["norm"], rel=1e-3)
+
+
+def test_a_loss_function_without_a_number_of_tokens_is_refused():
+    """Else the gradients would be those of sums."""
+    case = Case(schedule="flush", per_token=True, batches=(2,))
+    with pytest.raises(workers.WorkerError, match="the loss function returned no number of tokens; return"):
+        workers.run(1, f"{cases.__name__}:train", timeout=60, **vars(case))
