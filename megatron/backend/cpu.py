@@ -112,7 +112,7 @@ def _on_cpu(factory):
     def on_cpu(*args, **kwargs):
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
-            kwargs.pop("pin_memory", None)
+        kwargs.pop("pin_memory", None)  # rotary positions of context parallel ranks ask for it
         return factory(*args, **kwargs)
 
     return on_cpu

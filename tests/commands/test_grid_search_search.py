@@ -531,19 +531,15 @@ SHARED = [
 
 @pytest.mark.full
 def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path):
-    """Context parallelism and experts, by the flags of Megatron-LM: the table names them, the note says that nobody
-    trains them here, and an earlier script is gone."""
+    """Experts on several ranks, by the flags of Megatron-LM: the table names them, the note says that nobody trains
+    them here, and an earlier script is gone."""
     assert run(*SHARED, "--output", tmp_path)[0] == 0 and (tmp_path / "best.sh").exists()
     experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
-    for flags, heading, name in (
-        (["--context-parallel-size", 2], "cp", "context parallelism (cp)"), (experts, "ep", "experts (ep)"),
-    ):  # fmt: skip
-        status, out, err = run(*SHARED, *flags, "--output", tmp_path)
-        assert status == 0 and "best.sh" not in err and not (tmp_path / "best.sh").exists()
-        header = next(line for line in out.splitlines() if line.startswith("rank"))
-        assert heading in header.split()
-        assert f"note: {name}: priced here and not trained by this project's trainer" in out
-        assert "not trained by this project" in (tmp_path / "report.html").read_text()
+    status, out, err = run(*SHARED, *experts, "--output", tmp_path)
+    assert status == 0 and "best.sh" not in err and not (tmp_path / "best.sh").exists()
+    assert "ep" in next(line for line in out.splitlines() if line.startswith("rank")).split()
+    assert "note: experts (ep): priced here and not trained by this project's trainer" in out
+    assert "not trained by this project" in (tmp_path / "report.html").read_text()
     content = json.loads(run(*SHARED, *experts, "--json")[1])
     assert {each["expert"] for each in content["best"]} == {8}
     assert any("experts (ep): priced here" in note for note in content["notes"])
@@ -557,6 +553,16 @@ def test_a_script_trains_experts(run, tmp_path):
     assert status == 0 and "priced here" not in out
     script = (tmp_path / "best.sh").read_text()
     assert "--num-experts 8 --moe-layer-freq '[0]+[1]*23' --moe-aux-loss-coeff 0.01" in script
+
+
+def test_a_script_shares_sequences(run, tmp_path):
+    """As the best does, and as the user's flags say how."""
+    flags = ["--context-parallel-size", 2, "--cp-comm-type", "all_gather"]
+    status, out, _ = run(*SHARED, *flags, "--output", tmp_path)
+    assert status == 0 and "priced here" not in out
+    assert "cp" in next(line for line in out.splitlines() if line.startswith("rank")).split()
+    script = (tmp_path / "best.sh").read_text()
+    assert "--context-parallel-size 2" in script and "--cp-comm-type all_gather" in script
 
 
 @pytest.mark.full

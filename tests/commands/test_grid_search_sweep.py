@@ -158,11 +158,12 @@ def test_refusals(run, argv, reason):
 
 
 def test_points_that_the_trainer_does_not_train_have_no_script(run, tmp_path):
-    """Sequences are shared by 2 ranks at each point; the note says so."""
+    """Experts lie on 2 ranks at each point, and the note says so; sequences that 2 ranks share are trained."""
     argv = [*GPT, "--cluster", "A100-80", "--schedules", "flush", "--tensor", "1", "--simulate", 1, "--gpus", "4,8"]
-    status, out, err = run("sweep", *argv, "--output", tmp_path)
+    status, out, err = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
     assert status == 0 and len([*tmp_path.glob("best_*.sh")]) == 2 and "priced here" not in out
     assert "2 x best_N_gpus_L_tokens.sh" in err
-    status, out, err = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
+    experts = ["--num-experts", 4, "--disable-bias-linear", "--expert-model-parallel-size", 2]
+    status, out, err = run("sweep", *argv, *experts, "--output", tmp_path)
     assert status == 0 and not [*tmp_path.glob("best_*.sh")] and "best_" not in err
-    assert "note: context parallelism (cp): priced here and not trained by this project's trainer" in out
+    assert "note: experts (ep): priced here and not trained by this project's trainer" in out

@@ -255,7 +255,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     scripts, topologies = set(), set()
     for each in found:
         best = each.point.best
-        if best is not None and not rules.is_shared(best.choice):
+        if best is not None and rules.is_trained(best.choice):
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             job, cluster = each.searched.model.job, each.searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"

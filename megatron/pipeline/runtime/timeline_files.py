@@ -72,7 +72,10 @@ def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[i
     Collective; call it drained. Shows the pipeline of the first replica's first tensor rank. The picture has at most
     `most` batches.
     """
-    if parallel_state.get_data_parallel_rank() or parallel_state.get_tensor_model_parallel_rank():
+    if (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        or parallel_state.get_tensor_model_parallel_rank()
+    ):
         return
     traces = gather_traces(engine.trace(), group=parallel_state.get_pipeline_model_parallel_group())
     write_pictures(engine.schedule, traces, folder, drains=drains, most=most)

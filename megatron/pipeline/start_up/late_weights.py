@@ -60,7 +60,7 @@ def require_predictions(args: argparse.Namespace, weights: WeightPolicy, name: s
         raise ValueError(
             "--2bw-provisional-reduce has nothing to reduce where predictions read no gradients; leave it out"
         )
-    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size == 1:
+    if args.pipeline_2bw_provisional_reduce and args.data_parallel_size * args.context_parallel_size == 1:
         raise ValueError("--2bw-provisional-reduce needs replicas, and this job has one; leave it out")
 
 

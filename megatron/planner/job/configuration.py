@@ -149,7 +149,7 @@ class Configuration:
         bool, Setting(flag="--2bw-single-gradient-buffer", word="one-buffer", remark="one gradient buffer")
     ] = False
     sharding: Annotated[Sharding | None, Setting(word="sharded")] = None
-    context: Annotated[int, Setting(short="cp")] = 1
+    context: Annotated[int, Setting(short="cp", flag="--context-parallel-size")] = 1
     expert: Annotated[int, Setting(short="ep")] = 1
     expert_tensor: Annotated[int | None, Setting(word="etp")] = None
 

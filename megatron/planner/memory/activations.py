@@ -18,7 +18,8 @@ paper's count for a layer, in bytes per token, with e bytes an element:
 "split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
 the projection's result, and the queries of several groups are a copy.
-With context parallelism a rank has a part of the tokens, and so a part of all tensors. A layer with experts has the
+With context parallelism a rank has a part of the tokens, and so a part of all tensors; unfused attention that gathers
+keys and values keeps those of whole sequences. A layer with experts has the
 tensors of its routed experts (below) instead of the tensors of the MLP.
 A layer that is recomputed as a whole keeps only its input: e h, shared as above. (Equation 6 of BPipe does not divide
 the input by t; the published feasibility of BPipe's configurations agrees with dividing.)
@@ -379,7 +380,9 @@ class Activations:
     def _attention_width(self, *, keeps_scores: bool) -> int:
         """Elements per token of queries, keys, values and the attention's result."""
         q, k = self.shape.query_width, self.shape.key_width
-        if q == k or keeps_scores:
+        if keeps_scores:  # behind the scores, keys and values of all ranks, if they are gathered
+            return 2 * q + 2 * q * (self.setting.context if self.setting.gathers_keys else 1)
+        if q == k:
             return 4 * q
         if self.shape.num_query_groups < self.setting.tensor:  # views of tensors gathered from all tensor ranks
             return q + self.setting.tensor * (q + 2 * k)

@@ -180,8 +180,8 @@ def is_shared(choice: Choice) -> bool:
 
 
 def is_trained(choice: Choice) -> bool:
-    """Whether this project's trainer runs it: ranks share neither sequences nor experts."""
-    return (choice.context or 1) == 1 and (choice.expert or 1) == 1
+    """Whether this project's trainer runs it: ranks share no experts."""
+    return (choice.expert or 1) == 1
 
 
 def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:
@@ -243,17 +243,11 @@ def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | Non
 
 
 def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """A note if kept configurations share sequences or experts: they are priced, but the trainer does not run them."""
-    kept = list(kept)
-    names = []
-    if any((each.choice.context or 1) > 1 for each in kept):
-        names.append("context parallelism (cp)")
-    if any((each.choice.expert or 1) > 1 for each in kept):
-        names.append("experts (ep)")
-    if not names:
+    """A note if kept configurations share experts: they are priced, but the trainer does not run them."""
+    if all((each.choice.expert or 1) == 1 for each in kept):
         return ()
     return (
-        f"{' and '.join(names)}: priced here and not trained by this project's trainer, which refuses the flags, so "
-        "no script is written that would start a configuration with them; how near such prices came to published "
-        "runs says docs/planner.md",
+        "experts (ep): priced here and not trained by this project's trainer, which refuses the flags, so no script is "
+        "written that would start a configuration with them; how near such prices came to published runs says "
+        "docs/planner.md",
     )

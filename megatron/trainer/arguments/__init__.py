@@ -12,6 +12,7 @@ from typing import Any
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
 from megatron.trainer.arguments.rules import (
+    context,
     data,
     experts,
     freezing,
@@ -29,6 +30,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     *model.RULES,
     experts.experts,
+    context.context,
     *schedule.RULES,
     *stages.RULES,
     *programs.RULES,

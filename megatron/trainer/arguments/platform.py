@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from megatron.pipeline.check import queue_environment
 from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS
-from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.config import choice_of, num_replicas
+from megatron.trainer.arguments.rules.context import GATHER, RING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,9 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
         turn_off(name, platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
+    if args.context_parallel_size > 1 and not uses_engine and args.cp_comm_type[0] == RING:
+        args.cp_comm_type = [GATHER]
+        notes.append(f"cp_comm_type is {GATHER}: {RING} is Transformer Engine's, and transformer_impl is local")
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
     return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
@@ -161,8 +165,8 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
         args.schedule,
         environment,
         flag=choice_of(args).flag,
-        tensor=args.tensor_model_parallel_size,
-        data=args.data_parallel_size,
+        tensor=args.tensor_model_parallel_size * args.context_parallel_size,
+        data=num_replicas(args),
         pipeline=args.pipeline_model_parallel_size,
         distributed_optimizer=args.use_distributed_optimizer,
         max_microbatches=max(args.batch_sizes.all_num_microbatches()),

@@ -66,12 +66,15 @@ def bert_loss(
     loss_mask: torch.Tensor | None,
     is_random: torch.Tensor | None,
     output: tuple[torch.Tensor, torch.Tensor | None],
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    *,
+    per_token: bool = False,
+) -> tuple:
     """BERT's loss on one microbatch, weighted as in Megatron-LM.
 
     It is the mean over the microbatch's masked tokens, plus, with the binary head, the mean over its samples of the
     loss of the order. Each microbatch has the same weight, whatever its number of masked tokens: the loss of a batch,
-    both for gradients and for reports, is the mean over its microbatches and replicas.
+    both for gradients and for reports, is the mean over its microbatches and replicas. With `per_token` the weight of a
+    microbatch is its number of masked tokens, so the first loss of a batch is the mean over the batch's masked tokens.
 
     Args:
         loss_mask: float32 [b, s], 1 where a token was masked.
@@ -79,7 +82,8 @@ def bert_loss(
         output: cross entropy of each token [b, s], and the logits of the order [b, 2] or None.
 
     Returns the loss, and detached tensors for the log by name: [value, 1] for the masked tokens ([0, 0] if there are
-    none), and the value for the order.
+    none), and the value for the order. With `per_token`: the loss times the weight, the weight, and for the log [value
+    times weight, weight].
     """
     losses, order_logits = output
     mask = loss_mask.reshape(-1).float()
@@ -90,7 +94,10 @@ def bert_loss(
         order_loss = cross_entropy(order_logits.float(), is_random)
         numbers[ORDER_LOSS] = order_loss.detach()
         loss = loss + order_loss
-    return loss, numbers
+    if not per_token:
+        return loss, numbers
+    weighted = {name: torch.stack([value.reshape(-1)[0] * num_masked, num_masked]) for name, value in numbers.items()}
+    return loss * num_masked, num_masked, weighted
 
 
 class BertDataset(BERTMaskedWordPieceDataset):

@@ -3,8 +3,9 @@
 Samples are read in order, from an absolute position: sample number `consumed + k x (microbatch size x data parallel
 size) + data rank x microbatch size` starts microbatch k of a data parallel rank. So a resumed run, a ramp-up of the
 batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
-stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. If a rank has several
-stages, each has an iterator of its own.
+stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. Ranks that share
+sequences (context parallelism) read the same samples, and each keeps its tokens. If a rank has several stages, each has
+an iterator of its own.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.trainer.arguments.flags.config import TrainConfig
 
@@ -32,7 +34,6 @@ class Field:
         stages: the stages that need the tensor: "first", "last" or "all".
         shape: (microbatch size, sequence length) -> shape of the tensor.
         least_id: the smallest allowed token id; None if the tensor has no token ids.
-        is_full: whether every element must be nonzero.
     """
 
     name: str
@@ -40,7 +41,6 @@ class Field:
     shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
-    is_full: bool = False
 
     def is_needed(self, stage: int, num_stages: int) -> bool:
         """Whether a stage of the pipeline needs the tensor."""
@@ -64,8 +64,7 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
         Field(name="tokens", stages="first", least_id=0),
         Field(name="position_ids", stages="first"),
         Field(name="labels", stages="last", least_id=0),
-        # if every token has a loss, the mean over microbatches equals the mean over tokens
-        Field(name="loss_mask", stages="last", dtype=torch.float32, is_full=args.calculate_per_token_loss),
+        Field(name="loss_mask", stages="last", dtype=torch.float32),
     )
     if not args.reset_attention_mask:
         return fields
@@ -128,7 +127,8 @@ def _start_worker(_: int) -> None:
 class MicrobatchIterator:
     """An iterator over the microbatches of a dataset for one stage of this rank.
 
-    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none.
+    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none. With
+    context parallelism a field has this rank's tokens, and an attention mask the rows of these tokens.
 
     Args:
         dataset: the dataset; None on ranks that do not read.
@@ -205,7 +205,7 @@ class MicrobatchIterator:
         )
         if batch is not None:
             self._check(batch, first)
-        return {field.name: self._share(field, batch) for field in self.fields}
+        return get_batch_on_this_cp_rank({field.name: self._share(field, batch) for field in self.fields})
 
     def close(self) -> None:
         """End the processes that load samples; torch would report an error if they were killed at the exit."""
@@ -237,12 +237,6 @@ class MicrobatchIterator:
                         f"token id {wrong} in the {self.name} data (samples from {first}) is beyond the "
                         f"vocabulary of {self.vocab_size}; use the tokenizer that the data was made with"
                     )
-
-            if field.is_full and not batch[field.name].all():
-                raise ValueError(
-                    f"the {self.name} data (samples from {first}) have tokens without a loss, so the mean over "
-                    "microbatches, which is trained, is not that over tokens; leave out --calculate-per-token-loss"
-                )
 
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()

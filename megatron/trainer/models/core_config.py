@@ -106,6 +106,8 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 recompute_method=args.recompute_method,
                 recompute_num_layers=args.recompute_num_layers,
                 tensor_model_parallel_size=args.tensor_model_parallel_size,
+                context_parallel_size=args.context_parallel_size,
+                cp_comm_type=args.cp_comm_type[0],
                 pipeline_model_parallel_size=num_ranks,
                 virtual_pipeline_model_parallel_size=num_virtual,
                 pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
@@ -121,6 +123,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 gradient_accumulation_fusion=args.gradient_accumulation_fusion,
                 tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
                 deterministic_mode=args.deterministic_mode,
+                calculate_per_token_loss=args.calculate_per_token_loss,
                 transformer_impl=args.transformer_impl,
                 **options,
             )

@@ -35,6 +35,7 @@ from megatron.pipeline.runtime.relay.host_store import to_host_memory
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.models.context_parallel import sharing_sequences
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
@@ -74,7 +75,10 @@ def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | Tra
 
 
 def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
-    """The module specification `spec` of a transformer layer with the seeded layer class."""
+    """The module specification `spec` of a transformer layer with the seeded layer class. Where ranks share sequences,
+    the attention of a local layer takes parts of them."""
+    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+        spec = sharing_sequences(spec)
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
     return dataclasses.replace(spec, module=seeded)
 

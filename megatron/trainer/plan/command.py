@@ -117,9 +117,8 @@ class Job:
         return argparse.Namespace(**{**vars(self._whole), **values, **others, "given": given})
 
     def arguments(self, configuration: Configuration) -> TrainConfig:
-        """What the program's rules make of a configuration. Raises ValueError where they refuse it. The rules know no
-        ranks that share sequences, so one such rank stands for all."""
-        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus // configuration.context)
+        """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
+        return self._checked(self.namespace(configuration), world_size=configuration.num_gpus)
 
     def refusal(self, configuration: Configuration) -> str | None:
         """The first clause of the program's reason to refuse a configuration."""

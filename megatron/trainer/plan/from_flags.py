@@ -24,9 +24,10 @@ from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_
 from megatron.planner.memory.architecture import Experts
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.rules.context import GATHER, RING
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class PricedFlags:
 
     Attributes:
         written: those that ask for something, as the user wrote them.
-        context, expert, expert_tensor: degrees, as a configuration has them.
+        context, expert, expert_tensor: degrees, as a configuration has them; the first is trained, too.
         gathers_keys, dispatcher, overlaps_experts: as in `Software`.
     """
 
@@ -66,10 +67,12 @@ def read_priced(
     written = tuple(" ".join(words) for flag, words in flags if getattr(given, flag.dest) not in (*flag.neutral, False))
     names = {flag.dest: flag.name for flag, _ in flags}
     values = {name: getattr(given, name) for name in names}
-    kind = values.get("cp_comm_type") or ["p2p"]
-    if set(kind) - {"p2p", "all_gather"} or len(set(kind)) > 1:
-        raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give p2p or all_gather")
-    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+    kind = given.cp_comm_type
+    if given.context_parallel_size > 1 and set(kind) != {RING} and set(kind) != {GATHER}:
+        raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give {RING} or {GATHER}")
+    if given.context_parallel_size < 1:
+        raise ValueError(f"--context-parallel-size {given.context_parallel_size} is below 1; give 1 or more")
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if values.get(name) is not None and values[name] < 1:
             raise ValueError(f"{names[name]} {values[name]} is below 1; give 1 or more")
     expert = values.get("expert_model_parallel_size") or 1
@@ -88,10 +91,10 @@ def read_priced(
             raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
     return PricedFlags(
         written=written,
-        context=values.get("context_parallel_size") or 1,
+        context=given.context_parallel_size,
         expert=expert,
         expert_tensor=values.get("expert_tensor_parallel_size") if has_experts else None,
-        gathers_keys="all_gather" in kind,
+        gathers_keys=GATHER in kind,
         dispatcher=dispatcher,
         overlaps_experts=values.get("overlap_moe_expert_parallel_comm", False),
     )
@@ -161,7 +164,14 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
         recompute=_recompute(args),
+        context=args.context_parallel_size,
+        gathers_keys=gathers_keys(args),
     )
+
+
+def gathers_keys(args: TrainConfig | argparse.Namespace) -> bool:
+    """Whether ranks that share sequences gather keys and values."""
+    return args.cp_comm_type[0] == GATHER
 
 
 def training_state(args: TrainConfig) -> TrainingState:
@@ -172,7 +182,7 @@ def training_state(args: TrainConfig) -> TrainingState:
         gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
-        data=args.data_parallel_size,
+        data=num_replicas(args),
         muon=_muon(args) if args.optimizer == "muon" else None,
     )
 

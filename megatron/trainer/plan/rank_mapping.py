@@ -40,7 +40,13 @@ from megatron.pipeline.placement.topology import (
 from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
 from megatron.planner.time.traffic import CutModel
-from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, choice_of, padded_vocabulary
+from megatron.trainer.arguments.flags.config import (
+    TrainConfig,
+    assumed_vocabulary,
+    choice_of,
+    num_replicas,
+    padded_vocabulary,
+)
 from megatron.trainer.plan import from_flags
 
 _NOTHING_BUT_THE_NETWORK = Bandwidth(within_node=1e12, between_nodes=1.0)
@@ -97,7 +103,7 @@ def degrees_of(args: TrainConfig) -> Degrees:
     """The degrees of the job as it is arranged now."""
     return Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
-        data=args.data_parallel_size,
+        data=num_replicas(args),
         pipelines_in_a_row=args.arrangement is not None and args.arrangement.pipelines_in_a_row,
     )  # fmt: skip
 

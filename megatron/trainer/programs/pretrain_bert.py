@@ -29,11 +29,13 @@ def model_provider(args: TrainConfig, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.core.utils import get_model_config
     from megatron.trainer.data.bert import bert_inputs, bert_loss
 
     batch = next(data_iterator)
     output = model(**bert_inputs(batch))
-    return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"))
+    per_token = get_model_config(model).calculate_per_token_loss
+    return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"), per_token=per_token)
 
 
 def program():

@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas, schedule_text
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
@@ -167,14 +167,15 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
     torch.distributed.all_gather_object(gathered, [(stage.index, num_parameters([stage.model])) for stage in stages])
     totals: dict[int, int] = {}
     for index, count in (pair for pairs in gathered for pair in pairs):
-        totals[index] = totals.get(index, 0) + count // args.data_parallel_size
+        totals[index] = totals.get(index, 0) + count // num_replicas(args)
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
+    context = f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
     predictions = late_weights.description(args.schedule, choice_of(args).name, num_microbatches)
     reporter.say(
         f"{counted(args.world_size, 'rank')} on {backend.device().type} ({args.distributed_backend}): tensor "
         f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
-        f"{args.data_parallel_size}, {schedule_text(args)}, "
+        f"{args.data_parallel_size}{context}, {schedule_text(args)}, "
         f"{counted(num_microbatches, 'microbatch')} of {args.micro_batch_size} a batch\n"
         + (f"{predictions}\n" if predictions else "")
         + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"

@@ -37,7 +37,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.models import core_config
 
 # --- LAMB -------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def build_optimizer(
     elif args.optimizer == "muon":
         own = _muon(args, chunks)
         overrides |= _muons_groups(args)
-        if args.use_distributed_optimizer and args.data_parallel_size > 1:
+        if args.use_distributed_optimizer and num_replicas(args) > 1:
             shared = Owners(chunks, _bytes_of_muon)
     if own is not None:
         wanted = replace(wanted, optimizer="adam")

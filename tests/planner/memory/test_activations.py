@@ -118,19 +118,20 @@ def test_ranks_that_share_sequences():
     assert activations(4).workspace(0, **middle) == 0
 
 
-def capture_case(tensor: int, cases: list[str]) -> list[tuple[float, float]]:
+def capture_case(tensor: int, cases: list[str], context: int = 1) -> list[tuple[float, float]]:
     """For each command line (estimated, captured) bytes that the layers of a middle stage save of a microbatch."""
     from megatron.core import parallel_state
     from megatron.trainer.models import core_config, gpt
     from megatron.trainer.plan import from_flags
 
-    parallel_state.initialize_model_parallel(tensor)
+    parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
     results = []
     try:
         for flags in cases:
             args = arguments(
-                f"--tensor-model-parallel-size {tensor} --micro-batch-size 2 --position-embedding-type none {flags}",
-                world_size=tensor,
+                f"--tensor-model-parallel-size {tensor} --context-parallel-size {context} --micro-batch-size 2 "
+                f"--position-embedding-type none {flags}",
+                world_size=tensor * context,
             )
             args = replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
@@ -140,25 +141,25 @@ def capture_case(tensor: int, cases: list[str]) -> list[tuple[float, float]]:
             estimated = Activations(from_flags.architecture(args), setting).saved(
                 args.num_layers, is_first=False, is_last=False
             )
-            length = args.seq_length // (tensor if args.sequence_parallel else 1)
+            length = args.seq_length // (tensor if args.sequence_parallel else 1) // context
             hidden = torch.randn(length, 2, args.hidden_size).to(core_config.params_dtype(args)).requires_grad_()
-            mask = torch.ones(1, 1, args.seq_length, args.seq_length).triu(1).bool()
+            mask = torch.ones(1, 1, args.seq_length, args.seq_length).triu(1).bool() if context == 1 else None
             results.append((estimated, _captured_bytes(decoder, hidden, mask)))
     finally:
         parallel_state.destroy_model_parallel()
     return results
 
 
-def _captured_bytes(decoder: torch.nn.Module, hidden: torch.Tensor, mask: torch.Tensor) -> int:
-    """Bytes of all storages that the graph of a forward saves, each once, without parameters and the mask."""
+def _captured_bytes(decoder: torch.nn.Module, hidden: torch.Tensor, mask: torch.Tensor | None) -> int:
+    """Bytes of all storages that the graph of a forward saves, each once, without parameters and masks of attention."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
-    stays = {tensor.untyped_storage().data_ptr() for tensor in (*decoder.parameters(), mask)}
+    stays = {tensor.untyped_storage().data_ptr() for tensor in decoder.parameters()}
     found: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in stays and not is_checkpointing():
+        if storage.data_ptr() not in stays and tensor.dtype is not torch.bool and not is_checkpointing():
             found[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -192,5 +193,15 @@ def test_layers_save_as_much_as_estimated(tensor):
     """Each scope, format and dropout: the estimate is what megatron.core's layers save, to the percent."""
     cases = [f"{flags} {'--sequence-parallel' if tensor > 1 else ''}" for flags in CASES]
     for rank in workers.run(tensor, "tests.planner.memory.test_activations:capture_case", tensor=tensor, cases=cases):
+        for flags, (estimated, captured) in zip(cases, rank, strict=True):
+            assert captured == pytest.approx(estimated, rel=0.01), flags
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", pytest.param("a2a", marks=pytest.mark.full)])
+def test_ranks_that_share_sequences_save_as_much_as_estimated(exchange):
+    """Gathered keys and values are whole, shared heads are parts."""
+    cases = [f"{flags} --cp-comm-type {exchange}" for flags in CASES if "groups 1" not in flags]
+    case = "tests.planner.memory.test_activations:capture_case"
+    for rank in workers.run(2, case, tensor=1, cases=cases, context=2):
         for flags, (estimated, captured) in zip(cases, rank, strict=True):
             assert captured == pytest.approx(estimated, rel=0.01), flags

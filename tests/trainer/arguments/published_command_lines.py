@@ -135,6 +135,9 @@ PASSES = {
     "BERT 340M": Published(BERT_340M, 64, 0.387, "bert", changed="--pipeline-model-parallel-size 8"),
     "Llama-3 8B": Published(f"{LLAMA3_8B} {LLAMA3_DATA}", 8, 8.03, changed="--pipeline-model-parallel-size 2"),
     "Llama-3 8B mock": Published(f"{LLAMA3_8B} {LLAMA3_MOCK}", 8, 8.03),
+    "Llama-3 8B, context parallel": Published(
+        f"{LLAMA3_8B} {LLAMA3_MOCK}", 8, 8.03, changed="--context-parallel-size 2", schedules=("flush",)
+    ),
     "Llama-2 70B": Published(LLAMA2_70B, 64, 69.0, full=("flush", "2bw")),
     "Mixtral 8x7B, all experts of a layer on a rank": Published(
         MIXTRAL_8X7B, 256, 46.7, changed="--expert-model-parallel-size 1", schedules=_SHORT
@@ -148,14 +151,6 @@ REFUSED = {
     "Llama-3 8B in FP8": (
         f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK}",
         "--fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather",
-    ),
-    "Llama-3 8B, FP8 and context parallel": (
-        f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK} --context-parallel-size 2",
-        "--fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather --context-parallel-size",
-    ),
-    "Llama-3 8B, context parallel": (
-        f"{LLAMA3_8B} {LLAMA3_MOCK} --context-parallel-size 2",
-        "--context-parallel-size",
     ),
 }
 """Words, and the flags that the one message has to name."""

@@ -137,7 +137,16 @@ def test_values_that_follow():
             "",
             "the old name of what --recompute-granularity say",
         ),
-        ("--calculate-per-token-loss --eod-mask-loss", "", "leave out one of the two"),
+        (
+            "--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 1 --calculate-per-token-loss",
+            "",
+            "--calculate-per-token-loss has no divisor",
+        ),
+        (
+            "--pipeline-schedule l2l --clip-grad 0 --l2l-update eager --calculate-per-token-loss",
+            "",
+            "--calculate-per-token-loss depends on them all",
+        ),
         ("--data-impl lazy", "", "--data-impl lazy: only data that tools/preprocess_data.py writes"),
         ("--dataloader-type cyclic", "", "use single"),
         ("--wandb-project x", "", "--wandb-project needs"),
@@ -430,9 +439,9 @@ def test_a_single_gradient_buffer_needs_batches_in_order():
 def test_refused_flags_are_named_at_once():
     """A script with several flags that cannot be used learns of all of them in one run, each with its remedy."""
     with pytest.raises(ValueError) as caught:
-        arguments("--expert-model-parallel-size 8 --context-parallel-size 2 --fp8-format hybrid")
+        arguments("--expert-model-parallel-size 8 --multi-latent-attention --fp8-format hybrid")
     first, *others = str(caught.value).splitlines()
     assert first == "3 flags cannot be used here"
     assert sorted(line.split(":")[0].strip() for line in others) == [
-        "--context-parallel-size 2", "--expert-model-parallel-size 8", "--fp8-format hybrid",
+        "--expert-model-parallel-size 8", "--fp8-format hybrid", "--multi-latent-attention",
     ]  # fmt: skip

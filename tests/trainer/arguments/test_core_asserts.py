@@ -45,6 +45,7 @@ CHOICES = (
     ("--attention-backend local", "--attention-backend unfused"),
     ("--recompute-activations", f"{UNIFORM} 1", f"{UNIFORM} 3", f"{UNIFORM} 9", f"{BLOCK} 9", f"{SELECTIVE} layernorm",
      f"{SELECTIVE} core_attn mlp", f"{SELECTIVE}"),
+    ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a", "--context-parallel-size 3"),
     (f"{T} 2", f"{T} 4", f"{T} 2 --sequence-parallel", f"{T} 2 --tp-comm-overlap"),
     (P, P4, f"{P} --decoder-first-pipeline-num-layers 1", f"{P} --num-virtual-stages-per-pipeline-rank 2",
      f"{P} --num-layers 3 --account-for-embedding-in-pipeline-split", f"{P} --pipeline-model-parallel-layout Et|tttL",
@@ -67,7 +68,7 @@ PROGRAMS = {
 
 
 def of(name: str, flags: str) -> int:
-    return int((re.findall(rf"--{name}-model-parallel-size (\d+)", flags) or [1])[-1])
+    return int((re.findall(rf"--{name}-parallel-size (\d+)", flags) or [1])[-1])
 
 
 @pytest.fixture
@@ -114,8 +115,8 @@ def build(architecture: str, flags: str, size: int, rank: int) -> None:
 
 def forward(stage, args) -> None:
     """One forward and backward of a model that is one stage."""
-    tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.long)
-    positions = torch.arange(args.seq_length).expand_as(tokens)
+    tokens = torch.zeros(args.micro_batch_size, args.seq_length // args.context_parallel_size, dtype=torch.long)
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
     stage.model(tokens, positions, None, labels=tokens).float().sum().backward()
 
 
@@ -128,7 +129,8 @@ def test_what_rules_let_through_is_built(one_rank_of_many, architecture, seed, n
     it."""
     built = 0
     for index, flags in enumerate(combinations(seed, number)):
-        size = of("tensor", flags) * of("pipeline", flags) * (1 + index % 2)
+        shared = of("tensor-model", flags) * of("pipeline-model", flags) * of("context", flags)
+        size = shared * (1 + index % 2)
         rank = (size - 1) * (index % 3 > 0)
         try:
             build(architecture, flags, size, rank)
@@ -157,7 +159,7 @@ def test_what_rules_let_through_is_built(one_rank_of_many, architecture, seed, n
 def test_refusals(flags, sentence):
     """One sentence each, before anything is built."""
     with pytest.raises(ValueError, match=sentence):
-        arguments(flags, world_size=of("tensor", flags) * of("pipeline", flags), platform=GPU)
+        arguments(flags, world_size=of("tensor-model", flags) * of("pipeline-model", flags), platform=GPU)
 
 
 def test_plain_attention_of_bert():
@@ -174,7 +176,7 @@ def test_plain_attention_of_bert():
 )  # fmt: skip
 def test_chunks_that_come_out_even(flags):
     """These are let through."""
-    assert arguments(flags, world_size=of("pipeline", flags)).recompute_num_layers in (1, 2, 3)
+    assert arguments(flags, world_size=of("pipeline-model", flags)).recompute_num_layers in (1, 2, 3)
 
 
 def test_attention_of_the_environment():

@@ -34,12 +34,17 @@ def test_a_microbatch_is_a_mean_over_its_masked_tokens_and_orders():
     assert losses.grad.tolist() == (mask / 4).tolist()
     alone, numbers = bert_loss(mask, None, (losses, None))
     assert alone.item() == 5.0 and list(numbers) == ["lm loss"]
+    weighted, weight, numbers = bert_loss(mask, torch.tensor([1, 0]), (losses, logits), per_token=True)
+    assert weight == 4 and weighted.item() == pytest.approx(4 * loss.item())
+    assert numbers["lm loss"].tolist() == [20.0, 4.0] and numbers["sop loss"].tolist() == pytest.approx([4 * order, 4])
 
 
 def test_a_microbatch_without_masked_tokens_counts_for_nothing():
     """Neither a division by zero nor a zero in the reported mean."""
     loss, numbers = bert_loss(torch.zeros(1, 3), None, (torch.ones(1, 3), None))
     assert loss.item() == 0.0 and numbers["lm loss"].tolist() == [0.0, 0.0]
+    loss, weight, _ = bert_loss(torch.zeros(1, 3), None, (torch.ones(1, 3), None), per_token=True)
+    assert loss.item() == weight.item() == 0.0
 
 
 def test_what_a_stage_lacks_is_not_made_up():

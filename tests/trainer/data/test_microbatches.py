@@ -269,25 +269,6 @@ def test_token_beyond_the_vocabulary_is_named(tmp_path):
         read(1, f"--data-path {prefix} --num-workers 0", steps=1)
 
 
-def test_tokens_that_do_not_count(tmp_path):
-    """Under --calculate-per-token-loss data in which every token counts are read; a token that does not is an error."""
-    prefix = write_dataset(tmp_path / "text")
-    flags = f"--data-path {prefix} --num-workers 0"
-    (batches,) = read(1, f"{flags} --calculate-per-token-loss", steps=2)
-    assert all(batch["loss_mask"].all() for batch in batches)
-    batch = {"labels": torch.ones(1, 32), "loss_mask": torch.ones(1, 32)}
-    batch["loss_mask"][0, 5] = 0
-    iterator = MicrobatchIterator.__new__(MicrobatchIterator)
-    iterator.name, iterator.vocab_size = "training", 101
-    iterator.fields = [field for field in gpt_fields(arguments()) if field.name in batch]
-    iterator._check(batch, 8)
-    iterator.fields = [field for field in gpt_fields(arguments("--calculate-per-token-loss")) if field.name in batch]
-    with pytest.raises(
-        ValueError, match=r"the training data \(samples from 8\) .* leave out --calculate-per-token-loss"
-    ):
-        iterator._check(batch, 8)
-
-
 def test_cache_that_cannot_be_written(tmp_path):
     """Sample indices that cannot be kept, where the flag says or beside the data, are an error with the remedy."""
     prefix = write_dataset(tmp_path / "text")

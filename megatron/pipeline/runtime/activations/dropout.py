@@ -6,10 +6,11 @@ on the order in which a schedule runs the microbatches, on resumes, and on wheth
 Solution: seed before every layer. A hook seeds the device's generator and the states of megatron.core's tracker. The
 hook runs before every transformer layer, before the embedding, and before each module with a `dropout_place` (a stack's
 name and a number, such as ("head", 0)). The seed is a hash of the run's seed, the microbatch's first sample, the
-stack's name and the layer's global number, and, for states that differ between tensor ranks, the tensor rank. The
-sample's index counts over the whole run and over all data-parallel replicas, so replicas differ. A recomputed layer
-runs the same hook and so draws the same masks. After each microbatch the states are restored, so other users of the
-generators see no change. A model without dropout gets no hooks.
+stack's name and the layer's global number, and, for states that differ between tensor ranks, the tensor rank. Ranks
+that share a sequence (context parallelism) draw the masks of their own tokens, so their rank enters, too. The sample's
+index counts over the whole run and over all data-parallel replicas, so replicas differ. A recomputed layer runs the
+same hook and so draws the same masks. After each microbatch the states are restored, so other users of the generators
+see no change. A model without dropout gets no hooks.
 """
 
 import hashlib
@@ -48,6 +49,7 @@ class SeededDropout:
     def __init__(self, model: nn.Module, *, seed: int, tensor_rank: int | None = None) -> None:
         self._seed = seed
         self._tensor_rank = parallel_state.get_tensor_model_parallel_rank() if tensor_rank is None else tensor_rank
+        self._context_rank = parallel_state.get_context_parallel_rank()
         self._generator = torch.Generator(device=backend.device())
         self._sample: int | None = None
         self.active = _draws(model)
@@ -114,7 +116,8 @@ class SeededDropout:
     def _hash(self, stack: str, number: int, state_name: str) -> int:
         common = state_name in (_DEFAULT_STATE, get_data_parallel_rng_tracker_name())
         rank = 0 if common else self._tensor_rank
-        key = f"{self._seed}/{self._sample}/{stack}/{number}/{state_name}/{rank}"
+        part = f"/{self._context_rank}" if self._context_rank else ""
+        key = f"{self._seed}/{self._sample}/{stack}/{number}/{state_name}/{rank}{part}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -74,9 +74,16 @@ class BatchInfo:
     num_samples: int
 
 
+NUM_TOKENS = "number of tokens"
+"""Name of the sum by which gradients that are sums over tokens are divided, beside the losses of `take_losses`."""
+
+
 @dataclass
 class BatchReport:
-    """The result of one batch, equal on every rank of the job; only `learning_rate` may differ between ranks."""
+    """The result of one batch, equal on every rank of the job; only `learning_rate` may differ between ranks.
+
+    `num_tokens`: the tokens with a loss, where gradients are sums over tokens; else 1.
+    """
 
     batch: int
     losses: dict[str, float] = field(default_factory=dict)
@@ -84,6 +91,7 @@ class BatchReport:
     overflow: bool = False
     skipped: bool = False
     loss_scale: float = 1.0
+    num_tokens: float = 1.0
     learning_rate: float = 0.0
     num_samples: int = 0
     stop_requests: int = 0
@@ -92,6 +100,11 @@ class BatchReport:
     """Squared gradient norm of each layer of the model, 0 for frozen layers; empty unless requested."""
     rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Measurements that each rank takes of itself: name -> values in rank order."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """The quotient of the reduced gradients and the gradients of the batch's loss."""
+        return self.loss_scale * self.num_tokens
 
     @property
     def loss(self) -> float:

@@ -108,6 +108,14 @@ def cuts_optimizer_state(args: TrainConfig | argparse.Namespace) -> bool:
     return getattr(args, "use_distributed_optimizer", False) and getattr(args, "optimizer", None) != "muon"
 
 
+# --- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def num_replicas(args: TrainConfig | argparse.Namespace) -> int:
+    """The ranks with the same weights, whose gradients are reduced: data x context parallel size."""
+    return args.data_parallel_size * args.context_parallel_size
+
+
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 
 

@@ -108,12 +108,25 @@ PIPELINE = Group.of(Pipeline, "pipeline", Role.CONFIGURATION)
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Distributed:
-    """Degrees of parallelism. Data parallel size = world size / (tensor x pipeline)."""
+    """Degrees of parallelism. Data parallel size = world size / (tensor x context x pipeline)."""
 
     tensor_model_parallel_size: int = option(
         1, "Ranks that share each layer (t).", roles=Role.CONFIGURATION | Role.DEGREES
     )
     pipeline_model_parallel_size: int = option(1, "Pipeline stages (p).", roles=Role.CONFIGURATION | Role.DEGREES)
+    context_parallel_size: int = option(
+        1,
+        "Ranks that share the sequences of a microbatch (cp). docs/context_parallel.md.",
+        roles=Role.CONFIGURATION | Role.DEGREES,
+    )
+    cp_comm_type: list[str] = option(
+        ["p2p"],
+        "How context parallel ranks attend to each other's keys. all_gather: they gather keys and values. a2a: they "
+        "trade parts of sequences for heads, before and after. p2p: keys and values go round a ring, which is "
+        "Transformer Engine's; local layers gather.",
+        nargs="+",
+        roles=Role.NONE,
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None,
         "Layers of each stage where a rank has several (v); v follows from it.",

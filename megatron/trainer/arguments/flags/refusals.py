@@ -10,7 +10,6 @@ _BIAS = "biases of experts are not kept for each weight version; balance by --mo
 _ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
 _PRICED = Role.PRICED
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
-_CONTEXT = "context parallelism is not supported; use --sequence-parallel or --recompute-granularity."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
 _OFFLOAD = "a part of the state is not moved to host memory; all of it is with --pipeline-schedule l2l, so use that."
 _SKIPS = (
@@ -27,7 +26,7 @@ _ENCODER = "encoder and decoder are not built together; use --num-layers and --s
 
 
 def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
-    roles = Role.PRICED if reason in (_EXPERTS, _CONTEXT) else None
+    roles = Role.PRICED if reason == _EXPERTS else None
     return tuple(refused(name, reason, takes=takes, roles=roles) for name in names)
 
 
@@ -40,9 +39,6 @@ REFUSED = Group(
     "refused",
     "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
     (
-        refused(
-            "--context-parallel-size", _CONTEXT, takes=None, kind=integer, default=1, neutral=(1,), roles=Role.PRICED
-        ),
         refused(
             "--expert-model-parallel-size",
             _EXPERTS,
@@ -95,7 +91,6 @@ REFUSED = Group(
             "use --pipeline-model-parallel-layout with a stage that has nothing but E.",
             "--standalone-embedding-stage",
         ),
-        *_list(_CONTEXT, "--cp-comm-type", takes="+"),
         *_list(_FSDP, "--use-megatron-fsdp", "--use-custom-fsdp", "--use-torch-fsdp2"),
         *_list(_OFFLOAD, "--optimizer-cpu-offload", "--fine-grained-activation-offloading"),
         refused("--l2l-skip-layers", _SKIPS, takes=None),

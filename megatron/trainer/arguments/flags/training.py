@@ -51,10 +51,8 @@ class Batch:
         "Go on where the loss becomes NaN; otherwise the job ends (FP16 skips the step instead).",
     )
     calculate_per_token_loss: bool = switch(
-        "The loss of a batch is the mean over its tokens. It is for batches whose microbatches count different "
-        "numbers of tokens: without it each microbatch weighs the same, as in Megatron-LM. Here it is a check: "
-        "what is trained is always the mean over microbatches, which is the same where every token counts; data "
-        "with one that does not end the run, and --eod-mask-loss and BERT are refused."
+        "The loss of a batch is the mean over its tokens with a loss (of BERT: over its masked tokens). Without it "
+        "each microbatch of each replica weighs the same, whatever the number of its tokens, as in Megatron-LM."
     )
     cross_entropy_loss_fusion: bool = switch("Fused cross entropy.")
     cross_entropy_fusion_impl: str = option(

@@ -22,13 +22,14 @@ def required(args: argparse.Namespace) -> None:
 
 
 def degrees(args: argparse.Namespace) -> None:
-    t, p = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    if args.world_size % (t * p):
+    t, p, c = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    if args.world_size % (t * p * c):
+        shared = f" x context parallel size {c}" if c > 1 else ""
         raise ValueError(
             f"{args.world_size} processes cannot be divided into tensor parallel size {t} x pipeline "
-            f"parallel size {p}; start a multiple of {t * p} processes"
+            f"parallel size {p}{shared}; start a multiple of {t * p * c} processes"
         )
-    args.data_parallel_size = args.world_size // (t * p)
+    args.data_parallel_size = args.world_size // (t * p * c)
     args.transformer_pipeline_model_parallel_size = p
 
 

@@ -66,10 +66,6 @@ _REFUSALS: _Refusals = {
     "reset_position_ids": (False, "a sample of BERT ends with its document; leave the flag out"),
     "reset_attention_mask": (False, "a sample of BERT ends with its document; leave the flag out"),
     "eod_mask_loss": (False, "only masked tokens have a loss; leave the flag out"),
-    "calculate_per_token_loss": (
-        False,
-        "microbatches differ in their number of masked tokens, and their losses are averaged; leave the flag out",
-    ),
     "create_attention_mask_in_dataloader": (True, "BERT needs the masks of its padding; leave the flag out"),
     **_LAYER_REFUSALS,
 }

@@ -48,6 +48,7 @@ RANGES = (
             "init_method_std",
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
+            "context_parallel_size",
             "num_layers_per_virtual_pipeline_stage",
             "num_virtual_stages_per_pipeline_rank",
             "microbatch_group_size_per_virtual_pipeline_stage",

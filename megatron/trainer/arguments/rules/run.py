@@ -10,7 +10,7 @@ from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 from megatron.planner.job.devices import device_gib
 from megatron.planner.memory.schedule_demand import representative_sizes
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
@@ -172,11 +172,11 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
     if args.program is not None:
         return args.program
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
-    residency, num_replicas = residency_of(args), args.data_parallel_size
+    residency, reduced = residency_of(args), num_replicas(args)
     has_copies = args.pipeline_model_parallel_size > 1
     if residency is not None:
         has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
-        num_replicas *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
+        reduced *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
     return Schedule.preset(
         args.pipeline_schedule,
         num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
@@ -185,7 +185,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
-        data_parallel=num_replicas > 1,
+        data_parallel=reduced > 1,
         tied_embeddings=not args.untie_embeddings_and_output_weights and has_copies,
         residency=residency,
         predict=args.pipeline_2bw_provisional != "off",
@@ -204,7 +204,7 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
-        data_parallel=args.data_parallel_size > 1,
+        data_parallel=num_replicas(args) > 1,
     )
 
 
@@ -234,6 +234,11 @@ def _updates_alone(args: argparse.Namespace) -> None:
             f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
             "would be seen too late for --fp16; use --bf16"
         )
+    if args.calculate_per_token_loss:
+        raise ValueError(
+            f"{choice_of(args).flag} updates each stage by itself, before the tokens of a batch are counted, so "
+            "--calculate-per-token-loss has no divisor; leave it out"
+        )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(
             f"{choice_of(args).flag} gives first and last stage different delays, so their "
@@ -244,11 +249,6 @@ def _updates_alone(args: argparse.Namespace) -> None:
 def loss(args: argparse.Namespace) -> None:
     if args.eval_iters and args.eval_interval is None:
         raise ValueError("--eval-iters needs --eval-interval")
-    if args.calculate_per_token_loss and args.eod_mask_loss:
-        raise ValueError(
-            "--calculate-per-token-loss and --eod-mask-loss: microbatches differ in their number of tokens with a "
-            "loss, and their losses are averaged; leave out one of the two"
-        )
 
 
 def checkpoint(args: argparse.Namespace) -> list[str]:

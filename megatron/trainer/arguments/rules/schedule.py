@@ -6,7 +6,7 @@ import argparse
 from megatron.documents import counted
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
-from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.config import choice_of, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
 
@@ -79,9 +79,9 @@ def _read(args: argparse.Namespace) -> ProgramSchedule:
             args.pipeline_program,
             recompute=args.pipeline_recompute,
             tied_embeddings=ties,
-            data_parallel=args.data_parallel_size > 1,
+            data_parallel=num_replicas(args) > 1,
             tensor=args.tensor_model_parallel_size,
-            data=args.data_parallel_size,
+            data=num_replicas(args),
         )
     except OtherRun as error:
         remedy = _REMEDIES.get((error.fact, error.is_asked))
@@ -138,9 +138,9 @@ def relay(args: argparse.Namespace) -> None:
     if args.l2l_update == EAGER and (decides := _waits_for(args)):
         raise ValueError(
             f"--l2l-update eager updates a stage before all gradients are known, and {decides} depends on them all; "
-            "use deferred, or leave out the latter (--clip-grad 0, --bf16)"
+            "use deferred, or leave out the latter (as by --clip-grad 0 or --bf16)"
         )
-    if args.l2l_fetch == "shares" and args.data_parallel_size == 1:
+    if args.l2l_fetch == "shares" and num_replicas(args) == 1:
         raise ValueError(
             "--l2l-fetch shares gathers a stage's weights from replicas on the node, and there is one replica; leave "
             "it out"
@@ -176,4 +176,6 @@ def _waits_for(args: argparse.Namespace) -> str | None:
     """The flag for which an update has to know the gradients of all stages, if there is one."""
     if args.clip_grad > 0:
         return f"--clip-grad {args.clip_grad:g}"
+    if args.calculate_per_token_loss:
+        return "--calculate-per-token-loss"
     return "--fp16" if args.fp16 else None

@@ -77,6 +77,7 @@ ROWS = (
         lambda args: not args.cross_entropy_loss_fusion,
         "it is the kernel of --cross-entropy-loss-fusion",
     ),
+    Idle("cp_comm_type", lambda args: args.context_parallel_size == 1, "each rank has whole sequences"),
     Idle("tp_comm_overlap", lambda args: args.tensor_model_parallel_size == 1, "with one tensor rank nothing is sent"),
     Idle("make_vocab_size_divisible_by", lambda args: args.architecture == "vit", "images have no vocabulary"),
     Idle(

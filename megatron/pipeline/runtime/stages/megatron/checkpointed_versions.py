@@ -239,7 +239,7 @@ class PredictedVersion(OlderVersions):
     ) -> None:
         super().__init__(chunks, versions, weights, iteration)
         self._iteration = iteration
-        self._replica = parallel_state.get_data_parallel_rank() if apart else 0
+        self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) if apart else 0
 
     def to_save(self, model: dict) -> dict:
         """The entries that a checkpoint needs besides `model`, the entries of the true weights."""

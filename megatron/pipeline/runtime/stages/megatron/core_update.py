@@ -1,10 +1,11 @@
 """The base class of the weight updates over megatron.core: groups, decisions, and state in checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
@@ -44,16 +45,22 @@ class CoreUpdate:
         self._inner = single_optimizer(optimizer)
         self._last_norm: float | None = None  # the norm of the last batch that has stepped
 
-    def _connect(self, timeout: timedelta | None, rank_metrics: Mapping[str, Callable[[], float]] | None) -> None:
+    def _connect(
+        self,
+        timeout: timedelta | None,
+        rank_metrics: Mapping[str, Callable[[], float]] | None,
+        chunks: Sequence[DistributedDataParallel],
+    ) -> None:
         """Make the groups of the chain and the decisions that use them. Collective over the job.
 
-        `timeout`, `rank_metrics`: as for `MegatronWeightUpdate`.
+        `timeout`, `rank_metrics`, `chunks`: as for `MegatronWeightUpdate`.
         """
+        self._per_token = chunks[0].config.calculate_per_token_loss
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
         self._decisions = Decisions(
             self.optimizer, self.scheduler, delay=self.weights.delay or 0, world=self._groups.world,
-            loss_names=self.loss_names, rank_metrics=rank_metrics,
+            loss_names=self.loss_names, rank_metrics=rank_metrics, per_token=self._per_token,
         )  # fmt: skip
 
     def _new_report(self, info: BatchInfo) -> BatchReport:

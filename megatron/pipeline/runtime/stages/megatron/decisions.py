@@ -14,7 +14,7 @@ from megatron import backend
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
 from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
@@ -27,6 +27,7 @@ class Decisions:
         optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
         delay: how many batches old the weights of a batch are.
         world: the group of all ranks of the job, used on the chain's thread; None for a single rank.
+        per_token: gradients are sums over tokens, to be divided by the number of tokens in the batch.
 
     Attributes:
         scales: the loss scales of the batches.
@@ -43,6 +44,7 @@ class Decisions:
         world: ChainGroup | None,
         loss_names: tuple[str, ...],
         rank_metrics: Mapping[str, Callable[[], float]] | None,
+        per_token: bool = False,
     ) -> None:
         inner = single_optimizer(optimizer)
         self._optimizer = optimizer
@@ -50,6 +52,7 @@ class Decisions:
         self._scaler = getattr(inner, "grad_scaler", None)
         self._world = world
         self._loss_names = loss_names
+        self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
         self.rank_metrics = dict(rank_metrics or {})
         self.clip_grad = inner.config.clip_grad
         self.scales = LossScales(self._scaler, delay=delay + 1)
@@ -70,11 +73,13 @@ class Decisions:
     ) -> None:
         """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
 
+        Raises ValueError on all ranks if tokens are counted, and the loss function has returned none.
+
         Args:
             report: the report of the batch, which has its loss scale.
             norm_squared: the squared norm of the scaled gradients that this rank counts.
             stop_requests: bits, see `NormReduction`.
-            losses: name -> (numerator, denominator) on this rank.
+            losses: name -> (numerator, denominator) on this rank; with `per_token` the tokens as `NUM_TOKENS`, too.
             layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
         """
         sums = all_reduce_norm(
@@ -82,17 +87,24 @@ class Decisions:
             overflow=not math.isfinite(norm_squared),
             stop_requests=stop_requests,
             losses=losses,
-            loss_names=self._loss_names,
+            loss_names=self._reduced,
             group=self._world and self._world.process_group,
             device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
             layers_squared=layers_squared,
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
         overflow = sums.num_overflows > 0
-        report.grad_norm = sums.norm / report.loss_scale
+        num_tokens, num_microbatches = sums.losses.pop(NUM_TOKENS, (1.0, 1.0))
+        if not num_microbatches:
+            raise ValueError(
+                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
+                "number of tokens, numbers), or leave it out."
+            )
+        report.num_tokens = max(num_tokens, 1.0)
+        report.grad_norm = sums.norm / report.gradient_scale
         report.overflow = self._scaler is not None and overflow
         report.stop_requests = sums.stop_requests
-        report.layers_squared = tuple(each / report.loss_scale**2 for each in sums.layers_squared)
+        report.layers_squared = tuple(each / report.gradient_scale**2 for each in sums.layers_squared)
         report.rank_metrics = sums.rank_metrics
         report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
@@ -100,9 +112,9 @@ class Decisions:
         )
 
     def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
-        """The factor that unscales and clips a batch's gradients. `norm` replaces the norm in the report."""
+        """The factor that unscales, averages and clips a batch's gradients. `norm` replaces the norm in the report."""
         norm = report.grad_norm if norm is None else norm
-        coefficient = 1.0 / report.loss_scale
+        coefficient = 1.0 / report.gradient_scale
         if self.clip_grad > 0.0:
             clip = self.clip_grad / (norm + 1.0e-6)
             if clip < 1.0:

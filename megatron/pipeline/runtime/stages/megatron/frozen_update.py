@@ -73,7 +73,7 @@ class MegatronFrozenUpdate(CoreUpdate):
         super().__init__(optimizer, scheduler, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         self._nothing = (0.0,) * num_layers
-        self._connect(timeout, rank_metrics)
+        self._connect(timeout, rank_metrics, chunks)
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self.versions = _NoVersions()
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Predicted weights of megatron.core's chunks: a provisional step with the gradients of a part of a batch.
 
 The coming step is taken provisionally (`provisional_step`) with the gradients in the batch's buffer or in a copy of it,
-times c m / (n s). Here n of the m microbatches of the batch are done, s is its loss scale, and c clips
+times c m / (n s). Here n of the m microbatches of the batch are done, s is its gradient scale, and c clips
 (`prediction_factor`). The result is written into the slot of the weights that the next batch uses. The step of a
 parameter starts from its FP32 master, if it has one. With the distributed optimizer each replica computes its shards,
 and then the replicas gather them. Where replicas own whole parameters, each computes its own, and then the replicas
@@ -140,7 +140,7 @@ class MegatronPrediction:
         embedding: Partial | None,
         *,
         num_microbatches: int,
-        loss_scale: float,
+        gradient_scale: float | None,
         can_overflow: bool,
     ) -> None:
         """Make the predicted weights of `version` from a part of the gradients of the batch before.
@@ -150,7 +150,8 @@ class MegatronPrediction:
             partial: the sum of the gradients of some microbatches.
             embedding: the same for the tied embedding, summed over both stages, if another rank has the other stage.
             num_microbatches: the number of microbatches of the whole batch.
-            loss_scale: the loss scale of the batch.
+            gradient_scale: the quotient of the sum and the gradients of the batch's loss, if the sum had all
+                microbatches; None: it is not known, and the prediction equals the true weights.
             can_overflow: check that the gradients are finite; if not, the prediction equals the true weights.
         """
         gradients = {model: partial.gradients.views[model] for model in self._names}
@@ -164,9 +165,9 @@ class MegatronPrediction:
         parts = [each / num_microbatches for each in read]
         clips = self._optimizer.config.clip_grad > 0.0 and not self._uniform
         squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
-        factors = self._factors(parts, squares if clips else None, loss_scale=loss_scale)
+        factors = self._factors(parts, squares if clips else None, gradient_scale=gradient_scale or 1.0)
         finite = squares.isfinite().unbind() if can_overflow else (None, None)
-        knows = self.clip_factor is not None or self._is_scale_invariant()
+        knows = gradient_scale is not None and (self.clip_factor is not None or self._is_scale_invariant())
         with self.versions.predicting(version) as target:
 
             def target_of(own: Tensor) -> Tensor:
@@ -182,7 +183,7 @@ class MegatronPrediction:
                     self._provisional.take(
                         gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied]
                     )
-                else:  # no step is due, since a step makes the clipping known
+                else:  # no step is due, since a step makes the clipping and the tokens known
                     for own in self._model_of:
                         target_of(own).copy_(own.view(-1))
             self._gather()
@@ -229,21 +230,23 @@ class MegatronPrediction:
         """Whether this tensor rank counts a parameter in norms: it has a part of the parameter, or its first copy."""
         return param_is_not_tensor_parallel_duplicate(model)
 
-    def _factors(self, parts: list[float], squares: Tensor | None, *, loss_scale: float) -> list[float] | list[Tensor]:
+    def _factors(
+        self, parts: list[float], squares: Tensor | None, *, gradient_scale: float
+    ) -> list[float] | list[Tensor]:
         """The factors of the stage's gradients and of the tied embedding's gradient.
 
         Args:
             parts: the known share of the batch for the stage, and for the tied embedding, if another rank has it, too.
             squares: the result of `_norms_squared`; None: clip by `clip_factor` alone.
-            loss_scale: the loss scale of the batch.
+            gradient_scale: as for `predict`.
         """
         last = self.clip_factor or 1.0
         if squares is None:
-            return [last / part / loss_scale for part in parts]
+            return [last / part / gradient_scale for part in parts]
         largest = self._optimizer.config.clip_grad
         return [
             prediction_factor(
-                part, each, last=last, largest=largest, num_unread=self._num_unread, loss_scale=loss_scale
+                part, each, last=last, largest=largest, num_unread=self._num_unread, loss_scale=gradient_scale
             )
             for part, each in zip(parts, squares, strict=False)
         ]

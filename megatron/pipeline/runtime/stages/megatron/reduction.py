@@ -77,7 +77,7 @@ class GradientReduction:
         self._counted = self._find_counted(chunks)
 
     def over_data(self, slot: GradientSlot) -> None:
-        """Average a slot over the data-parallel replicas.
+        """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
         With the distributed optimizer only this rank's shards are valid afterwards.
         """
@@ -114,7 +114,7 @@ class GradientReduction:
         Args:
             partial: the gradient of the embedding, or a slot. With a slot, nothing is done if this rank shares no
                 embedding with another rank.
-            over_data: average over the replicas before.
+            over_data: reduce over the replicas before, as `over_data`.
         """
         if isinstance(partial, GradientSlot):
             if len(self._embeddings) != 1 or self._groups.embedding is None:
@@ -123,7 +123,7 @@ class GradientReduction:
         gradient = partial
         if over_data and self._groups.data is not None:
             self._groups.data.all_reduce(gradient)
-            gradient.div_(self._groups.data.size)
+            gradient.mul_(self._buffers[0].gradient_scaling_factor)
         if self._groups.embedding is not None:
             self._groups.embedding.all_reduce(gradient)
 
@@ -266,6 +266,7 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
     if world is not None:
         world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
+    _warm_up_context_group()
     dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
@@ -282,6 +283,20 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
             share = whole.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(whole, share, group=group)
             dist.reduce_scatter_tensor(share, whole, group=group)
+
+
+def _warm_up_context_group() -> None:
+    """The exchanges of local attention, and the sum of the numbers of tokens."""
+    group = parallel_state.get_context_parallel_group()
+    if group.size() == 1:
+        return
+    for num_bytes in probes():
+        whole = _probe(num_bytes, group.size())
+        share = whole.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(whole, share, group=group)
+        dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_to_all_single(whole, whole.clone(), group=group)
+    dist.all_reduce(_probe(_BYTES[0], 1), group=group)
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

@@ -116,7 +116,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     ) -> None:
         CoreUpdate.__init__(self, optimizer, scheduler, weights=FLUSH, loss_names=loss_names)
         self.residency = residency
-        self._connect(timeout, rank_metrics)
+        self._connect(timeout, rank_metrics, chunks)
         self._check(chunks)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
         self._parameters = {
@@ -176,10 +176,9 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         if isinstance(self._inner, DistributedOptimizer):
             raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
         for chunk in chunks:
-            if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
+            if chunk.ddp_config.average_in_collective:
                 raise ValueError(
-                    "calculate_per_token_loss and average_in_collective are not supported: gradients are averaged over "
-                    "microbatches and replicas, so turn both off."
+                    "average_in_collective is not supported: the chain sums gradients over replicas, so turn it off."
                 )
             if chunk.config.gradient_accumulation_fusion:
                 raise ValueError(
@@ -187,11 +186,11 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
                     "turn it off."
                 )
         if self.residency.is_eager and (
-            self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None)
+            self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None) or self._per_token
         ):
             raise ValueError(
-                "An eager update is made before the norm of all gradients and any overflow are known: use deferred "
-                "updates, or neither clip nor scale the loss."
+                "An eager update is made before the norm of all gradients, any overflow and the number of tokens are "
+                "known: use deferred updates, or neither clip nor scale the loss nor average it over tokens."
             )
 
     def _check_gather(self) -> None:
@@ -208,10 +207,12 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         return self.resident.of_stage(stage)
 
     def _reduce(self, stage: int) -> None:
-        """Average the gradients of a stage over the replicas, and reduce gradients over the tensor ranks."""
+        """Average the gradients of a stage over the replicas, or with per-token loss sum them; reduce gradients over
+        the tensor ranks."""
         slot, group = self._slot(stage), self._groups.data
         for flat in slot.flats if group is not None else ():
-            flat.mul_(1.0 / group.size)
+            if not self._per_token:
+                flat.mul_(1.0 / group.size)
             group.all_reduce(flat)
         self._reduction.over_tensor(slot)
 

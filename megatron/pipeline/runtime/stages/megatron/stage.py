@@ -2,7 +2,9 @@
 
 `forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`. On the last stage `loss_func(output_tensor)`
 returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` if the loss is a sum over tokens. `numbers` is a dict of the
-values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches.
+values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches, or
+with `calculate_per_token_loss` in the configuration the mean over all of its tokens. Of ranks that share a microbatch
+(context parallelism) each returns its part of the loss, of the sum of losses, and of the number of tokens.
 `forward_step` decides whether the stage reads the data iterator. While `forward_step` runs, `parallel_state` gives the
 stage as the rank of the pipeline.
 
@@ -30,7 +32,7 @@ from megatron.pipeline.runtime.activations.activation_memory import ActivationMe
 from megatron.pipeline.runtime.activations.captured import CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.activations.dropout import SeededDropout, UnseededDropout
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
-from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
@@ -95,7 +97,8 @@ class MegatronStage:
         update: the weight update of the rank, which has weight versions and loss scales; a frozen stage does not use
             it.
         seq_length, micro_batch_size: the same for all microbatches. Tensors between stages are [sequence, microbatch,
-            hidden]; under sequence parallelism the sequence is divided by the number of tensor ranks.
+            hidden]; under sequence parallelism the sequence is divided by the number of tensor ranks, and under context
+            parallelism by that of the ranks that share it.
         index, num_stages: the stage and the number of stages; default: rank and size of megatron.core's pipeline.
         data_iterator: the training data; None if this rank reads none. It yields microbatches in ascending order. If a
             program computes microbatches in another order, it must yield one item per microbatch.
@@ -184,6 +187,7 @@ class MegatronStage:
     def _edge(self, seq_length: int, micro_batch_size: int) -> TensorSpec:
         config = self._config
         parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
+        parts *= parallel_state.get_context_parallel_world_size()
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype or config.params_dtype
         return TensorSpec((seq_length // parts, micro_batch_size, config.hidden_size), dtype)
 
@@ -369,17 +373,33 @@ class MegatronStage:
     def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
-            if not self._config.calculate_per_token_loss:
-                loss = loss / (num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1))
+            if self._config.calculate_per_token_loss:
+                numbers = numbers | {NUM_TOKENS: torch.as_tensor(num_tokens)}
+            else:
+                loss = loss * self._shares() / self._over_context(torch.as_tensor(num_tokens)).clamp(min=1)
         else:
             loss, numbers = outputs
+            loss = loss * self._shares()
         if record and parallel_state.get_tensor_model_parallel_rank() == 0:
             self._record(microbatch, {name: _pair(value) for name, value in numbers.items()})
         return loss / self._parts(microbatch)
 
+    def _over_context(self, num_tokens: Tensor) -> Tensor:
+        """The number of tokens on all ranks that share a microbatch."""
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            num_tokens = num_tokens.to(backend.device(), copy=True)
+            torch.distributed.all_reduce(num_tokens, group=group)
+        return num_tokens
+
+    def _shares(self) -> int:
+        """The factor of a loss of which each context parallel rank has a part, since gradients are averaged over these
+        ranks; 1 with per-token loss, where they are summed."""
+        return 1 if self._config.calculate_per_token_loss else parallel_state.get_context_parallel_world_size()
+
     def _record(self, microbatch: Microbatch, pairs: dict[str, Tensor]) -> None:
         """Record numbers of a microbatch for the report of its batch: name -> [sum, count]."""
-        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names}:
+        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names or name == NUM_TOKENS}:
             self._losses[microbatch.batch].append(pairs)
 
     def _parts(self, microbatch: Microbatch) -> int:

@@ -70,7 +70,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         loss_names: the losses that the last stage reports, the same on all ranks.
         single_gradient_buffer: use one gradient buffer instead of two under 2bw. The gradients of a batch are applied
             when the first backward of the next batch needs the buffer, clipped by the norm of the batch before (the
-            first batch of a run waits for its own norm). This backward first waits until these gradients are reduced,
+            first batch of a run waits for its own norm, and with per-token loss every batch for its number of tokens).
+            This backward first waits until these gradients are reduced,
             so that the reductions are not overlapped with computation. The program does not show this wait.
         reduce_partial: predictions read the mean of the gradients over the replicas.
         provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
@@ -111,6 +112,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._scaler = getattr(self._inner, "grad_scaler", None)
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
+        self._per_token = chunks[0].config.calculate_per_token_loss
+        self._tokens_per_microbatch: float | None = None  # of all replicas, in the last batch that has stepped
         self._check(chunks)
         self._owners = owners(self._inner)
         self._prediction: MegatronPrediction | None = None
@@ -136,7 +139,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             )
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
-        self._connect(timeout, rank_metrics)
+        self._connect(timeout, rank_metrics, chunks)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
         self._scales = self._decisions.scales
         self._layers = layers
@@ -156,10 +159,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                     "DistributedDataParallelConfig sets overlap_grad_reduce or overlap_param_gather: the pipeline "
                     "program reduces gradients itself, so leave both off."
                 )
-            if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
+            if chunk.ddp_config.average_in_collective:
                 raise ValueError(
-                    "calculate_per_token_loss and average_in_collective are not supported: gradients are averaged over "
-                    "microbatches and replicas, so turn both off."
+                    "average_in_collective is not supported: the chain sums gradients over replicas, so turn it off."
                 )
             if chunk.expert_parallel_buffers:
                 raise ValueError("Expert parallelism is not supported: set its size to 1.")
@@ -179,8 +181,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 "other stages have reported an overflow: use bf16 or keep the second buffer."
             )
         if self.weights.updates_alone:
-            assert self._clip_grad == 0.0 and self._scaler is None, (
-                "stages that update alone: clipping and loss scaling are refused"
+            assert self._clip_grad == 0.0 and self._scaler is None and not self._per_token, (
+                "stages that update alone: clipping, loss scaling and per-token loss are refused"
             )
 
     # Called on the main thread while a batch runs.
@@ -203,7 +205,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     # Called on the chain thread.
 
     def reduce_grad(self, version: int, stage: int) -> None:
-        """Average the gradients of batch ``version - 1`` over the data-parallel replicas."""
+        """Average the gradients of batch ``version - 1`` over the replicas, or with per-token loss sum them."""
         self._reduction.over_data(self._batches[version].buffer)
 
     def reduce_embed(self, version: int) -> None:
@@ -254,6 +256,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
         self._last_norm = batch.report.grad_norm
+        if self._per_token:
+            self._tokens_per_microbatch = batch.report.num_tokens / batch.info.num_microbatches
         if batch.norm_reduced.is_reached:
             del self._batches[version]
         return batch.report
@@ -266,7 +270,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """Apply the gradients in the only gradient buffer before their own norm is known, to free the buffer."""
         if batch.applied:
             return
-        wait = batch.gradients_ready if self._last_norm is not None or self._clip_grad == 0.0 else batch.norm_reduced
+        knows_factor = not self._per_token and (self._last_norm is not None or self._clip_grad == 0.0)
+        wait = batch.gradients_ready if knows_factor else batch.norm_reduced
         if not wait.wait(self._timeout.total_seconds()):
             raise TimeoutError(
                 f"The gradients of batch {batch.info.index} were not reduced within {self._timeout}: another rank has "
@@ -296,7 +301,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                         self._owners.exchange()
             else:
                 self._prediction.step(coefficient, with_prediction=batch.with_prediction)
-                self._prediction.clip_factor = coefficient * report.loss_scale
+                self._prediction.clip_factor = coefficient * report.gradient_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
         self._decisions.advance(report)
@@ -306,8 +311,23 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     def _predict(self, version: int, batch: _Batch, partial: Partial, partial_embed: Partial | None) -> None:
         self._prediction.predict(
             version, partial, partial_embed, num_microbatches=batch.info.num_microbatches,
-            loss_scale=batch.report.loss_scale, can_overflow=self._scaler is not None,
+            gradient_scale=self._estimated_scale(batch), can_overflow=self._scaler is not None,
         )  # fmt: skip
+
+    def _estimated_scale(self, batch: _Batch) -> float | None:
+        """`gradient_scale` of the gradients that a prediction reads, as if they were of all microbatches of `batch`.
+
+        The tokens of the batch are not counted yet: each microbatch is taken to have as many as those of the last batch
+        that has stepped. None before that.
+        """
+        if not self._per_token:
+            return batch.report.loss_scale
+        if self._tokens_per_microbatch is None:
+            return None
+        tokens = self._tokens_per_microbatch * batch.info.num_microbatches
+        if not self.reduces_partial and self._groups.data is not None:
+            tokens /= self._groups.data.size
+        return batch.report.loss_scale * tokens
 
     def _repeat(self, version: int) -> None:
         self._prediction.repeat(version)
@@ -325,11 +345,15 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
     def state_dict(self) -> dict:
-        """The state of `CoreUpdate`, and under predicted weights the clip factor of the last step."""
+        """The state of `CoreUpdate`, and under predicted weights the clip factor and the tokens of the last step."""
         state = super().state_dict()
-        return state if self._prediction is None else {**state, "clip_factor": self._prediction.clip_factor}
+        if self._prediction is None:
+            return state
+        tokens = {"tokens_per_microbatch": self._tokens_per_microbatch} if self._per_token else {}
+        return {**state, "clip_factor": self._prediction.clip_factor, **tokens}
 
     def load_state_dict(self, state: dict | None) -> None:
         super().load_state_dict(state)
         if self._prediction is not None and self._clip_grad > 0.0 and state and "clip_factor" in state:
             self._prediction.clip_factor = state["clip_factor"]
+        self._tokens_per_microbatch = (state or {}).get("tokens_per_microbatch")

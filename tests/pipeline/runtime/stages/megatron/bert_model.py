@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from megatron.core.utils import get_model_config
 from megatron.trainer.data.bert import bert_inputs, bert_loss
 
 SEQUENCE, VOCABULARY, MASK = 16, 64, 4
@@ -47,4 +48,5 @@ def forward_step(data_iterator, model):
     """pretrain_bert.py's."""
     batch = next(data_iterator)
     output = model(**bert_inputs(batch))
-    return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"))
+    per_token = get_model_config(model).calculate_per_token_loss
+    return output, partial(bert_loss, batch.get("loss_mask"), batch.get("is_random"), per_token=per_token)

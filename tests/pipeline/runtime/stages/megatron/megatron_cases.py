@@ -199,7 +199,7 @@ def engine_of(case: Case, stages: list[MegatronStage], update: MegatronWeightUpd
         recompute=case.recompute,
         balance=case.balance,
         tied_embeddings=case.tied,
-        data_parallel=case.d > 1,
+        data_parallel=case.d * case.cp > 1,
         extra_warmup=case.extra_warmup,
         predict=case.predict,
         provisional_microbatches=case.provisional_microbatches,

@@ -20,11 +20,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 from megatron.pipeline.schedules.placements import round_robin
 from megatron.trainer.models.bert import BertModel, bert_layer_specs
+from megatron.trainer.models.context_parallel import sharing_sequences
 from tests.pipeline.runtime.stages.megatron import bert_model
 
 SEQUENCE, VOCABULARY, HEADS = 16, 64, 4
@@ -39,6 +41,9 @@ class Case:
     v: int = 1  # chunks of the model on each rank
     t: int = 1
     d: int = 1
+    cp: int = 1
+    exchange: str = "all_gather"  # --cp-comm-type
+    query_groups: int | None = None
     batches: tuple[int, ...] = (4, 4, 4, 4, 4, 4)  # microbatches of the whole job, over all replicas
     drains: tuple[int, ...] = ()  # drain after these batches
     layers: int = 4
@@ -64,6 +69,8 @@ class Case:
     recompute: bool = False  # R instructions
     single_gradient_buffer: bool = False
     token_form: bool = False  # the loss function returns (sum, num_tokens, numbers)
+    masked: bool = False  # so does it, and leaves out tokens, of each microbatch another number
+    per_token: bool = False  # --calculate-per-token-loss
     loss_scale: float | None = None
     initial_loss_scale: float = 2.0**10
     hysteresis: int = 1
@@ -87,7 +94,7 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.p * self.t * self.d
+        return self.p * self.t * self.d * self.cp
 
     @property
     def rank_of_stage(self) -> tuple[int, ...]:
@@ -114,6 +121,9 @@ def transformer_config(case: Case) -> TransformerConfig:
         num_attention_heads=HEADS,
         ffn_hidden_size=2 * case.hidden,
         tensor_model_parallel_size=case.t,
+        context_parallel_size=case.cp,
+        cp_comm_type=case.exchange,
+        num_query_groups=case.query_groups,
         pipeline_model_parallel_size=case.p,
         virtual_pipeline_model_parallel_size=case.v if case.v > 1 else None,
         num_layers_in_first_pipeline_stage=case.first_layers if case.p > 1 else None,
@@ -137,6 +147,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=case.fused,
+        calculate_per_token_loss=case.per_token,
         **(_experts(case) if case.experts else {}),
     )
 
@@ -189,6 +200,7 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
     else:
         local = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.normalization)
+        local = sharing_sequences(local) if case.cp > 1 else local
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
         model = GPTModel(transformer_layer_spec=spec, **options)
     with torch.no_grad():
@@ -255,7 +267,18 @@ def microbatch_data(case: Case, first_sample: int) -> dict:
     if case.bert:
         return bert_model.microbatch_data(case, first_sample)
     tokens = torch.stack([sample_tokens(case, first_sample + i) for i in range(case.micro_batch_size)])
-    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "factor": loss_factor(case, first_sample)}
+    mask = loss_mask(case, first_sample)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "factor": loss_factor(case, first_sample)}
+
+
+def loss_mask(case: Case, first_sample: int) -> torch.Tensor:
+    """1 for a token with a loss, [b, s]: where some have none, from a quarter to all of them do, at random places."""
+    shape = case.micro_batch_size, SEQUENCE
+    if not case.masked:
+        return torch.ones(shape)
+    generator = torch.Generator().manual_seed(2000 + first_sample)
+    part = 0.25 + 0.75 * torch.rand((), generator=generator)
+    return (torch.rand(shape, generator=generator) < part).float()
 
 
 def training_data(case: Case, replica: int):
@@ -282,14 +305,17 @@ def forward_step(case: Case):
     def step(data_iterator, model):
         # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.
         data, device = next(data_iterator), backend.device()
-        tokens, labels, mask = (each.to(device) for each in (data["tokens"], data["labels"], causal_mask()))
-        position_ids = torch.arange(SEQUENCE, device=device).expand_as(tokens)
+        places = torch.arange(SEQUENCE).expand_as(data["tokens"])
+        own = {"tokens": data["tokens"], "labels": data["labels"], "mask": data["mask"], "places": places}
+        own = {name: each.contiguous() for name, each in own.items()}
+        tokens, labels, counted, position_ids = (each.to(device) for each in get_batch_on_this_cp_rank(own).values())
+        mask = causal_mask().to(device) if case.cp == 1 else None
         output = model(tokens, position_ids, mask, labels=labels)
 
         def loss_function(losses):
-            total = losses.float().sum() * data["factor"]
-            count = torch.tensor(losses.numel(), device=device)
-            if case.token_form:
+            total = (losses.float() * counted).sum() * data["factor"]
+            count = counted.sum().int()
+            if case.token_form or case.masked:
                 return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
             return total / count, {"lm loss": (total / count).detach()}
 
@@ -306,6 +332,7 @@ def parallel(case: Case):
         case.t,
         case.p,
         case.v if case.v > 1 else None,
+        context_parallel_size=case.cp,
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)

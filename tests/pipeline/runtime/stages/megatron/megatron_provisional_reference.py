@@ -25,6 +25,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     LossScale,
     _learning_rate,
     _reported,
+    loss_to_differentiate,
     make_optimizer,
     scale_router_losses,
 )
@@ -33,7 +34,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
 def reference(**options) -> dict:
     """Losses, norms and final weights (the true ones, and the prediction that goes on) of the case."""
     case = Case(**options)
-    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(case, p=1, v=1, t=1, d=1, cp=1, sequence_parallel=False, distributed_optimizer=False)
     with parallel(single):
         return _reference(single, case)
 
@@ -82,9 +83,10 @@ def _reference(case: Case, original: Case) -> dict:
     stepped_from: dict[str, Tensor] | None = None  # what the last step changed; None: it was skipped
     scales = LossScale(case, 2)
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
+    tokens_of_each: float | None = None  # of a microbatch of all replicas, in the last batch that has stepped
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
 
-    def apply(batch: int, gradients: dict[str, Tensor], batch_scale: float) -> None:
+    def apply(batch: int, gradients: dict[str, Tensor], scale: float, _: float) -> None:
         """The step that takes the gradients of a batch."""
         nonlocal true, clip, samples_done, stepped_from
         stepped_from = None
@@ -95,13 +97,13 @@ def _reference(case: Case, original: Case) -> dict:
             if case.clip > 0:
                 clip = min(1.0, case.clip / (result["norm"] + 1e-6))
             for name, master in masters.items():
-                master.grad = gradients[name] * (clip / batch_scale)
+                master.grad = gradients[name] * (clip / scale)
             for group in optimizer.param_groups:
                 group["lr"] = result["lr"]
             optimizer.step()
             samples_done += case.batches[batch] * case.micro_batch_size
             stepped_from, true = true, _copy(masters)
-        scales.step(batch_scale, overflow=result["overflow"])
+        scales.step(result["scale"], overflow=result["overflow"])
 
     for batch, count in enumerate(case.batches):
         batch_scale = scales.of_batch(batch)
@@ -117,10 +119,10 @@ def _reference(case: Case, original: Case) -> dict:
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
                 result = loss_function(output)
-                loss = result[0] / result[1] if len(result) == 3 else result[0]
-                scale_router_losses(batch_scale / own)
+                each = 1 if case.per_token else own
+                scale_router_losses(batch_scale / each)
                 losses.append(_reported(result))
-                (loss / own).backward(torch.tensor(batch_scale))
+                (loss_to_differentiate(case, result) / each).backward(torch.tensor(batch_scale))
             for name, param in params.items():
                 gradient = param.grad.float()
                 sums = replicas[replica]
@@ -129,30 +131,39 @@ def _reference(case: Case, original: Case) -> dict:
                 if position // original.d + 1 == num_read(original, name, own):
                     partial[replica][name] = sums[name].clone()
             microbatch_index += 1
-        gradients = {name: sum(sums[name] * (1.0 / original.d) for sums in replicas) for name in masters}
-        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
+        share = 1.0 if case.per_token else 1.0 / original.d
+        gradients = {name: sum(sums[name] * share for sums in replicas) for name in masters}
+        tokens = sum(count for _, count in losses)
+        scale = batch_scale * (tokens if case.per_token else 1.0)
+        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / scale
         overflow = case.dtype == "float16" and not math.isfinite(norm)
-        mean = sum(losses) / len(losses)
+        mean = sum(total for total, _ in losses) / tokens
         results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
         if waiting is not None:
             apply(batch - 1, *waiting)
-        waiting = gradients, batch_scale
+            tokens_of_each = waiting[2]
+        waiting = gradients, scale, tokens / count * original.d
         if original.provisional_microbatches == 0:
             before = stepped_from or true
             predicted = [{name: value + (value - before[name]) for name, value in true.items()}] * original.d
             continue
         if original.reduce_partial:
-            average = {name: sum(sums[name] * (1.0 / original.d) for sums in partial) for name in masters}
+            average = {name: sum(sums[name] * share for sums in partial) for name in masters}
             partial = [average] * original.d
         predicted = []
         for sums in partial:
             finite = all(gradient.isfinite().all() for gradient in sums.values())
-            if not finite or (clip is None and case.optimizer != "adam"):
+            unknown = case.per_token and tokens_of_each is None
+            if not finite or unknown or (clip is None and case.optimizer != "adam"):
                 predicted.append(true)
                 continue
             copies = {name: value.clone() for name, value in true.items()}
             stand_in = make_optimizer(case, copies)
             stand_in.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if case.per_token:  # each microbatch is taken to have as many tokens as those of the last batch stepped
+                batch_scale = (
+                    results[-1]["scale"] * tokens_of_each * own / (1 if original.reduce_partial else original.d)
+                )
             shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
             of_batch = own if original.reduce_partial else count
             parts = {name: num_read(original, name, own) / of_batch for name in copies}

@@ -27,7 +27,7 @@ DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the 
 def reference(**options) -> dict:
     """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
     case = Case(**options)
-    single = replace(case, p=1, v=1, t=1, d=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(case, p=1, v=1, t=1, d=1, cp=1, sequence_parallel=False, distributed_optimizer=False)
     with parallel(single):
         return _reference(single, case)
 
@@ -53,15 +53,14 @@ def _reference(case: Case, original: Case) -> dict:
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
-        losses = []
+        losses, parts = [], 1 if case.per_token else count // original.d
         for position in range(count):
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
                 result = loss_function(output)
-                loss = result[0] / result[1] if len(result) == 3 else result[0]
-                scale_router_losses(batch_scale / (count // original.d))
+                scale_router_losses(batch_scale / parts)
                 losses.append(_reported(result))
-                (loss / (count // original.d)).backward(torch.tensor(batch_scale))
+                (loss_to_differentiate(case, result) / parts).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
             for name, param in params.items():
                 gradient = param.grad.float()
@@ -69,12 +68,13 @@ def _reference(case: Case, original: Case) -> dict:
                 param.grad = None
             microbatch_index += 1
         for name in gradients:
-            gradients[name] = sum(replica[name] * (1.0 / original.d) for replica in replicas)
-        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
+            gradients[name] = sum(replica[name] * (1.0 if case.per_token else 1.0 / original.d) for replica in replicas)
+        scale = batch_scale * (sum(tokens for _, tokens in losses) if case.per_token else 1.0)
+        norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / scale
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         lr = _learning_rate(case, samples_done)
         if not overflow:
-            coefficient = 1.0 / batch_scale
+            coefficient = 1.0 / scale
             clip_norm = results[-1]["norm"] if case.single_gradient_buffer and batch > 0 else norm
             if case.clip > 0 and case.clip / (clip_norm + 1e-6) < 1:
                 coefficient *= case.clip / (clip_norm + 1e-6)
@@ -88,7 +88,7 @@ def _reference(case: Case, original: Case) -> dict:
         versions.append({name: master.clone() for name, master in masters.items()})
         results.append(
             {
-                "loss": sum(losses) / len(losses),
+                "loss": sum(total for total, _ in losses) / sum(tokens for _, tokens in losses),
                 "norm": norm,
                 "lr": lr,
                 "overflow": overflow,
@@ -141,10 +141,15 @@ class LossScale:
         self._scales.append(scale)
 
 
-def _reported(result: tuple) -> float:
-    """The microbatch's "lm loss": a mean, or a sum and a count."""
+def loss_to_differentiate(case: Case, result: tuple) -> torch.Tensor:
+    """The microbatch's mean over its tokens, or their sum."""
+    return result[0] / result[1] if len(result) == 3 and not case.per_token else result[0]
+
+
+def _reported(result: tuple) -> tuple[float, float]:
+    """The microbatch's "lm loss": its sum and count, or a mean and 1."""
     value = result[-1]["lm loss"].reshape(-1)
-    return float(value[0] / value[1] if len(value) == 2 else value[0])
+    return float(value[0]), float(value[1]) if len(value) == 2 else 1.0
 
 
 def version_used(case: Case, batch: int, name: str) -> int:

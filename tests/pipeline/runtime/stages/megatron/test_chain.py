@@ -138,7 +138,7 @@ def refusals() -> list[str]:
     for change in (
         {"single_gradient_buffer": True, "dtype": "float16"},
         {"overlap_grad_reduce": True},
-        {"calculate_per_token_loss": True},
+        {"average_in_collective": True},
     ):
         options = {key: value for key, value in change.items() if key in ("single_gradient_buffer", "dtype")}
         case = cases.Case(schedule="2bw", layers=1, **options)
@@ -148,8 +148,8 @@ def refusals() -> list[str]:
                 chunk = update.chunks[0]
                 if "overlap_grad_reduce" in change:
                     chunk.ddp_config.overlap_grad_reduce = True
-                if "calculate_per_token_loss" in change:
-                    chunk.config.calculate_per_token_loss = True
+                if "average_in_collective" in change:
+                    chunk.ddp_config.average_in_collective = True
                 cases.MegatronWeightUpdate([chunk], update.optimizer)
             except ValueError as error:
                 messages.append(str(error))
@@ -157,10 +157,8 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_exact_is_refused():
-    """Loss scaling with one buffer, overlapped reductions and per-token losses: each a sentence with the remedy."""
+    """Loss scaling with one buffer, overlapped reductions and averages in them: each a sentence with the remedy."""
     messages = workers.run(1, f"{__name__}:refusals", timeout=60)[0]
     assert len(messages) == 3
-    for message, word in zip(
-        messages, ("second buffer", "overlap_grad_reduce", "calculate_per_token_loss"), strict=True
-    ):
+    for message, word in zip(messages, ("second buffer", "overlap_grad_reduce", "average_in_collective"), strict=True):
         assert word in message

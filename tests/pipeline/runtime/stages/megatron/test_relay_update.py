@@ -15,6 +15,7 @@ from tests import workers
 from tests.pipeline.runtime.stages.megatron.megatron_model import SEQUENCE, Case
 
 CASES = "tests.pipeline.runtime.stages.megatron.megatron_relay_cases"
+REFERENCE = "tests.pipeline.runtime.stages.megatron.megatron_reference:reference"
 
 
 def train(**options):
@@ -98,6 +99,15 @@ def test_gradients_add_up_as_in_megatrons_ddp(dtype):
 
 
 @pytest.mark.full
+def test_gradients_are_divided_by_the_tokens_of_the_batch():
+    """Losses and norms of a per-token loss with weights on the host, clipped, are those of a plain loop."""
+    options = {"batches": (2, 1, 3), "clip": 0.5, "masked": True, "per_token": True}
+    outcome = train(num_stages=4, **options)
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(Case(schedule="l2l", **options)))
+    assert outcome.losses == [batch["loss"] for batch in expected["batches"]]
+    assert outcome.norms == pytest.approx([batch["norm"] for batch in expected["batches"]], rel=1e-14)
+
+
 def test_eager_is_deferred_where_nothing_depends_on_the_norm():
     """Losses and norms of four batches are the same, bit for bit."""
     eager, deferred = (train(num_stages=4, eager=each, batches=(2, 1, 3, 2)) for each in (True, False))
@@ -123,6 +133,7 @@ def test_shares_need_another_replica_on_the_node():
         ({"distributed_optimizer": True}, "The distributed optimizer keeps its shards on the device"),
         ({"eager": True, "clip": 1.0}, "An eager update is made before the norm of all gradients"),
         ({"eager": True, "dtype": "float16"}, "use deferred updates, or neither clip nor scale the loss"),
+        ({"eager": True, "masked": True, "per_token": True}, "any overflow and the number of tokens are known"),
         ({"fused": True}, "gradient_accumulation_fusion adds to gradients behind the back"),
     ],
 )

@@ -85,7 +85,17 @@ SELECTION = {
 def reference_key(case: cases.Case) -> cases.Case:
     """The case of which this one is a layout."""
     kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
-    return replace(case, p=kept, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
+    return replace(
+        case,
+        p=kept,
+        t=1,
+        cp=1,
+        exchange="all_gather",
+        sequence_parallel=False,
+        distributed_optimizer=False,
+        recompute=False,
+        drains=(),
+    )
 
 
 class Outcomes:
@@ -101,7 +111,7 @@ class Outcomes:
         if key not in self._results:
             name, (p, t, d) = key
             case = cases.Case(**self._table[name].options, p=p, t=t, d=d)
-            results = workers.run(p * t * d, f"{cases.__name__}:train", timeout=200, **vars(case))
+            results = workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
             self._results[key] = (case, self._reference(reference_key(case)), results)
         return self._results[key]
 

@@ -1,0 +1,163 @@
+"""Attention of local layers where ranks share the sequences of a microbatch (context parallelism).
+
+Problem: each of c ranks has the tokens of chunks r and 2c - 1 - r of every sequence, which is cut into 2c chunks, as
+megatron.core cuts them (`get_batch_on_this_cp_rank`). A query attends to keys of all ranks. megatron.core's own
+attention takes whole sequences; only Transformer Engine's takes such parts.
+
+Solution: a class that wraps any attention of whole sequences. What its ranks exchange is a row of `EXCHANGES`:
+
+- `all_gather` gathers the keys and values of all ranks, in the order of the sequence. A rank computes the scores of its
+  own queries, under a mask by their places in the sequence. The backward reduces the gradients of keys and values and
+  scatters them. Any number of heads will do (Llama 3, arXiv 2407.21783, section 3.3.2).
+- `a2a` trades parts of sequences for heads, by an all-to-all before the attention and one behind it: a rank computes
+  whole sequences for 1/c of its heads (DeepSpeed Ulysses, arXiv 2309.14509).
+
+The exchanges run on the computing thread, and nothing hides them.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, get_module
+
+# --- the order of the sequence ----------------------------------------------------------------------------------------
+
+
+def in_order(tokens: Tensor, size: int) -> Tensor:
+    """Rows of the ranks one behind the other, [s, ...] -> the same rows in the order of the sequence."""
+    chunks = tokens.unflatten(0, (size, 2, -1))
+    return torch.cat([chunks[:, 0].flatten(0, 1), chunks[:, 1].flip(0).flatten(0, 1)])
+
+
+def by_rank(tokens: Tensor, size: int) -> Tensor:
+    """The inverse of `in_order`."""
+    chunks = tokens.unflatten(0, (2, size, -1))
+    return torch.stack([chunks[0], chunks[1].flip(0)], dim=1).flatten(0, 2)
+
+
+@lru_cache(maxsize=16)
+def mask_of_rank(length: int, rank: int, size: int, window: tuple[int, int] | None, device: torch.device) -> Tensor:
+    """Where the queries of a rank must not look: bool [1, 1, length / size, length], True for a masked key.
+
+    The mask is causal. `window`: how many keys before a query it sees besides its own, and behind it; -1: all.
+    """
+    places = torch.arange(length, device=device)
+    own = by_rank(places, size).chunk(size)[rank]
+    distance = own[:, None] - places[None, :]
+    masked = distance < 0
+    if window is not None and window[0] >= 0:
+        masked = masked | (distance > window[0])
+    return masked[None, None]
+
+
+# --- what ranks exchange ----------------------------------------------------------------------------------------------
+
+
+class _Gathers:
+    """The row `all_gather`."""
+
+    def __init__(self, attention: nn.Module, *, group: torch.distributed.ProcessGroup, is_causal: bool) -> None:
+        self._group, self._is_causal = group, is_causal
+        softmax = attention.scale_mask_softmax
+        self._window, softmax.window_size = softmax.window_size, None  # the mask says it
+        softmax.attn_mask_type = AttnMaskType.padding  # so that a kernel reads the mask
+
+    def __call__(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        size = self._group.size()
+        key, value = (in_order(gather_from_sequence_parallel_region(each, group=self._group), size)
+                      for each in (key, value))  # fmt: skip
+        if mask is None and self._is_causal:
+            mask = mask_of_rank(len(key), self._group.rank(), size, self._window, key.device)
+        # A copy, for the queries may be a view of a tensor with this rank's keys, which would stay for the backward.
+        return attend(query.contiguous(), key, value, mask)
+
+
+class _SharesHeads:
+    """The row `a2a`."""
+
+    def __init__(self, attention: nn.Module, *, group: torch.distributed.ProcessGroup, is_causal: bool) -> None:
+        self._group = group
+        size = group.size()
+        if getattr(attention, "softmax_offset", None) is not None:
+            raise ValueError("--cp-comm-type a2a shares out heads, whose softmax offsets are not; use all_gather")
+        for name in (
+            "num_attention_heads_per_partition", "num_query_groups_per_partition", "hidden_size_per_partition"
+        ):  # fmt: skip
+            whole = getattr(attention, name)
+            if whole % size:
+                raise ValueError(
+                    f"--cp-comm-type a2a shares out heads over {size} ranks, and {name} is {whole}; use all_gather"
+                )
+            setattr(attention, name, whole // size)
+
+    def __call__(
+        self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        size = self._group.size()
+        if mask is not None and mask.size(2) > 1:  # the rows of the other ranks' queries
+            rows = gather_from_sequence_parallel_region(mask.transpose(0, 2).contiguous(), group=self._group)
+            mask = in_order(rows, size).transpose(0, 2)
+        result = attend(*(self._heads_for_tokens(each) for each in (query, key, value)), mask)
+        return self._tokens_for_heads(result)
+
+    def _heads_for_tokens(self, tokens: Tensor) -> Tensor:
+        """[s / c, b, heads, width] -> [s, b, heads / c, width]."""
+        size = self._group.size()
+        parts = tokens.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
+        return in_order(all_to_all(self._group, parts.flatten(0, 1)), size)
+
+    def _tokens_for_heads(self, tokens: Tensor) -> Tensor:
+        """[s, b, width / c] -> [s / c, b, width]."""
+        size = self._group.size()
+        parts = all_to_all(self._group, by_rank(tokens, size)).unflatten(0, (size, -1))
+        return parts.permute(1, 2, 0, 3).flatten(2).contiguous()
+
+
+EXCHANGES = {"all_gather": _Gathers, "a2a": _SharesHeads}
+"""By `--cp-comm-type`. megatron.core's default, `p2p`, passes keys round a ring, which is Transformer Engine's."""
+
+
+# --- the attention ----------------------------------------------------------------------------------------------------
+
+
+class _ContextParallel:
+    """Mixed into an attention of whole sequences, with megatron.core's signatures."""
+
+    def __init__(self, config, layer_number, attn_mask_type, *args, cp_comm_type=None, pg_collection=None, **options):
+        group = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+        size, config.context_parallel_size = config.context_parallel_size, 1  # megatron.core's refuses more
+        try:
+            super().__init__(config, layer_number, attn_mask_type, *args, pg_collection=pg_collection, **options)
+        finally:
+            config.context_parallel_size = size
+        is_causal = attn_mask_type == AttnMaskType.causal
+        self._exchange = EXCHANGES[cp_comm_type or "all_gather"](self, group=group, is_causal=is_causal)
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, **options):
+        """As of the wrapped class; the tensors have this rank's tokens, and `attention_mask` the rows of its queries,
+        with keys in the order of the sequence."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            return super(_ContextParallel, self).forward(query, key, value, mask, attn_mask_type, **options)
+
+        return self._exchange(attend, query, key, value, attention_mask)
+
+
+def sharing_sequences(spec: ModuleSpec) -> ModuleSpec:
+    """The specification of a layer whose attention takes this rank's part of a sequence."""
+    spec = copy.deepcopy(spec)
+    parts = spec.submodules.self_attention.submodules
+    whole = parts.core_attention
+    kind = get_module(whole) if isinstance(whole, ModuleSpec) else whole
+    wrapped = type(f"ContextParallel{kind.__name__}", (_ContextParallel, kind), {})
+    parts.core_attention = ModuleSpec(wrapped, whole.params, whole.submodules) if kind is not whole else wrapped
+    return spec

@@ -1,0 +1,113 @@
+"""Ranks that share the sequences of a microbatch (context parallelism) train what one process trains."""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_update import EXACT, Outcomes, Row, check, marked
+
+BARS = cases.Deviation(loss=1e-7, norm=2e-6, newest=2e-6, older=2e-6)
+"""FP32: scores of a sequence are summed in other pieces, and eight batches at a rate of 1e-3 spread that."""
+SMOOTH = {"lr": 1e-3, "clip": 0.5, "token_form": True}
+FLUSH = SMOOTH | {"schedule": "flush", "batches": (4,) * 4, "cp": 2}
+TWO_BW = SMOOTH | {"schedule": "2bw", "batches": (4,) * 4, "cp": 2}
+HEADS = {"exchange": "a2a"}
+EXPERTS = {"experts": 4, "swiglu": True, "layers": 2}
+MASKED = {"masked": True}
+PER_TOKEN = {"masked": True, "per_token": True}
+ONE, TWO = (1, 1, 1), (2, 1, 1)
+
+TABLE = {
+    "flush": Row(FLUSH, layouts=(ONE,)),
+    "flush, heads": Row(FLUSH | HEADS | {"query_groups": 2}, layouts=(ONE,)),
+    "flush, four ranks": Row(FLUSH | {"cp": 4, "query_groups": 1, "position": "rope"}, layouts=(ONE,)),
+    "2bw": Row(TWO_BW | {"tied": True, "position": "rope"}, layouts=(TWO,)),
+    "2bw, heads": Row(TWO_BW | HEADS | MASKED, layouts=(TWO,)),
+    "2bw, masked": Row(TWO_BW | MASKED, layouts=(ONE,)),
+    "2bw, per token": Row(TWO_BW | PER_TOKEN, layouts=(TWO,)),
+    "2bw, experts": Row(TWO_BW | EXPERTS, layouts=(TWO,)),
+    "2bw, experts, per token": Row(TWO_BW | EXPERTS | PER_TOKEN, layouts=(TWO,)),
+    "experts, sequence parallel": Row(FLUSH | EXPERTS | {"sequence_parallel": True}, layouts=((1, 2, 1),)),
+    "2bw, distributed optimizer": Row(TWO_BW | {"distributed_optimizer": True}, layouts=((1, 1, 2),)),
+    "2bw, recompute": Row(TWO_BW | {"recompute": True}, layouts=(TWO,)),
+    "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full"}, layouts=(TWO,)),
+    "2bw, core attention recomputed": Row(
+        TWO_BW | HEADS | {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}, layouts=(TWO,)
+    ),
+    "2bw, sequence parallel": Row(TWO_BW | {"sequence_parallel": True}, layouts=((2, 2, 1),)),
+    "2bw, sequence parallel, heads": Row(TWO_BW | HEADS | {"sequence_parallel": True}, layouts=((1, 2, 1),)),
+    "2bw, balanced": Row(TWO_BW | {"balance": True}, layouts=((4, 1, 1),)),
+    "zb-h1": Row(FLUSH | {"schedule": "zb-h1"}, layouts=(TWO,)),
+    "zb-h1, heads": Row(FLUSH | HEADS | {"schedule": "zb-h1"}, layouts=(TWO,)),
+    "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2}, layouts=(TWO,)),
+}
+
+
+USUAL = {"flush, four ranks", "2bw", "2bw, masked", "2bw, experts", "2bw, experts, per token", "zb-h1, heads",
+         "2bw, sequence parallel"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE)
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
+def test_training_equals_one_process(outcomes, name, layout):
+    """Losses, norms and weights are those of a plain loop over whole sequences."""
+    check(outcomes[name, layout], BARS)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"reduce_partial": True}, marks=pytest.mark.full), {"provisional_microbatches": 0}],
+    ids=str,
+)
+def test_predictions_equal_one_process(options):
+    """Predictions read the mean over the ranks that share a sequence, or the last update."""
+    case = Case(**TWO_BW | {"predict": True, **options}, p=2)
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
+    check((case, expected, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), BARS)
+
+
+def masks(**options) -> list[torch.Tensor]:
+    """Where the embedding of a microbatch is dropped, of two microbatches and of the first again: bool [s, b, h]."""
+    case = Case(**options)
+    with cases.parallel(case):
+        model = cases.gpt_model(case)
+        dropout = SeededDropout(model, seed=1)
+        tokens = torch.zeros(case.micro_batch_size, cases.SEQUENCE // case.cp, dtype=torch.long)
+        drawn = []
+        for sample in (0, 2, 0):
+            with dropout.microbatch(sample):
+                drawn.append(model.embedding(tokens, torch.zeros_like(tokens)) == 0)
+        return drawn
+
+
+def test_ranks_draw_masks_of_their_own():
+    """They differ between the ranks that share a sequence and between microbatches, and come back with a microbatch."""
+    first, second = workers.run(2, f"{__name__}:masks", dropout=0.5, cp=2)
+    for drawn in (first, second):
+        assert 0.4 < drawn[0].float().mean() < 0.6
+        assert torch.equal(drawn[0], drawn[2]) and not torch.equal(drawn[0], drawn[1])
+    assert 0.4 < (first[0] != second[0]).float().mean() < 0.6
+    [alone] = workers.run(1, f"{__name__}:masks", dropout=0.5)
+    assert alone[0].shape[0] == 2 * first[0].shape[0]
+
+
+def test_dropout_does_not_depend_on_the_pipeline():
+    """Masks of ranks that share sequences are their own, so that p=1 is the reference, bit for bit."""
+    case = Case(**TWO_BW | {"clip": 0.0, "dropout": 0.1, "recompute": True}, p=2)
+    one = workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1)))
+    check((case, one[0], workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
