@@ -73,9 +73,12 @@ def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | Tra
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LayerNormImpl)
 
 
-def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
-    """The module specification `spec` of a transformer layer with the seeded layer class."""
-    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
+def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> ModuleSpec:
+    """The module specification `spec` of a transformer layer with the seeded layer class.
+
+    `before`: layers of another stack, whose streams come first.
+    """
+    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": layer_stream(args, before)})
     return dataclasses.replace(spec, module=seeded)
 
 
