@@ -38,9 +38,7 @@ class T5Activations(Activations):
     def by_stage(self, layers: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
         """Saved bytes, workspace and deferred bytes of each stage, as the methods of `Activations` of these names."""
         counts = zip(layers, self.shape.decoder.of_stages(layers), strict=True)
-        places = [
-            (count - own, own, stage == 0, stage == len(layers) - 1) for stage, (count, own) in enumerate(counts)
-        ]
+        places = [(count - own, own, stage == 0, stage == len(layers) - 1) for stage, (count, own) in enumerate(counts)]
         return ([self._saved(*place) for place in places], [self._workspace(*place) for place in places],
                 [self._deferred(*place) for place in places])  # fmt: skip
 

@@ -16,10 +16,11 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
     global_names,
-    gpt_model,
     parallel,
     training_data,
+    whole_model,
 )
+from tests.pipeline.runtime.stages.megatron.t5_model import mean_loss
 
 DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the weights of a batch are; others: 0
 
@@ -33,7 +34,7 @@ def reference(**options) -> dict:
 
 
 def _reference(case: Case, original: Case) -> dict:
-    model = gpt_model(case)
+    model = whole_model(case)
     half = case.dtype != "float32"
     module = Float16Module(model.config, model) if half else model
     dropout = SeededDropout(model, seed=1234)
@@ -53,7 +54,7 @@ def _reference(case: Case, original: Case) -> dict:
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
-        losses = []
+        losses, numbers = [], []
         for position in range(count):
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
@@ -61,6 +62,7 @@ def _reference(case: Case, original: Case) -> dict:
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
                 scale_router_losses(batch_scale / (count // original.d))
                 losses.append(_reported(result))
+                numbers.append(result[-1]["lm loss"])
                 (loss / (count // original.d)).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
             for name, param in params.items():
@@ -88,7 +90,7 @@ def _reference(case: Case, original: Case) -> dict:
         versions.append({name: master.clone() for name, master in masters.items()})
         results.append(
             {
-                "loss": sum(losses) / len(losses),
+                "loss": mean_loss(numbers) if case.t5 else sum(losses) / len(losses),
                 "norm": norm,
                 "lr": lr,
                 "overflow": overflow,
