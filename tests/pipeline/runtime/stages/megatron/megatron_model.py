@@ -109,6 +109,17 @@ class Case:
         first = self.layers // self.p if self.first_layers is None else self.first_layers
         return 0 if layer < first else 1 + (layer - first) // ((self.layers - first) // (self.p - 1))
 
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter by its global name, where each rank has one stage."""
+        if self.p == 1 or name.startswith("embedding"):
+            return 0
+        if name.startswith("encoder.final") and self.t5:
+            return self.stage_of_layer(self.layers // 2 - 1)
+        if ".layers." not in name:
+            return self.p - 1
+        before = self.layers // 2 if self.t5 and name.startswith("decoder") else 0
+        return self.stage_of_layer(before + int(name.split(".layers.")[1].split(".")[0]) - 1)
+
 
 # The model and its data, the same everywhere.
 

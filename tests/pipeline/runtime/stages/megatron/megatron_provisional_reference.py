@@ -17,15 +17,15 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
     global_names,
-    gpt_model,
     parallel,
     training_data,
+    whole_model,
 )
 from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     LossScale,
     _learning_rate,
-    _reported,
     make_optimizer,
+    mean_loss,
     scale_router_losses,
 )
 
@@ -47,10 +47,7 @@ def num_read(case: Case, name: str, num_microbatches: int) -> int:
 
 def stage_of(case: Case, name: str) -> int:
     """The stage of a parameter; of tied embeddings that which has done the fewest microbatches."""
-    if ".layers." in name:
-        return case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
-    is_first = name.startswith("embedding") or (case.tied and "output_layer" in name)
-    return 0 if is_first else case.p - 1
+    return 0 if case.tied and "output_layer" in name else case.stage_of(name)
 
 
 def _is_tied(case: Case, name: str) -> bool:
@@ -72,7 +69,7 @@ def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -
 
 
 def _reference(case: Case, original: Case) -> dict:
-    model = gpt_model(case)
+    model = whole_model(case)
     module = Float16Module(model.config, model) if case.dtype != "float32" else model
     dropout, params = SeededDropout(model, seed=1234), global_names(model)
     masters = {name: param.detach().clone().float() for name, param in params.items()}
@@ -119,7 +116,7 @@ def _reference(case: Case, original: Case) -> dict:
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
                 scale_router_losses(batch_scale / own)
-                losses.append(_reported(result))
+                losses.append(result[-1]["lm loss"].reshape(-1))
                 (loss / own).backward(torch.tensor(batch_scale))
             for name, param in params.items():
                 gradient = param.grad.float()
@@ -132,8 +129,7 @@ def _reference(case: Case, original: Case) -> dict:
         gradients = {name: sum(sums[name] * (1.0 / original.d) for sums in replicas) for name in masters}
         norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
         overflow = case.dtype == "float16" and not math.isfinite(norm)
-        mean = sum(losses) / len(losses)
-        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        results.append({"loss": mean_loss(case, losses), "norm": norm, "overflow": overflow, "scale": batch_scale})
         if waiting is not None:
             apply(batch - 1, *waiting)
         waiting = gradients, batch_scale

@@ -20,7 +20,6 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     training_data,
     whole_model,
 )
-from tests.pipeline.runtime.stages.megatron.t5_model import mean_loss
 
 DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the weights of a batch are; others: 0
 
@@ -54,15 +53,14 @@ def _reference(case: Case, original: Case) -> dict:
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
-        losses, numbers = [], []
+        losses = []
         for position in range(count):
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
                 scale_router_losses(batch_scale / (count // original.d))
-                losses.append(_reported(result))
-                numbers.append(result[-1]["lm loss"])
+                losses.append(result[-1]["lm loss"].reshape(-1))
                 (loss / (count // original.d)).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
             for name, param in params.items():
@@ -90,7 +88,7 @@ def _reference(case: Case, original: Case) -> dict:
         versions.append({name: master.clone() for name, master in masters.items()})
         results.append(
             {
-                "loss": mean_loss(numbers) if case.t5 else sum(losses) / len(losses),
+                "loss": mean_loss(case, losses),
                 "norm": norm,
                 "lr": lr,
                 "overflow": overflow,
@@ -143,10 +141,14 @@ class LossScale:
         self._scales.append(scale)
 
 
-def _reported(result: tuple) -> float:
-    """The microbatch's "lm loss": a mean, or a sum and a count."""
-    value = result[-1]["lm loss"].reshape(-1)
-    return float(value[0] / value[1] if len(value) == 2 else value[0])
+def mean_loss(case: Case, reported: list[torch.Tensor]) -> float:
+    """The loss of a batch from those of its microbatches, each a mean, or a sum and a count. Of a T5, whose microbatches
+    have different numbers of tokens, the mean over all tokens."""
+    if case.t5:
+        total, count = torch.stack(reported).double().sum(dim=0).tolist()
+        return total / count
+    means = [float(value[0] / value[1] if len(value) == 2 else value[0]) for value in reported]
+    return sum(means) / len(means)
 
 
 def version_used(case: Case, batch: int, name: str) -> int:
@@ -157,11 +159,7 @@ def version_used(case: Case, batch: int, name: str) -> int:
         return max(batch - DELAYS[case.schedule], 0)
     if case.schedule != "pipedream":
         return batch
-    if ".layers." in name:
-        stage = case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1)
-    else:
-        stage = 0 if name.startswith("embedding") else case.p - 1
-    return max(batch - (case.p - 1 - stage), 0)
+    return max(batch - (case.p - 1 - case.stage_of(name)), 0)
 
 
 def _learning_rate(case: Case, samples: int) -> float:

@@ -96,9 +96,3 @@ def forward_step(data_iterator, model):
     tokens = batch["text_enc"], batch["text_dec"]
     masks = T5MaskedWordPieceDataset.config_attention_mask(*tokens, None, None, use_local=True)
     return model(*tokens, *masks, lm_labels=batch["labels"].clamp(min=0)), loss_function
-
-
-def mean_loss(numbers: list[torch.Tensor]) -> float:
-    """The mean over the tokens of a batch, from [sum, tokens] of each microbatch."""
-    total, count = torch.stack(numbers).double().sum(dim=0).tolist()
-    return total / count

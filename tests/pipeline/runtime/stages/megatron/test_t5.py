@@ -49,6 +49,7 @@ TABLE = {
     "2bw, fp16, two overflows": Row(FP16 | T5 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, (TWO,)),
     "gpipe": Row(T5 | {"schedule": "gpipe"}, (FOUR,)),
     "interleaved": Row(T5 | {"schedule": "interleaved", "v": 2, "drains": (1,)}, (TWO,)),
+    "pipedream": Row({"t5": True, "schedule": "pipedream", "batches": (1,) * 10}, (TWO, FOUR)),
     "zb-h1": Row(T5 | {"schedule": "zb-h1"}, (FOUR,)),
     "zbv": Row(T5 | {"schedule": "zbv", "v": 2}, (TWO,)),
 }
@@ -68,12 +69,12 @@ def test_training_equals_the_whole_model(outcomes, name, layout):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [{"predict": True, "clip": 0.5}, {"predict": True, "provisional_microbatches": 1}])
+@pytest.mark.parametrize("options", [{}, {"provisional_microbatches": 1, "clip": 0.5}])
 def test_predictions_equal_one_process(options):
     """Provisional weights of both stacks are those of the plain loop."""
     from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
 
-    case = cases.Case(**TWO_BW | options, p=2)
+    case = cases.Case(**TWO_BW | {"predict": True, **options}, p=2)
     [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
     check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
 
