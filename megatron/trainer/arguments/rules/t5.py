@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.rules.programs import LARGEST_SEED, Refusals, refuse_values
 
@@ -54,6 +55,21 @@ _SHORTEST = 3
 """Tokens of the encoder: two that megatron.core leaves free, and one of text."""
 
 
+def _unpriced(args: argparse.Namespace) -> None:
+    """Refuse what asks for times of layers, which the planner knows of models of one stack only."""
+    if args.rank_mapping == "optimized":
+        raise ValueError(
+            "--rank-mapping optimized weighs what ranks send by the layers of one stack; give standard or pair-adjacent"
+        )
+    if args.dry_run is not None and choice_of(args).residency is not None:
+        raise ValueError(
+            f"--dry-run {args.dry_run} has no price of a T5 whose weights live on the host; leave out "
+            f"{choice_of(args).flag}"
+        )
+    if args.optimizer == "muon":
+        raise ValueError("--optimizer muon does not know the matrices of a T5's cross-attention; use adam or sgd")
+
+
 def t5(args: argparse.Namespace) -> None:
     """Check that flags fit a T5 and its samples."""
     if args.architecture != "t5":
@@ -63,6 +79,12 @@ def t5(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type} lacks tokens that megatron.core's samples of T5 need; give "
             "BertWordPieceCase or BertWordPieceLowerCase with --vocab-file"
+        )
+    _unpriced(args)
+    if args.recompute_method == "uniform" and args.recompute_num_layers > 1:
+        raise ValueError(
+            f"--recompute-num-layers {args.recompute_num_layers} with --recompute-method uniform makes chunks of equal "
+            "length, and a stage may have parts of both stacks of a T5; give 1, or use block"
         )
     encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
     if encoder < _SHORTEST:
