@@ -9,7 +9,8 @@ encoder's output. With s tokens of the encoder and r of the decoder, and e bytes
     scores              (2 e + 1) r s a, as in activations.py                                 split
     dropout's mask      r h                                                                   shared
 
-The encoder's output is saved once on each stage with layers of the decoder, whatever their number. Between stages goes
+The encoder's output is saved once on each stage with layers of the decoder, whatever their number, and the input of its
+final norm on the stage that has that. Between stages goes
 one tensor of s + r tokens. A stage of the encoder also holds the part of its input that it only passes on, the
 embedded tokens of the decoder.
 """
@@ -39,7 +40,10 @@ class T5Activations(Activations):
         """Saved bytes, workspace and deferred bytes of each stage, as the methods of `Activations` of these names."""
         counts = zip(layers, self.shape.decoder.of_stages(layers), strict=True)
         places = [(count - own, own, stage == 0, stage == len(layers) - 1) for stage, (count, own) in enumerate(counts)]
-        return ([self._saved(*place) for place in places], [self._workspace(*place) for place in places],
+        saved = [self._saved(*place) for place in places]
+        if not self.setting.recompute.whole_stage:  # the input of the encoder's norm
+            saved[self.shape.decoder.stage_behind_encoder(layers)] += self._encoder.boundary
+        return (saved, [self._workspace(*place) for place in places],
                 [self._deferred(*place) for place in places])  # fmt: skip
 
     @property
