@@ -166,7 +166,7 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
         return _gpt2(args.vocab_file, args.merge_file)
     if kind.startswith("BertWordPiece"):
         core = _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
-        if args.architecture == "t5":
+        if getattr(args, "architecture", None) == "t5":  # tools that prepare data have no model
             return SentinelTokenizer(args.vocab_file, core, num_extra_ids=args.vocab_extra_ids)
         return WordPieceTokenizer(args.vocab_file, core)
     if kind == "NullTokenizer":

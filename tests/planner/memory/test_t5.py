@@ -14,8 +14,6 @@ from tests.trainer.arguments.t5_command_line import t5_arguments
 CUTS = ((5,), (1, 1, 1, 1, 1), (3, 2), (2, 3), (4, 1), (1, 3, 1))
 """Layers of the stages, of three layers of the encoder and two of the decoder."""
 FLAGS = "--encoder-num-layers 3 --decoder-num-layers 2 --hidden-size 128 --micro-batch-size 2"
-    "--encoder-num-layers 3 --decoder-num-layers 2 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 8"
-)
 SHAPES = ("", "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear --kv-channels 24")
 
 
