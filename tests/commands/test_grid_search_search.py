@@ -332,14 +332,16 @@ def test_refusals(run, argv, status, reason):
     assert found == status and reason in err
 
 
-@pytest.mark.parametrize("program", ["pretrain_vision_classify.py", "finetune_bert.py"])
+@pytest.mark.parametrize("program", ["pretrain_vision_classify.py", "finetune_bert.py", "pretrain_t5.py"])
 def test_programs_that_are_not_searched(run, tmp_path, program):
-    """A script of those that tell classes is refused by name, and so are their flags."""
+    """A script of those that tell classes, or of a T5, is refused by name, and so are their flags."""
     (tmp_path / "job.sh").write_text(f"torchrun {program} --num-layers 4 --num-classes 3\n")
     status, _, err = run(*CLUSTER, "--model-script", tmp_path / "job.sh")
     assert status == 1 and f"runs {program}, whose models are neither searched nor profiled; check and price" in err
     status, _, err = run(*CLUSTER, *GPT, "--num-classes", "3")
     assert status == 1 and "--num-classes belongs to pretrain_vision_classify.py and finetune_bert.py" in err
+    status, _, err = run(*CLUSTER, *GPT, "--decoder-num-layers", "3")
+    assert status == 1 and "--decoder-num-layers belongs to pretrain_t5.py" in err
 
 
 def test_output_that_cannot_be_written_is_said_before_the_search(run, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.arguments import parse_args, validate_args
+from tests.trainer.arguments import t5_command_line
 from tests.trainer.arguments.bert_command_line import defaults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,16 +76,27 @@ def test_bert_script_parses(recorded_arguments, environment):
     assert (args.num_layers, args.bf16) == (int(environment.get("LAYERS", 24)), "PRECISION" not in environment)
 
 
+def test_t5_script_parses(recorded_arguments):
+    """examples/pretrain_t5_2bw.sh gives a command line that is accepted, of the size of Megatron-LM's example."""
+    argv = recorded_arguments(
+        "examples/pretrain_t5_2bw.sh", "ckpt", "vocab.txt", "text", program="pretrain_t5.py", PP="2", TP="2"
+    )
+    args = parse_args(argv, defaults=t5_command_line.defaults())
+    validate_args(args, world_size=8)
+    assert (args.num_layers, args.hidden_size, args.decoder_seq_length, args.bf16) == (24, 768, 128, True)
+
+
 @pytest.mark.parametrize(
     "script, usage",
     [
         ("pretrain_gpt_2bw.sh", "CHECKPOINTS VOCAB_FILE MERGE_FILE DATA_PREFIX"),
         ("pretrain_bert_2bw.sh", "CHECKPOINTS VOCAB_FILE DATA_PREFIX"),
+        ("pretrain_t5_2bw.sh", "CHECKPOINTS VOCAB_FILE DATA_PREFIX"),
     ],
 )
 def test_one_node_script_shows_its_usage(script, usage):
     """With too few arguments the script says what it wants, and fails."""
-    command = ["bash", str(ROOT / "examples" / script), *(["ckpt"] if "bert" in script else [])]
+    command = ["bash", str(ROOT / "examples" / script), *(["ckpt"] if "gpt" not in script else [])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and usage in result.stderr
 

@@ -31,7 +31,7 @@ from megatron.trainer.plan.command import PROGRAMS, Job
 
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
-_NOT_SEARCHED = ("pretrain_vision_classify.py", "finetune_bert.py")
+_NOT_SEARCHED = ("pretrain_t5.py", "pretrain_vision_classify.py", "finetune_bert.py")
 
 
 def cluster_names() -> list[str]:

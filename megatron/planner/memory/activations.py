@@ -194,6 +194,14 @@ class Activations:
 
     # --- a stage
 
+    def by_stage(self, layers: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
+        """`saved`, `workspace` and `deferred` of each stage. `layers`: the number of layers of each stage."""
+        with_experts = self.shape.layers_with_experts(layers)
+        saved, workspace, deferred = (
+            by_stage(count, layers, with_experts) for count in (self.saved, self.workspace, self.deferred)
+        )
+        return saved, workspace, deferred
+
     def saved(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
         """Bytes that a stage keeps of a microbatch from its forward to its backward.
 

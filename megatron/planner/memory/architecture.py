@@ -101,6 +101,28 @@ class Experts:
         return sum(self.layers[:whole]) + (rest * self.layers[whole] if rest else 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """The decoder of a T5: its last layers, which also attend to what the encoder, its other layers, put out.
+
+    Attributes:
+        first: layers before it, those of the encoder.
+        sequence_length: tokens that it reads, beside those of the encoder.
+    """
+
+    first: int
+    sequence_length: int
+
+    def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
+        """How many of the layers of each stage are the decoder's."""
+        ends = accumulate(layers)
+        return tuple(min(count, max(0, end - self.first)) for count, end in zip(layers, ends, strict=True))
+
+    def stage_behind_encoder(self, layers: Sequence[float]) -> int:
+        """The stage with the last layer of the encoder."""
+        return next(stage for stage, end in enumerate(accumulate(layers)) if end >= self.first)
+
+
 @lru_cache(maxsize=256)
 def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]:
     first = [experts._first(num_layers) for num_layers in accumulate(layers, initial=0)]
@@ -129,6 +151,7 @@ class Architecture:
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
         experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
+        decoder: of a T5, whose `sequence_length` is that of its encoder; None: the model is one stack.
     """
 
     num_layers: int
@@ -156,6 +179,7 @@ class Architecture:
     hidden_dropout: bool = True
     attention_dropout: bool = True
     experts: Experts | None = None
+    decoder: Decoder | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -241,6 +265,8 @@ class Architecture:
         """
         h = self.hidden_size
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
+        if self.decoder is not None:
+            ends *= self.decoder.sequence_length / self.sequence_length
         layers = self.num_layers * self._products_of_layer
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
@@ -251,9 +277,23 @@ class Architecture:
 
     @property
     def _products_of_layer(self) -> float:
-        """Multiplications of a token in the matrix products of a layer's forward, on average over the layers."""
+        """Multiplications of a token in the matrix products of a layer's forward, on average over the layers; of a T5
+        per token of the encoder."""
+        if self.decoder is not None:
+            return self._products_of_t5 / self.num_layers / self.sequence_length
         matrices = self.layer_matrices
         if self.experts is not None:
             (count,) = self.layers_with_experts((self.num_layers,))
             matrices += count / self.num_layers * (self.active_matrices - matrices)
         return matrices + 2 * self.query_width * self.sequence_length
+
+    @property
+    def _products_of_t5(self) -> float:
+        """Multiplications of a sample in the matrix products of a forward of all layers. Keys and values of a
+        cross-attention are made of the encoder's tokens, its other half of the projections of the decoder's."""
+        q, s, r = self.query_width, self.sequence_length, self.decoder.sequence_length
+        encoder = s * (self.layer_matrices + 2 * q * s)
+        of_keys = 2 * self.hidden_size * self.key_width
+        crossing = r * (self.projections - of_keys + 2 * q * s) + s * of_keys
+        decoder = r * (self.layer_matrices + 2 * q * r) + crossing
+        return self.decoder.first * encoder + (self.num_layers - self.decoder.first) * decoder

@@ -29,9 +29,10 @@ from operator import attrgetter, mul
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.move_order import Pairs
-from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
+from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand
+from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import (
     Hosting,
     HostParts,
@@ -195,13 +196,10 @@ def estimate_memory(
     """
     assert len(layers) == len(demand.rank_of_stage) and sum(layers) == shape.num_layers
     assert hosting is None or setting.recompute.whole_stage
-    activations = Activations(shape, setting)
+    activations = activations_of(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers, setting.expert_degrees)
     of_experts = stage_expert_parameters(shape, layers, setting.expert_degrees)
-    with_experts = shape.layers_with_experts(layers)
-    saved = by_stage(activations.saved, layers, with_experts)
-    workspace = by_stage(activations.workspace, layers, with_experts)
-    deferred = by_stage(activations.deferred, layers, with_experts)
+    saved, workspace, deferred = activations.by_stage(layers)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size

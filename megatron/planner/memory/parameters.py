@@ -68,11 +68,23 @@ def routing_layer_parameters(shape: Architecture, tensor: int) -> int:
     return _layer_with_mlp(shape, tensor, shape.experts.shared_ffn_hidden_size) + router
 
 
+def cross_attention_parameters(shape: Architecture, tensor: int) -> int:
+    """Parameters by which a layer of a decoder exceeds one without cross-attention, on one of `tensor` ranks."""
+    split, whole = shape.projections, shape.norm_vectors * shape.hidden_size
+    if shape.linear_biases:
+        split += shape.query_width + 2 * shape.key_width
+        whole += shape.hidden_size
+    return split // tensor + whole
+
+
 def stage_matrices(
     shape: Architecture, tensor: int, layers: Sequence[int], degrees: ExpertDegrees | None = None
 ) -> tuple[int, ...]:
     """Elements of the linear layers of each stage on one rank, experts included, routers excluded."""
     of_layer = matrix_parameters(shape, tensor, 1)
+    if shape.decoder is not None:
+        crossing = zip(layers, shape.decoder.of_stages(layers), strict=True)
+        return tuple(count * of_layer + own * (shape.projections // tensor) for count, own in crossing)
     if shape.experts is None:
         return tuple(count * of_layer for count in layers)
     dense = shape.projections + shape.mlp_matrices(shape.experts.shared_ffn_hidden_size)
@@ -111,6 +123,8 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
         count += h * h + h + shape.norm_vectors * h + rows
     if shape.binary_head:
         count += h * h + h + 2 * h + 2
+    if shape.decoder is not None and shape.tied_embeddings:
+        count += rows  # a T5 has a bias of its logits
     return count
 
 
@@ -140,14 +154,26 @@ def stage_parameters(
     with_experts = shape.layers_with_experts(layers)
     routing = routing_layer_parameters(shape, tensor) - of_layer if shape.experts else 0
     experts = stage_expert_parameters(shape, layers, degrees or ExpertDegrees(tensor=tensor))
+    of_decoder = _beyond_one_stack(shape, tensor, layers)
     return tuple(
         count * of_layer
+        + of_decoder[stage]
         + with_experts[stage] * routing
         + experts[stage]
         + (embedding_parameters(shape, tensor) if stage == 0 else 0)
         + (head_parameters(shape, tensor, holds_embedding=last == 0) if stage == last else 0)
         for stage, count in enumerate(layers)
     )
+
+
+def _beyond_one_stack(shape: Architecture, tensor: int, layers: Sequence[int]) -> list[int]:
+    """Parameters of each stage of a T5 that a model of one stack has not: cross-attentions and the encoder's norm."""
+    if shape.decoder is None:
+        return [0] * len(layers)
+    of_layer = cross_attention_parameters(shape, tensor)
+    counts = [own * of_layer for own in shape.decoder.of_stages(layers)]
+    counts[shape.decoder.stage_behind_encoder(layers)] += shape.norm_vectors * shape.hidden_size
+    return counts
 
 
 def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees: ExpertDegrees) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from megatron.pipeline.placement.traffic import MessageCounts, Traffic
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.planner.memory.activations import Activations, ActivationSetting, by_stage
+from megatron.planner.memory.activations import Activations, ActivationSetting
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.parameters import stage_parameters
 
 _TERA = 1e12
@@ -77,11 +78,11 @@ class CutModel:
     @property
     def _saved(self) -> list[float]:
         """Bytes that a microbatch saves at each stage."""
-        return by_stage(self._activations.saved, self.layers, self.model.layers_with_experts(self.layers))
+        return self._activations.by_stage(self.layers)[0]
 
     @property
     def _activations(self) -> Activations:
-        return Activations(self.model, self.setting)
+        return activations_of(self.model, self.setting)
 
     @property
     def _trained(self) -> list[list[int]]:

@@ -21,6 +21,7 @@ from megatron.trainer.arguments.rules import (
     run,
     schedule,
     stages,
+    t5,
     without_effect,
 )
 
@@ -28,12 +29,14 @@ __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "res
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
+    t5.shape,
     *model.RULES,
     experts.experts,
     context.context,
     *schedule.RULES,
     *stages.RULES,
     *programs.RULES,
+    t5.t5,
     freezing.flags,
     *run.RULES,
     experts.moved_activations,

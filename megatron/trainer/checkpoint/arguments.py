@@ -205,7 +205,7 @@ def _same_vocabulary(args: TrainConfig, saved: argparse.Namespace | None) -> boo
 # --- the arguments of a checkpoint ------------------------------------------------------------------------------------
 
 _TAKEN_UNLESS_GIVEN = (*destinations(Role.SAVED), "padded_vocab_size")
-_ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "bert-classify": "BERT that tells classes"}
+_ARCHITECTURES = {"gpt": "GPT", "bert": "BERT", "t5": "T5", "vit": "ViT", "bert-classify": "BERT that tells classes"}
 _BODIES = {"bert-classify": "bert"}  # architecture -> the one whose weights without head it accepts
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype)
 

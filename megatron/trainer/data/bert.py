@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.datasets import SPLITS, Datasets, TokenFiles, build_blended
@@ -135,7 +136,7 @@ def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> 
         BERTMaskedWordPieceDatasetConfig,
         reads=True,
         num_elements=lambda contents: contents.num_documents,
-        check=lambda config, has_split: _check_documents(args, config, has_split),
+        check=lambda config, has_split: check_documents(config, has_split, least=2 if args.bert_binary_head else 1),
         tokenizer=tokenizer,
         masking_probability=args.mask_prob,
         short_sequence_probability=args.short_seq_prob,
@@ -169,12 +170,11 @@ def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None
         )
 
 
-def _check_documents(args: TrainConfig, config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]) -> None:
+def check_documents(config: MaskedWordPieceDatasetConfig, has_split: Sequence[bool], *, least: int) -> None:
     """Check that every split of every file has a usable document, since megatron.core would search for one forever.
 
-    Raises ValueError naming the first split without one.
+    `least`: sentences that a sample needs. Raises ValueError naming the first split without one.
     """
-    least = 2 if args.bert_binary_head else 1
     for split, prefix, part in _parts(config, has_split):
         if not any(_is_usable(lengths, least) for lengths in document_lengths(prefix, part)):
             remedy = "; preprocess with --split-sentences, or train with --bert-no-binary-head" if least == 2 else ""
@@ -189,7 +189,7 @@ def _is_usable(lengths: numpy.ndarray, least: int) -> bool:
 
 
 def _parts(
-    config: BERTMaskedWordPieceDatasetConfig, has_split: Sequence[bool]
+    config: MaskedWordPieceDatasetConfig, has_split: Sequence[bool]
 ) -> Iterator[tuple[str, str, tuple[float, float]]]:
     """Yield (split, prefix, part of the documents) for all data that the run reads."""
     for index, split in enumerate(SPLITS):

@@ -105,6 +105,22 @@ class WordPieceTokenizer(FastTokenizer):
         return self._words  # cached, since megatron.core reads it for every token
 
 
+class SentinelTokenizer(WordPieceTokenizer):
+    """BERT's tokenizer with the tokens of a T5: [BOS], [EOS], and an extra id for each run of words that is taken out.
+
+    Those that the vocabulary lacks come behind it, in this order, as in Megatron-LM.
+    """
+
+    bos = eos = -1
+    additional_special_tokens_ids: tuple[int, ...] = ()
+
+    def __init__(self, path: str, core, *, num_extra_ids: int) -> None:
+        names = ["[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(num_extra_ids))]
+        core.add_special_tokens(names)
+        super().__init__(path, core)
+        self.bos, self.eos, *self.additional_special_tokens_ids = map(core.token_to_id, names)
+
+
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
     """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
     if (problem := problem_with_tokenizer(args)) is not None:
@@ -149,7 +165,10 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
     if kind == "GPT2BPETokenizer":
         return _gpt2(args.vocab_file, args.merge_file)
     if kind.startswith("BertWordPiece"):
-        return _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
+        core = _wordpiece(args.vocab_file, lowercase=kind == "BertWordPieceLowerCase")
+        if getattr(args, "architecture", None) == "t5":  # tools that prepare data have no model
+            return SentinelTokenizer(args.vocab_file, core, num_extra_ids=args.vocab_extra_ids)
+        return WordPieceTokenizer(args.vocab_file, core)
     if kind == "NullTokenizer":
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=args.vocab_size)
     if kind == "ByteLevelTokenizer":
@@ -184,14 +203,15 @@ def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:
     return FastTokenizer(vocab_file, tokenizer._tokenizer)
 
 
-def _wordpiece(vocab_file: str, *, lowercase: bool) -> WordPieceTokenizer:
+def _wordpiece(vocab_file: str, *, lowercase: bool):
+    """The core of BERT's tokenizer."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     core = Tokenizer(models.WordPiece.from_file(vocab_file, unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
-    return WordPieceTokenizer(vocab_file, core)
+    return core
 
 
 def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
@@ -207,4 +227,5 @@ def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> in
 
 def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
-    return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids
+    extra = 0 if isinstance(tokenizer, SentinelTokenizer) else args.vocab_extra_ids  # it has them already
+    return max(tokenizer.vocab_size, args.vocab_size or 0) + extra

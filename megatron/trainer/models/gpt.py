@@ -74,12 +74,15 @@ def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | Tra
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LayerNormImpl)
 
 
-def seeded_spec(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
+def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> ModuleSpec:
     """The module specification `spec` of a transformer layer with the seeded layer class. Where ranks share sequences,
-    the attention of a local layer takes parts of them."""
+    the attention of a local layer takes parts of them.
+
+    `before`: layers of another stack, whose streams come first.
+    """
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         spec = sharing_sequences(spec)
-    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": args.seed})
+    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": layer_stream(args, before)})
     return dataclasses.replace(spec, module=seeded)
 
 

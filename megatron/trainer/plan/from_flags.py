@@ -21,7 +21,7 @@ from megatron.planner import (
     most,
 )
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Experts
+from megatron.planner.memory.architecture import Decoder, Experts
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
@@ -135,6 +135,9 @@ def architecture(args: TrainConfig) -> Architecture:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=None if args.num_experts is None else experts(args),
+        decoder=Decoder(first=args.encoder_num_layers, sequence_length=args.decoder_seq_length)
+        if args.architecture == "t5"
+        else None,
     )
 
 

@@ -64,6 +64,8 @@ def flops_per_sample(args: TrainConfig) -> float:
     2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is left out; so
     are the operations of a classifier on a single token.
     """
+    if args.architecture == "t5":
+        return _flops_of_t5(args)
     query_width = args.kv_channels * args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     projections = args.hidden_size * (2 * query_width + 2 * args.kv_channels * groups)
@@ -76,6 +78,17 @@ def flops_per_sample(args: TrainConfig) -> float:
     weights = args.num_layers * (projections + mlp) + ends
     attention = args.num_layers * 2 * args.seq_length * query_width
     return 6.0 * args.seq_length * (weights + attention)
+
+
+def _flops_of_t5(args: TrainConfig) -> float:
+    """Encoder, decoder and output layer each count their own tokens. Of a cross-attention, keys and values are made of
+    the encoder's tokens."""
+    s, r, h, q = args.seq_length, args.decoder_seq_length, args.hidden_size, args.kv_channels * args.num_attention_heads
+    layer = 4 * h * q + h * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    encoder = s * (layer + 2 * s * q)
+    decoder = r * (layer + 2 * r * q) + r * (2 * h * q + 2 * s * q) + s * 2 * h * q
+    layers = args.encoder_num_layers * encoder + args.decoder_num_layers * decoder
+    return 6.0 * (layers + r * h * args.padded_vocab_size)
 
 
 def flops_of_output_layer(args: TrainConfig) -> float:

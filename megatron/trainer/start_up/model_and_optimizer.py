@@ -31,7 +31,7 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition
 from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.models import core_config
@@ -122,7 +122,7 @@ def setup_model_and_optimizer(
             stages = [
                 MegatronStage(
                     chunk, program.forward_step, update, index=stage, num_stages=schedule.num_stages,
-                    seq_length=args.seq_length, micro_batch_size=args.micro_batch_size,
+                    seq_length=edge_length(args), micro_batch_size=args.micro_batch_size,
                     recompute=schedule.recomputes(stage), seed=args.seed, loss_names=program.loss_names(args),
                     activation_memory=memory, first_trained=schedule.num_frozen,
                 )

@@ -22,7 +22,8 @@ from megatron.core import parallel_state
 from megatron.documents.files import problem_with_directory
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
-from megatron.planner import GIB, Activations
+from megatron.planner import GIB
+from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import matrix_parameters, stage_parameters
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -68,7 +69,7 @@ def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Nee
     parameters = stage_parameters(shape, tensor, layers)
     parts = host_parts(
         rank,
-        Activations(shape, from_flags.activation_setting(args)).boundary,
+        activations_of(shape, from_flags.activation_setting(args)).boundary,
         from_flags.training_state(args),
         [parameters[stage] for stage in own],
         matrix_parameters(shape, tensor, sum(layers[stage] for stage in own)),

@@ -16,7 +16,7 @@ from megatron.elastic.stages import Arrangement, Stages
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
-from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, t5, training
 from megatron.trainer.arguments.flags.values import BatchSizes
 
 
@@ -25,7 +25,7 @@ class Derived:
     """What follows from the flags, the job, the files and the machine.
 
     Attributes:
-        architecture: "gpt", "bert", "vit" or "bert-classify"; the program says it.
+        architecture: "gpt", "bert", "t5", "vit" or "bert-classify"; the program says it.
         given: the destinations that the command line named.
         unread: a note for each flag on the command line that only Megatron-LM reads.
         virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
@@ -48,7 +48,6 @@ class Derived:
     data_parallel_size: int
     transformer_pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
-    encoder_seq_length: int
     program: ProgramSchedule | None
     pipeline_program_sha256: str | None
     schedule: PipelineSchedule
@@ -77,7 +76,7 @@ _Unread = make_dataclass(
 class TrainConfig(
     model.Model, experts.Experts, parallel.Pipeline, parallel.Distributed, training.Freezing, training.Batch,
     training.Regularization, training.LearningRate, training.Precision, training.Recompute, data.Data,
-    data.Tokenizer, model.Bert,
+    data.Tokenizer, model.Bert, t5.EncoderDecoder,
     model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags, Derived, _Unread,
 ):  # fmt: skip
     """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""
@@ -168,6 +167,11 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
     )  # fmt: skip
 
 
+def edge_length(args: TrainConfig | argparse.Namespace) -> int:
+    """Tokens of the tensor that stages send each other: of a T5 those of the encoder and, behind them, the decoder's."""
+    return args.seq_length + (args.decoder_seq_length if args.architecture == "t5" else 0)
+
+
 def schedule_text(args: TrainConfig) -> str:
     """What a run's first lines call the choice: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
     if args.program is None:
@@ -177,7 +181,10 @@ def schedule_text(args: TrainConfig) -> str:
 
 # --- how many rows an embedding has -----------------------------------------------------------------------------------
 
-USUAL = {"gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522)}
+USUAL = {
+    "gpt": ("GPT-2's", 50257), "bert": ("BERT's", 30522), "bert-classify": ("BERT's", 30522),
+    "t5": ("BERT's with [BOS] and [EOS]", 30524),
+}  # fmt: skip
 """By architecture: whose vocabulary is taken where none is given, and its size."""
 _OF_ONE_MODEL = {"Llama2Tokenizer": ("Llama 2's", 32000)}
 

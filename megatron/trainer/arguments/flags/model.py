@@ -107,7 +107,8 @@ NUM_TOKEN_TYPES = 2
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Bert:
     """What `pretrain_bert.py` learns to predict. The other programs refuse these flags, but for --bert-no-binary-head,
-    which `finetune_bert.py` needs for a BERT that was trained with it."""
+    which `finetune_bert.py` needs for a BERT that was trained with it, and the shares, which `pretrain_t5.py` has,
+    too."""
 
     mask_prob: float = option(0.15, "Share of a sample's tokens that are to be predicted.", roles=Role.ORDER)
     short_seq_prob: float = option(

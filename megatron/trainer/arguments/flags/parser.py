@@ -15,7 +15,17 @@ from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import data, experts, megatron_lm, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags import (
+    data,
+    experts,
+    megatron_lm,
+    model,
+    output,
+    parallel,
+    refusals,
+    t5,
+    training,
+)
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
@@ -32,6 +42,7 @@ GROUPS: tuple[Group, ...] = (
     data.DATA,
     data.TOKENIZER,
     model.BERT,
+    t5.T5,
     model.CLASSIFICATION,
     model.VISION,
     output.CHECKPOINT,
@@ -206,7 +217,7 @@ def parse_args(
         argv: words after the program's name; None takes them from `sys.argv`.
         prog: the program's name in `--help`.
         defaults: defaults of this program that differ from the table's; `architecture` ("gpt", "bert",
-            "vit", "bert-classify") has no flag.
+            "t5", "vit", "bert-classify") has no flag.
         accepts: flags with this role are not refused.
 
     The namespace's `given` holds the destinations that the command line named. Values are not yet checked against each

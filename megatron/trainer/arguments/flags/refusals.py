@@ -22,7 +22,6 @@ _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, t
 _CLUSTER = "this cluster service is not connected; leave the flag out."
 _RERUN = "results are not recomputed to find faults; leave the flag out."
 _FRACTION = "all of the data are read; prepare files of fewer classes or images."
-_ENCODER = "encoder and decoder are not built together; use --num-layers and --seq-length."
 
 
 def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
@@ -124,14 +123,6 @@ REFUSED = Group(
         *_list("only megatron.core models are built; leave the flag out.", "--use-legacy-models"),
         *_list(
             "layer specifications from files are not loaded; edit megatron/trainer/models/gpt.py.", "--spec", takes="+"
-        ),
-        *_list(
-            _ENCODER,
-            "--encoder-num-layers",
-            "--decoder-num-layers",
-            "--encoder-seq-length",
-            "--decoder-seq-length",
-            takes=None,
         ),
         *_list(
             "validation always takes --eval-iters batches; leave the flag out.",

@@ -55,16 +55,19 @@ def split_shares(text: str) -> tuple[float, ...]:
 
 def text(args: argparse.Namespace) -> None:
     """Require a tokenizer of programs that read text."""
+    rows, t = args.padded_vocab_size, args.tensor_model_parallel_size
+    if "padded_vocab_size" in args.given and rows % t:
+        raise ValueError(f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {t}; change one")
+    if args.patch_tokenizer_type is not None and args.tokenizer_type is None and args.tokenizer_model is None:
+        args.tokenizer_model = args.load
     if args.architecture != "vit":
         tokenizer(args)
 
 
 def tokenizer(args: argparse.Namespace) -> None:
-    rows, t = args.padded_vocab_size, args.tensor_model_parallel_size
-    if "padded_vocab_size" in args.given and rows % t:
-        raise ValueError(f"--padded-vocab-size {rows} is not divisible by --tensor-model-parallel-size {t}; change one")
+    """Require what a tokenizer needs, also of the tools that read text, which have no model."""
     if args.patch_tokenizer_type is not None and args.tokenizer_type is None:
-        args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", args.tokenizer_model or args.load
+        args.tokenizer_type = "HuggingFaceTokenizer"
     if args.tokenizer_type == "PretrainedFromHF":
         args.tokenizer_type = "HuggingFaceTokenizer"
     if args.tokenizer_type is None:

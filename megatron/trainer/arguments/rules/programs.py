@@ -1,6 +1,7 @@
-"""Rules of single programs: which flags belong to which program, and what a BERT and a classifier require.
+"""Rules of single programs: which flags belong to which program, and what a BERT and a classifier require; those of a
+T5 are in t5.py.
 
-`args.architecture` is "gpt", "bert", "vit" or "bert-classify". A flag that only another architecture has is refused by
+`args.architecture` is "gpt", "bert", "t5", "vit" or "bert-classify". A flag that only another architecture has is refused by
 name.
 """
 
@@ -8,7 +9,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import data as data_flags
-from megatron.trainer.arguments.flags import experts, model
+from megatron.trainer.arguments.flags import experts, model, t5
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
@@ -16,16 +17,21 @@ from megatron.trainer.files import text_files
 
 # --- which program a flag belongs to ----------------------------------------------------------------------------------
 
-_Refusals = Mapping[str, tuple[object, str]]
+Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
 
 _OWNERS = (
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
+    (t5.T5, ("t5",), "pretrain_t5.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
     (model.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
-_SHARED = {"bert_binary_head": ("bert", "bert-classify")}
+_SHARED = {
+    "bert_binary_head": ("bert", "bert-classify"),
+    "mask_prob": ("bert", "t5"),
+    "short_seq_prob": ("bert", "t5"),
+}
 ONLY_OF = {
     each.dest: _SHARED.get(each.dest, architectures) for group, architectures, _ in _OWNERS for each in group.flags
 }
@@ -40,7 +46,7 @@ def owners(args: argparse.Namespace) -> None:
                 raise ValueError(f"{each.name} belongs to {programs}; leave it out")
 
 
-def _refuse_values(args: argparse.Namespace, refusals: _Refusals) -> None:
+def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
     """Raise ValueError for the first value that asks for what the program does not have."""
     named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
@@ -53,15 +59,15 @@ def _refuse_values(args: argparse.Namespace, refusals: _Refusals) -> None:
 
 SHORTEST_SEQUENCE = 5
 """Tokens: [CLS], two [SEP], and two of text, the least that megatron.core's samples have."""
-_LARGEST_SEED = 2**31 - 1  # of megatron.core's sample index
+LARGEST_SEED = 2**31 - 1  # of megatron.core's sample index
 
-_LAYER_REFUSALS: _Refusals = {
+_LAYER_REFUSALS: Refusals = {
     "qk_layernorm": (False, "megatron.core's BERT layer has no such norm; leave the flag out"),
     "normalization": ("LayerNorm", "the head of megatron.core's BERT has a LayerNorm; leave the flag out"),
     "rotary_base": (10000, "megatron.core's BERT rotates with 10000; leave the flag out"),
     "use_rope_scaling": (False, "megatron.core's BERT does not scale them; leave the flag out"),
 }
-_REFUSALS: _Refusals = {
+_REFUSALS: Refusals = {
     "mock_data": (False, "megatron.core has no synthetic samples of BERT; give --data-path"),
     "reset_position_ids": (False, "a sample of BERT ends with its document; leave the flag out"),
     "reset_attention_mask": (False, "a sample of BERT ends with its document; leave the flag out"),
@@ -75,14 +81,14 @@ def bert(args: argparse.Namespace) -> None:
     """Check that flags fit a BERT and its samples."""
     if args.architecture != "bert":
         return
-    _refuse_values(args, _REFUSALS)
+    refuse_values(args, _REFUSALS)
     if args.seq_length < SHORTEST_SEQUENCE:
         raise ValueError(
             f"--seq-length {args.seq_length} has no room for [CLS], two [SEP] and two tokens of text; give at least "
             f"{SHORTEST_SEQUENCE}"
         )
-    if args.seed > _LARGEST_SEED:
-        raise ValueError(f"--seed {args.seed} is beyond what BERT's sample index takes; give at most {_LARGEST_SEED}")
+    if args.seed > LARGEST_SEED:
+        raise ValueError(f"--seed {args.seed} is beyond what BERT's sample index takes; give at most {LARGEST_SEED}")
 
 
 # --- `pretrain_vision_classify.py` and `finetune_bert.py`: shape of a sample, data, and when to evaluate --------------
@@ -92,7 +98,7 @@ SHORTEST_TEXT = 3
 """Tokens: [CLS], one of text, [SEP]."""
 _SPLITS = ("train", "valid", "test")
 
-_REFUSALS_OF_CLASSIFIERS: _Refusals = {
+_REFUSALS_OF_CLASSIFIERS: Refusals = {
     "mock_data": (False, "there are no synthetic samples with classes; give --data-path"),
     "data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
     "per_split_data_args_path": (None, "data are named by --data-path TRAIN VALID, or by --train-data-path; use these"),
@@ -106,7 +112,7 @@ _REFUSALS_OF_CLASSIFIERS: _Refusals = {
     "fp16_lm_cross_entropy": (False, "the loss of classes is taken in FP32; leave the flag out"),
     "cross_entropy_loss_fusion": (False, "the loss of classes is taken in FP32; leave the flag out"),
 }
-_REFUSALS_OF_VIT: _Refusals = {
+_REFUSALS_OF_VIT: Refusals = {
     "position_embedding_type": ("learned_absolute", "the positions of patches are learned; leave the flag out"),
 }
 
@@ -138,14 +144,14 @@ def classifier(args: argparse.Namespace) -> None:
     """Check that flags fit a classifier. Its model has no output layer, so no weights are tied."""
     if args.architecture not in CLASSIFIERS:
         return
-    _refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
+    refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
     if args.architecture == "vit":
-        _refuse_values(args, _REFUSALS_OF_VIT)
+        refuse_values(args, _REFUSALS_OF_VIT)
         for each in data_flags.TOKENIZER.flags:
             if each.dest in args.given:
                 raise ValueError(f"{each.name}: images have no tokenizer; leave the flag out")
     else:
-        _refuse_values(args, _LAYER_REFUSALS)
+        refuse_values(args, _LAYER_REFUSALS)
         if args.seq_length < SHORTEST_TEXT:
             raise ValueError(
                 f"--seq-length {args.seq_length} has no room for [CLS], a token of text and [SEP]; give at least "

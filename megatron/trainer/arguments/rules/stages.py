@@ -157,7 +157,7 @@ def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | 
     rest = num_layers - (first or 0) - (last or 0)
     if (middle == 0 and rest != 0) or (middle > 0 and (rest < middle or rest % middle)):
         raise ValueError(
-            f"--num-layers {num_layers} leaves {rest} layers for the other {middle} stages, which "
+            f"{_said(args)} leaves {rest} layers for the other {middle} stages, which "
             f"does not come out even; change the first or last stage's number of layers"
         )
     counts = {"first": first, "last": last, "other": rest // middle if middle else None}
@@ -172,10 +172,17 @@ def _equal_ranks(args: argparse.Namespace) -> None:
         if p > args.pipeline_model_parallel_size:
             by = f"the {p} stages of {choice_of(args).flag}"
         raise ValueError(
-            f"--num-layers {args.num_layers} is not divisible by {by}; change "
+            f"{_said(args)} is not divisible by {by}; change "
             f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
         )
     _check_virtual(args, counted // p, "each rank")
+
+
+def _said(args: argparse.Namespace) -> str:
+    """The number of layers as the user gave it."""
+    if args.architecture == "t5":
+        return f"the sum of --encoder-num-layers {args.encoder_num_layers} and --decoder-num-layers {args.decoder_num_layers}"
+    return f"--num-layers {args.num_layers}"
 
 
 def _counted_layers(args: argparse.Namespace) -> int:

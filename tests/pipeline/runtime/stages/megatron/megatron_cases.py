@@ -113,7 +113,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
             update,
             index=index,
             num_stages=case.p * case.v,
-            seq_length=SEQUENCE,
+            seq_length=case.edge_length,
             micro_batch_size=case.micro_batch_size,
             data_iterator=training_data(case, replica),
             evaluation_iterator=evaluation_data(case, replica),

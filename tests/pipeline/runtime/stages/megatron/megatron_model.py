@@ -1,5 +1,5 @@
 """A tiny GPT for the tests of the megatron.core stage, its data and its weights, the same for every layout; with
-`bert` the BERT of bert_model.py.
+`bert` the BERT of bert_model.py, with `t5` the T5 of t5_model.py.
 
 `Case` holds one configuration. Weights depend on the parameter's global name only, data on the sample's number only, so
 every (t, p, d) starts alike and sees the same samples.
@@ -27,7 +27,7 @@ from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 from megatron.pipeline.schedules.placements import round_robin
 from megatron.trainer.models.bert import BertModel, bert_layer_specs
 from megatron.trainer.models.context_parallel import sharing_sequences
-from tests.pipeline.runtime.stages.megatron import bert_model
+from tests.pipeline.runtime.stages.megatron import bert_model, t5_model
 
 SEQUENCE, VOCABULARY, HEADS = 16, 64, 4
 
@@ -78,6 +78,7 @@ class Case:
     extra_warmup: bool = False
     bert: bool = False
     binary_head: bool = True  # of BERT
+    t5: bool = False  # half of the layers are the encoder's
     balance: bool = False  # saved activations are captured, and move where there is something to move
     engine: bool = False  # Transformer Engine's layers
     predict: bool = False  # weights
@@ -87,6 +88,11 @@ class Case:
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
+
+    @property
+    def edge_length(self) -> int:
+        """Tokens of what stages send each other."""
+        return t5_model.ENCODER + t5_model.DECODER if self.t5 else SEQUENCE
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,6 +115,17 @@ class Case:
         """The stage of a layer, counted from 0, where each rank has one stage."""
         first = self.layers // self.p if self.first_layers is None else self.first_layers
         return 0 if layer < first else 1 + (layer - first) // ((self.layers - first) // (self.p - 1))
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter by its global name, where each rank has one stage."""
+        if self.p == 1 or name.startswith("embedding"):
+            return 0
+        if name.startswith("encoder.final") and self.t5:
+            return self.stage_of_layer(self.layers // 2 - 1)
+        if ".layers." not in name:
+            return self.p - 1
+        before = self.layers // 2 if self.t5 and name.startswith("decoder") else 0
+        return self.stage_of_layer(before + int(name.split(".layers.")[1].split(".")[0]) - 1)
 
 
 # The model and its data, the same everywhere.
@@ -171,6 +188,10 @@ def own_stages(case: Case) -> tuple[int, ...]:
 
 def gpt_model(case: Case, chunk: int = 0) -> GPTModel | BertModel:
     """A chunk of this rank, with the weights that its global names imply."""
+    if case.t5:
+        return _with_weights(
+            case, t5_model.stage(case, transformer_config(case), own_stages(case)[chunk], case.p * case.v)
+        )
     if not case.is_placed:
         return _gpt_model(case, transformer_config(case), vp_stage=chunk if case.v > 1 else None)
     return model_of_stage(case, own_stages(case)[chunk], case.p * case.v)
@@ -203,6 +224,15 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         local = sharing_sequences(local) if case.cp > 1 else local
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
         model = GPTModel(transformer_layer_spec=spec, **options)
+    return _with_weights(case, model)
+
+
+def whole_model(case: Case) -> torch.nn.Module:
+    """The model in one piece, as megatron.core has it."""
+    return _with_weights(case, t5_model.whole(case, transformer_config(case))) if case.t5 else gpt_model(case)
+
+
+def _with_weights(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     with torch.no_grad():
         for name, param in global_names(model).items():
             param.copy_(shard(case, name, param, full_weight(case, name, param)))
@@ -212,13 +242,12 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
 def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
     """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
     named = {}
-    stack = model.encoder if isinstance(model, BertModel) else model.decoder
     for name, param in model.named_parameters():
         parts = name.split(".")
         if "layers" in parts:
             position = parts.index("layers") + 1
-            parts[position] = str(stack.layers[int(parts[position])].layer_number)
-        name = ".".join(parts)
+            parts[position] = str(getattr(model, parts[0]).layers[int(parts[position])].layer_number)
+        name = ".".join(parts).removeprefix("lm_head.")  # where megatron.core's T5 names its output layer first
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         named[name] = param
@@ -266,6 +295,8 @@ def loss_factor(case: Case, first_sample: int) -> float:
 def microbatch_data(case: Case, first_sample: int) -> dict:
     if case.bert:
         return bert_model.microbatch_data(case, first_sample)
+    if case.t5:
+        return t5_model.microbatch_data(case, first_sample) | {"factor": loss_factor(case, first_sample)}
     tokens = torch.stack([sample_tokens(case, first_sample + i) for i in range(case.micro_batch_size)])
     mask = loss_mask(case, first_sample)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "mask": mask, "factor": loss_factor(case, first_sample)}
@@ -301,6 +332,8 @@ def causal_mask() -> torch.Tensor:
 def forward_step(case: Case):
     if case.bert:
         return bert_model.forward_step
+    if case.t5:
+        return t5_model.forward_step
 
     def step(data_iterator, model):
         # The middle stages read the data too: only its position matters, as in Megatron's own step without broadcast.

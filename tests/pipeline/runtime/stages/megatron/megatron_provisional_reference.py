@@ -17,9 +17,9 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
     global_names,
-    gpt_model,
     parallel,
     training_data,
+    whole_model,
 )
 from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     LossScale,
@@ -48,10 +48,7 @@ def num_read(case: Case, name: str, num_microbatches: int) -> int:
 
 def stage_of(case: Case, name: str) -> int:
     """The stage of a parameter; of tied embeddings that which has done the fewest microbatches."""
-    if ".layers." in name:
-        return case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
-    is_first = name.startswith("embedding") or (case.tied and "output_layer" in name)
-    return 0 if is_first else case.p - 1
+    return 0 if case.tied and "output_layer" in name else case.stage_of(name)
 
 
 def _is_tied(case: Case, name: str) -> bool:
@@ -73,7 +70,7 @@ def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -
 
 
 def _reference(case: Case, original: Case) -> dict:
-    model = gpt_model(case)
+    model = whole_model(case)
     module = Float16Module(model.config, model) if case.dtype != "float32" else model
     dropout, params = SeededDropout(model, seed=1234), global_names(model)
     masters = {name: param.detach().clone().float() for name, param in params.items()}

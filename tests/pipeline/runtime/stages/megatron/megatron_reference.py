@@ -16,9 +16,9 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
     global_names,
-    gpt_model,
     parallel,
     training_data,
+    whole_model,
 )
 
 DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the weights of a batch are; others: 0
@@ -33,7 +33,7 @@ def reference(**options) -> dict:
 
 
 def _reference(case: Case, original: Case) -> dict:
-    model = gpt_model(case)
+    model = whole_model(case)
     half = case.dtype != "float32"
     module = Float16Module(model.config, model) if half else model
     dropout = SeededDropout(model, seed=1234)
@@ -160,11 +160,7 @@ def version_used(case: Case, batch: int, name: str) -> int:
         return max(batch - DELAYS[case.schedule], 0)
     if case.schedule != "pipedream":
         return batch
-    if ".layers." in name:
-        stage = case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1)
-    else:
-        stage = 0 if name.startswith("embedding") else case.p - 1
-    return max(batch - (case.p - 1 - stage), 0)
+    return max(batch - (case.p - 1 - case.stage_of(name)), 0)
 
 
 def _learning_rate(case: Case, samples: int) -> float:

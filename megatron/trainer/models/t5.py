@@ -1,0 +1,256 @@
+"""The T5 model in stages: an encoder and a decoder as one chain, with weights that do not depend on the cut (gpt.py).
+
+Problem: a decoder layer reads the encoder's output, whatever stage it is on, and the decoder's tokens need the
+embedding, which the encoder and the output layer need, too. megatron.core's `T5Model` cannot be cut, but between its
+two halves. With an edge from the encoder's last stage to each stage of the decoder, the pipeline would be no chain any
+more: 2bw, balance and tied embeddings are for chains.
+
+Solution: all layers, first the encoder's and then the decoder's, are cut like those of one stack. One tensor crosses
+each edge, [encoder tokens + decoder tokens, b, hidden]:
+
+    behind encoder layers    what the encoder has computed so far, and the embedded tokens of the decoder
+    behind decoder layers    the encoder's output, and what the decoder has computed so far
+
+The first stage embeds the tokens of both, so that only the first and the last stage have the embedding, as in a GPT. A
+stage returns the gradient of the encoder's output as it came from the next stage plus those of its own
+cross-attentions, which autograd adds in the order of one process. So p stages compute the bits of one.
+
+Under sequence parallelism a tensor rank has its part of the encoder's tokens, and behind it its part of the decoder's.
+"""
+
+import warnings
+from collections.abc import Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from megatron.core import tensor_parallel
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.transformer.enums import LayerType, ModelType
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import scaled_init_method_normal
+from megatron.pipeline.runtime.stages.megatron.pipeline_position import StageLayout
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.models.gpt import layer_stream, seeded_spec
+from megatron.trainer.ranks import set_seeds
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message="Apex is not installed")  # torch's own norm replaces Apex's
+    from megatron.core.models.T5 import t5_spec
+
+_SPECS = {
+    "local": (t5_spec.encoder_model_with_local_spec, t5_spec.decoder_model_with_local_spec),
+    "transformer_engine": (
+        t5_spec.encoder_model_with_transformer_engine_default_spec,
+        t5_spec.decoder_model_with_transformer_engine_default_spec,
+    ),
+}
+"""--transformer-impl -> megatron.core's specifications of a layer of the encoder, and of one of the decoder."""
+
+
+class T5Stage(LanguageModule):
+    """The part of a T5 on one stage, under the names of megatron.core's `T5Model`, but that `output_layer` is not also
+    in `lm_head`.
+
+    Args:
+        config: configuration of the stage; its layout says how many layers each stage has.
+        pre_process, post_process: whether the stage has the embedding, and whether it has the output layer.
+    """
+
+    def __init__(self, args: TrainConfig, config: TransformerConfig, *, pre_process: bool, post_process: bool) -> None:
+        super().__init__(config)
+        self.pre_process, self.post_process = pre_process, post_process
+        self.model_type = ModelType.encoder_or_decoder
+        self.share_embeddings_and_output_weights = not args.untie_embeddings_and_output_weights
+        parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.lengths = args.encoder_seq_length // parts, args.decoder_seq_length // parts
+        self.input_tensor: Tensor | None = None
+        self.rotary_pos_emb = _rotary(args, config)
+        self._masks = attention_masks if args.transformer_impl == "local" else _masks_of_engine
+        self.rotary_lengths = args.encoder_seq_length, args.decoder_seq_length
+        if pre_process:
+            set_seeds(layer_stream(args, 0))
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                position_embedding_type=args.position_embedding_type,
+            )
+        counts = _stacks(_layers_of_stages(config), args.encoder_num_layers)
+        specs = [spec() for spec in _SPECS[args.transformer_impl]]
+        stage = self.pp_group.rank()
+        (encoder, decoder), here = counts, [count[stage] for count in counts]
+        is_behind_encoder = sum(encoder[: stage + 1]) == args.encoder_num_layers
+        self.encoder = self.decoder = None
+        if here[0]:
+            self.encoder = _stack(args, config, specs[0], encoder, stage, first=0, ends=is_behind_encoder)
+        if here[1] or post_process:
+            self.decoder = _stack(
+                args, config, specs[1], decoder, stage, first=args.encoder_num_layers, ends=post_process
+            )
+        if post_process:
+            set_seeds(layer_stream(args, args.num_layers + 1))
+            tied = self.share_embeddings_and_output_weights
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                config.hidden_size,
+                args.padded_vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=tied,  # as in megatron.core's T5
+                skip_bias_add=not tied,
+                skip_weight_param_allocation=pre_process and tied,
+            )
+        if pre_process or post_process:
+            self.setup_embeddings_and_output_layer()
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Set what comes from the previous stage: [encoder tokens + decoder tokens, b, hidden]."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(
+        self,
+        encoder_tokens: Tensor | None,
+        decoder_tokens: Tensor | None,
+        encoder_padding: Tensor,
+        decoder_padding: Tensor,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Compute what the next stage gets, [encoder tokens + decoder tokens, b, hidden]; on the last stage the cross
+        entropy [b, decoder tokens], or without labels logits [b, decoder tokens, part of the vocabulary].
+
+        Args:
+            encoder_tokens, decoder_tokens: token ids [b, s] on the first stage; None on others.
+            encoder_padding, decoder_padding: [b, s], 0 at padding.
+            labels: token ids [b, decoder tokens] on the last stage; None on others.
+        """
+        of_encoder, of_decoder, of_both = self._masks(encoder_padding, decoder_padding)
+        if self.pre_process:
+            source, target = self._embedded(encoder_tokens, decoder_tokens)
+        else:
+            source, target = self.input_tensor.split(self.lengths)
+        if self.encoder is not None:
+            source = self.encoder(source, of_encoder, rotary_pos_emb=self._rotated(0))
+        if self.decoder is not None:
+            target = self.decoder(
+                target, of_decoder, context=source, context_mask=of_both, rotary_pos_emb=self._rotated(1)
+            )
+        if not self.post_process:
+            return torch.cat((source, target))
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _ = self.output_layer(target, weight=weight)
+        if labels is None:
+            return logits.transpose(0, 1).contiguous()
+        return self.compute_language_model_loss(labels, logits)
+
+    def _embedded(self, encoder_tokens: Tensor, decoder_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The embedded tokens [s, b, hidden] of encoder and decoder.
+
+        The call of `forward` passes by the hook that seeds dropout, so that the decoder's mask is not the encoder's.
+        """
+        source, target = ((tokens, _positions(tokens)) for tokens in (encoder_tokens, decoder_tokens))
+        return self.embedding(*source), self.embedding.forward(*target)
+
+    def _rotated(self, stack: int) -> Tensor | None:
+        return None if self.rotary_pos_emb is None else self.rotary_pos_emb(self.rotary_lengths[stack])
+
+
+def attention_masks(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The masks of the encoder's and the decoder's self-attention, and of the decoder's attention to the encoder.
+
+    Returns bool [b, 1, queries, keys], True where a key is not attended to: at padding, of the query too, and in the
+    decoder's self-attention behind the query.
+    """
+    source, target = encoder_padding.bool(), decoder_padding.bool()
+    of_encoder, of_decoder, of_both = (
+        ~(queries[:, None, :, None] & keys[:, None, None, :])
+        for queries, keys in ((source, source), (target, target), (target, source))
+    )
+    return of_encoder, of_decoder | torch.ones_like(of_decoder[0, 0]).triu(1), of_both
+
+
+def _masks_of_engine(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple:
+    """The masks in the form that the installed Transformer Engine reads, which megatron.core knows."""
+    return T5MaskedWordPieceDataset.config_attention_mask(
+        encoder_padding, decoder_padding, encoder_padding < 0.5, decoder_padding < 0.5, use_local=False
+    )
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+
+
+def _rotary(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
+    if args.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=args.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        use_cpu_initialization=config.use_cpu_initialization,
+    )
+
+
+# --- the two stacks of a stage ----------------------------------------------------------------------------------------
+
+
+def _layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
+    """How many layers of both stacks each stage has."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is None:
+        return (config.num_layers,)
+    return tuple(held.count(LayerType.decoder) for (held,) in layout.layout)
+
+
+def _stacks(layers: Sequence[int], of_encoder: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How many layers of the encoder, which come first, each stage has, and how many of the decoder."""
+    encoder, left = [], of_encoder
+    for count in layers:
+        encoder.append(min(count, left))
+        left -= encoder[-1]
+    return tuple(encoder), tuple(count - own for count, own in zip(layers, encoder, strict=True))
+
+
+def _stack(
+    args: TrainConfig,
+    config: TransformerConfig,
+    spec: ModuleSpec,
+    layers: Sequence[int],
+    stage: int,
+    *,
+    first: int,
+    ends: bool,
+) -> TransformerBlock:
+    """The layers of one stack on a stage.
+
+    `layers`: of the stack on each stage. `first`: layers of the model before the stack. `ends`: the final norm of the
+    stack comes behind them.
+    """
+    own = copy(config)
+    own.num_layers = sum(layers)
+    own.pipeline_model_parallel_layout = StageLayout(layers, stage)
+    if not args.init_method_xavier_uniform:  # by the depth of the stack, as in Megatron-LM
+        own.output_layer_init_method = scaled_init_method_normal(config.init_method_std, own.num_layers)
+    seeded = seeded_spec(args, spec, before=first)
+    # A block without `pre_process` would read `input_tensor`, which holds both stacks here.
+    return TransformerBlock(config=own, spec=seeded, pre_process=True, post_process=ends)
+
+
+def t5_model(
+    args: TrainConfig, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+) -> T5Stage:
+    """Build the part of the T5 for the stage that `config` describes.
+
+    `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
+    `set_seeds(args.seed)`.
+    """
+    set_seeds(args.seed)
+    model = T5Stage(args, config, pre_process=pre_process, post_process=post_process)
+    set_seeds(args.seed)
+    return model

@@ -1,0 +1,54 @@
+"""Train a T5 through a pipeline program. See README.md and docs/flags.md.
+
+torchrun --nproc-per-node 2 pretrain_t5.py --pipeline-model-parallel-size 2 --pipeline-schedule 2bw ...
+"""
+
+import sys
+from functools import partial
+
+from megatron.pipeline import interrupt
+
+if __name__ == "__main__":
+    interrupt.end_at_interrupt(says="pretrain_t5.py: ended by SIGINT")  # before what takes long to import
+
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.run import entry
+
+DEFAULTS = {"architecture": "t5", "tokenizer_type": "BertWordPieceCase"}
+
+
+def model_provider(args: TrainConfig, config):
+    """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
+    from megatron.trainer.models.t5 import t5_model
+
+    def provider(pre_process: bool = True, post_process: bool = True):
+        return t5_model(args, config, pre_process=pre_process, post_process=post_process)
+
+    return provider
+
+
+def forward_step(data_iterator, model):
+    """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.trainer.data.microbatches import language_model_loss
+    from megatron.trainer.data.t5 import t5_inputs
+
+    batch = next(data_iterator)
+    output = model(**t5_inputs(batch))
+    return output, partial(language_model_loss, batch.get("loss_mask"))
+
+
+def program():
+    """What a run is put together from: a `TrainingProgram`."""
+    from megatron.trainer.data.t5 import build_t5_datasets, t5_fields
+    from megatron.trainer.start_up.program import TrainingProgram
+
+    return TrainingProgram(
+        model_provider=model_provider,
+        forward_step=forward_step,
+        datasets_provider=build_t5_datasets,
+        fields_provider=t5_fields,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(entry.run("pretrain_t5.py", program, defaults=DEFAULTS))

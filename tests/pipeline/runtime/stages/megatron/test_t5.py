@@ -1,0 +1,87 @@
+"""A T5 cut into stages equals megatron.core's whole `T5Model` in one process, wherever its two stacks are cut.
+
+Samples differ in both lengths, so a stage that took another microbatch's padding would show; and every stage of the
+decoder adds to the gradient of the encoder's output, so one that dropped its part would.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+from tests.pipeline.runtime.stages.megatron.test_update import (
+    CLOSE,
+    EXACT,
+    FP16,
+    P124,
+    SPREAD,
+    Outcomes,
+    Row,
+    check,
+    marked,
+)
+
+T5 = {"t5": True, "batches": (4,) * 5}
+TWO_BW = T5 | {"schedule": "2bw"}
+TWO, FOUR = (2, 1, 1), (4, 1, 1)
+TABLE = {
+    "flush": Row(T5 | {"schedule": "flush"}, P124),
+    "2bw": Row(TWO_BW | {"drains": (2,)}, P124),
+    "2bw, cut in the encoder": Row(TWO_BW | {"first_layers": 1}, (TWO,)),
+    "2bw, cut in the decoder": Row(TWO_BW | {"first_layers": 3}, (TWO,)),
+    "2bw, tied, clipped": Row(TWO_BW | {"tied": True, "clip": 0.5}, (FOUR,), CLOSE),
+    "2bw, recompute instructions": Row(TWO_BW | {"recompute": True}, (FOUR,)),
+    "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full"}, (FOUR,)),
+    "2bw, rotary": Row(TWO_BW | {"position": "rope"}, (TWO,)),
+    "2bw, balanced": Row(TWO_BW | {"balance": True}, (FOUR,)),
+    "2bw, data parallel": Row(TWO_BW | {"clip": 0.5, "tied": True}, ((2, 1, 2),), CLOSE),
+    "2bw, distributed optimizer": Row(TWO_BW | {"distributed_optimizer": True}, ((2, 1, 2),), CLOSE),
+    "2bw, tensor parallel": Row(TWO_BW | {"tied": True}, ((2, 2, 1),), SPREAD),
+    "2bw, sequence parallel": Row(TWO_BW | {"sequence_parallel": True, "tied": True}, ((2, 2, 1),), SPREAD),
+    "2bw, bf16": Row(TWO_BW | {"dtype": "bfloat16"}, (TWO,)),
+    "2bw, fp16, two overflows": Row(FP16 | T5 | {"batches": (2,) * 8, "overflow_batches": (2, 3)}, (TWO,)),
+    "gpipe": Row(T5 | {"schedule": "gpipe"}, (FOUR,)),
+    "interleaved": Row(T5 | {"schedule": "interleaved", "v": 2, "drains": (1,)}, (TWO,)),
+    "pipedream": Row({"t5": True, "schedule": "pipedream", "batches": (1,) * 10}, (TWO, FOUR)),
+    "zb-h1": Row(T5 | {"schedule": "zb-h1"}, (FOUR,)),
+    "zbv": Row(T5 | {"schedule": "zbv", "v": 2}, (TWO,)),
+}
+USUAL = {"flush", "2bw", "2bw, cut in the encoder", "2bw, cut in the decoder", "2bw, tied, clipped",
+         "2bw, sequence parallel", "zb-h1"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE)
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
+def test_training_equals_the_whole_model(outcomes, name, layout):
+    """Losses, norms and weights are those of a plain loop over megatron.core's T5Model."""
+    check(outcomes[name, layout], TABLE[name].allowed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [{}, {"provisional_microbatches": 1, "clip": 0.5}])
+def test_predictions_equal_one_process(options):
+    """Provisional weights of both stacks are those of the plain loop."""
+    from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+
+    case = cases.Case(**TWO_BW | {"predict": True, **options}, p=2)
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
+    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+
+
+@pytest.mark.full
+def test_dropout_does_not_depend_on_the_cut():
+    """Masks belong to the layers of each stack; those of the decoder's embedding are not the encoder's."""
+    case = cases.Case(**TWO_BW | {"dropout": 0.1, "recompute": True}, p=4)
+    [one] = workers.run(1, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1)))
+    check((case, one, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
