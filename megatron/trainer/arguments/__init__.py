@@ -12,6 +12,7 @@ from typing import Any
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
 from megatron.trainer.arguments.rules import (
+    attention,
     data,
     experts,
     freezing,
@@ -28,6 +29,7 @@ __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "res
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     *model.RULES,
+    attention.attention,
     experts.experts,
     *schedule.RULES,
     *stages.RULES,

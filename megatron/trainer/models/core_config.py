@@ -10,7 +10,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.trainer.arguments.flags.attention import OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.rules.stages import layer_split
 
@@ -51,6 +52,24 @@ def _experts(args: TrainConfig) -> dict[str, object]:
     }
 
 
+def _attention(args: TrainConfig) -> dict[str, object]:
+    """Windows, sinks, gates and latents."""
+    shared = ("softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value")
+    found = {name: getattr(args, name) for name in shared}
+    if not args.multi_latent_attention:
+        return found
+    names = (*OF_LATENTS, "rope_type", "rotary_base", "rotary_percent", *OF_YARN[:-1])
+    return found | {name.removeprefix("yarn_"): getattr(args, name) for name in names}
+
+
+def _with_yarn(args: TrainConfig, config: TransformerConfig) -> TransformerConfig:
+    """`config` with the attributes that megatron.core's GPT asks for beside the fields of a configuration."""
+    if args.position_embedding_type == "yarn":
+        for name in OF_YARN:
+            setattr(config, "yarn_" + name.removeprefix("yarn_"), getattr(args, name))
+    return config
+
+
 def transformer_config(args: TrainConfig) -> TransformerConfig:
     """The model's configuration. Raises ValueError if megatron.core refuses a combination of options.
 
@@ -67,10 +86,11 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         options["recompute_modules"] = list(args.recompute_modules)
     if args.num_experts is not None:
         options |= _experts(args)
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
-            return TransformerConfig(
+            made = kind(
                 num_layers=args.num_layers,
                 hidden_size=args.hidden_size,
                 ffn_hidden_size=args.ffn_hidden_size,
@@ -122,8 +142,10 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
                 deterministic_mode=args.deterministic_mode,
                 transformer_impl=args.transformer_impl,
+                **_attention(args),
                 **options,
             )
+        return _with_yarn(args, made)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
 

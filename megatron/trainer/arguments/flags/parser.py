@@ -15,11 +15,12 @@ from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, training
+from megatron.trainer.arguments.flags import attention, data, experts, model, output, parallel, refusals, training
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
+    attention.ATTENTION,
     experts.EXPERTS,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,

@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import data as data_flags
-from megatron.trainer.arguments.flags import experts, model
+from megatron.trainer.arguments.flags import attention, experts, model
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
@@ -20,6 +20,7 @@ _Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
 
 _OWNERS = (
+    (attention.ATTENTION, ("gpt",), "pretrain_gpt.py"),
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
