@@ -62,7 +62,10 @@ def _repair_rotated_keys(latent_attention) -> None:
     rank takes its columns of its own gradient, which lacks what the other ranks' heads add: the gradient of these
     columns, and of all that lies before them, is silently wrong.
     """
-    build, gather = latent_attention.MLASelfAttention.__init__, latent_attention.gather_from_tensor_model_parallel_region
+    build, gather = (
+        latent_attention.MLASelfAttention.__init__,
+        latent_attention.gather_from_tensor_model_parallel_region,
+    )
 
     @functools.wraps(build)
     def build_with_mark(self, config, *args, **options):

@@ -37,9 +37,7 @@ def apply() -> None:
     _repair_groups_that_look_alike(distrib_optimizer.DistributedOptimizer)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
-    repair_attention(
-        dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE)
-    )
+    repair_attention(dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE))
     follow_shown_gradients()
 
 

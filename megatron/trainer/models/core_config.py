@@ -54,7 +54,13 @@ def _experts(args: TrainConfig) -> dict[str, object]:
 
 def _attention(args: TrainConfig) -> dict[str, object]:
     """Windows, sinks, gates and latents."""
-    shared = ("softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value")
+    shared = (
+        "softmax_type",
+        "window_size",
+        "window_attn_skip_freq",
+        "glu_linear_offset",
+        "activation_func_clamp_value",
+    )
     found = {name: getattr(args, name) for name in shared}
     if not args.multi_latent_attention:
         return found

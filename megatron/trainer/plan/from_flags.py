@@ -27,6 +27,7 @@ from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
 
 if TYPE_CHECKING:
@@ -132,6 +133,9 @@ def architecture(args: TrainConfig) -> Architecture:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=None if args.num_experts is None else experts(args),
+        latents=latents_of(args),
+        sinks=args.softmax_type == "learnable",
+        windows=windows_of(args),
     )
 
 
@@ -160,6 +164,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         saves_scores=not has_flash_attention(args.transformer_impl, args.attention_backend, element),
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
+        further_gates=int(args.quick_geglu) + (args.activation_func_clamp_value is not None),
         recompute=_recompute(args),
     )
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 
+from megatron.planner.memory.architecture import Latents, Windows
 from megatron.trainer.arguments.flags.attention import ATTENTION, OF_LATENTS, OF_YARN, layers_with_windows, window_of
 from megatron.trainer.arguments.flags.specification import name_of
 
@@ -138,6 +139,29 @@ def _gates(args: argparse.Namespace) -> Iterator[str]:
 def uses_yarn(args: argparse.Namespace) -> bool:
     """Whether positions are rotated by YaRN."""
     return args.position_embedding_type == "yarn" or (args.multi_latent_attention and args.rope_type == "yarn")
+
+
+def latents_of(args: argparse.Namespace) -> Latents | None:
+    """The latents of the flags, as the planner has them."""
+    if not args.multi_latent_attention:
+        return None
+    return Latents(
+        query_rank=args.q_lora_rank or 0,
+        key_rank=args.kv_lora_rank,
+        head=args.qk_head_dim,
+        rotated=args.qk_pos_emb_head_dim,
+        value=args.v_head_dim,
+    )
+
+
+def windows_of(args: argparse.Namespace) -> Windows | None:
+    """The windows of the flags. Layers count from 1: with a number n, every n-th has no window."""
+    if args.window_size is None:
+        return None
+    pattern = args.window_attn_skip_freq
+    if not isinstance(pattern, list):
+        pattern = [pattern is None or number % pattern != 0 for number in range(1, args.num_layers + 1)]
+    return Windows(before=args.window_size[0], share=sum(map(bool, pattern)) / args.num_layers)
 
 
 def _given(args: argparse.Namespace, names: tuple[str, ...]) -> str | None:
