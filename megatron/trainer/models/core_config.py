@@ -11,7 +11,6 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.trainer.arguments.flags.attention import OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.rules.stages import layer_split
 
@@ -52,26 +51,29 @@ def _experts(args: TrainConfig) -> dict[str, object]:
     }
 
 
+_OF_ATTENTION = (
+    "softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value",
+)  # fmt: skip
+_OF_LATENTS = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base",
+    "rotary_percent",
+)  # fmt: skip
+_OF_YARN = (
+    "rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
+
+
 def _attention(args: TrainConfig) -> dict[str, object]:
     """Windows, sinks, gates and latents."""
-    shared = (
-        "softmax_type",
-        "window_size",
-        "window_attn_skip_freq",
-        "glu_linear_offset",
-        "activation_func_clamp_value",
-    )
-    found = {name: getattr(args, name) for name in shared}
-    if not args.multi_latent_attention:
-        return found
-    names = (*OF_LATENTS, "rope_type", "rotary_base", "rotary_percent", *OF_YARN[:-1])
-    return found | {name.removeprefix("yarn_"): getattr(args, name) for name in names}
+    names = _OF_ATTENTION + (_OF_LATENTS + _OF_YARN) * args.multi_latent_attention
+    return {name.removeprefix("yarn_"): getattr(args, name) for name in names}
 
 
 def _with_yarn(args: TrainConfig, config: TransformerConfig) -> TransformerConfig:
     """`config` with the attributes that megatron.core's GPT asks for beside the fields of a configuration."""
     if args.position_embedding_type == "yarn":
-        for name in OF_YARN:
+        for name in (*_OF_YARN, "yarn_correction_range_round_to_int"):
             setattr(config, "yarn_" + name.removeprefix("yarn_"), getattr(args, name))
     return config
 

@@ -43,10 +43,10 @@ def test_a_flag_that_works_goes_before_one_that_is_refused():
 @pytest.mark.parametrize(
     "name",
     [  # of Megatron-LM, each beside the flag whose letters are nearest
-        "--delay-param-gather", "--rotary-scaling-factor", "--titles-data-path", "--encoder-tensor-model-parallel-size",
-        "--no-delay-grad-reduce", "--window-size", "--sft", "--rl-profile", "--padded-vocab-size",
+        "--delay-param-gather", "--titles-data-path", "--encoder-tensor-model-parallel-size",
+        "--no-delay-grad-reduce", "--sft", "--rl-profile", "--padded-vocab-size",
         "--position-embeddings", "--no-save", "--no-load", "--parallel-size", "--expert-parallel-size",
-        "--tp-comm-overlap-cfg", "--persistent-save-interval", "--block-data-path", "--mscale",
+        "--tp-comm-overlap-cfg", "--persistent-save-interval", "--block-data-path",
     ],
 )  # fmt: skip
 def test_other_flags_get_none(name):

@@ -114,6 +114,7 @@ RANGES = (
             "norm_epsilon",
             "mscale",
             "mscale_all_dim",
+            "glu_linear_offset",
             "num_experts",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
