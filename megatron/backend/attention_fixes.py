@@ -31,27 +31,32 @@ def _repair_core_attention(core_attention: type[torch.nn.Module]) -> None:
     divided among tensor ranks, so the norm of the gradients counts those of the first rank alone; and each rank draws
     the same sinks, for other heads.
     """
+    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+
     build = core_attention.__init__
 
     @functools.wraps(build)
     def build_with_channels(self, config, *args, k_channels=None, v_channels=None, **options):
-        build(self, config, *args, **options)
+        draws, config.perform_initialization = config.perform_initialization, False
+        try:
+            build(self, config, *args, **options)
+        finally:
+            config.perform_initialization = draws
         if v_channels is not None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
         if isinstance(self.softmax_offset, torch.nn.Parameter):
-            _divide_sinks(self.softmax_offset, config, self.tp_group)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+            if draws:
+                _draw_sinks(self.softmax_offset, config, self.tp_group)
 
     core_attention.__init__ = build_with_channels
 
 
-def _divide_sinks(sinks: torch.nn.Parameter, config, group: torch.distributed.ProcessGroup) -> None:
-    from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-
-    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
-    if config.perform_initialization and config.use_cpu_initialization and group.size() > 1:
-        whole = config.init_method(torch.empty(config.num_attention_heads, dtype=torch.float32))
-        with torch.no_grad():
-            sinks.copy_(whole.chunk(group.size())[group.rank()])
+@torch.no_grad()
+def _draw_sinks(sinks: torch.nn.Parameter, config, group: torch.distributed.ProcessGroup) -> None:
+    """Draw the sinks of all heads, and keep those of this tensor rank."""
+    whole = config.init_method(sinks.new_empty(config.num_attention_heads))
+    sinks.copy_(whole.chunk(group.size())[group.rank()])
 
 
 def _repair_rotated_keys(latent_attention) -> None:

@@ -6,7 +6,7 @@ from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments
 from tests.trainer.checkpoint.test_arguments import here, there
 
-ROPE = "--position-embedding-type rope "
+ROPE, GATED = "--position-embedding-type rope ", " --swiglu --ffn-hidden-size 4096 "
 # Fact -> what the checkpoint has otherwise, and what the flag of that name takes.
 PLAIN = dict(
     num_layers=12, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, kv_channels=128, swiglu=True,
@@ -128,8 +128,8 @@ LATE = {
     "multi_latent_attention": LATENT,
     "softmax_type": "--softmax-type off-by-one",
     "window_size": WINDOW,
-    "glu_linear_offset": "--swiglu --ffn-hidden-size 4096 --glu-linear-offset 1",
-    "activation_func_clamp_value": "--swiglu --ffn-hidden-size 4096 --activation-func-clamp-value 7",
+    "glu_linear_offset": GATED + "--glu-linear-offset 1",
+    "activation_func_clamp_value": GATED + "--activation-func-clamp-value 7",
 }
 
 
@@ -138,6 +138,7 @@ def late(name, flags):
     saved = there(use_rope_scaling="--rope-scaling-factor" in flags)
     if ROPE in flags and name != "position_embedding_type":
         saved.position_embedding_type = "rope"
+    saved.swiglu = GATED in flags
     delattr(saved, name)
     return saved
 
@@ -180,6 +181,7 @@ def test_a_switch_that_came_later_was_off(name):
     plain = ROPE if getattr(saved, "position_embedding_type", None) == "rope" else ""
     if getattr(saved, "use_rope_scaling", False):
         plain += "--use-rope-scaling"
+    plain += GATED * getattr(saved, "swiglu", False)
     args = here(LATE[name])
     with pytest.raises(CheckpointError, match=f"another model: {ours} is "):
         arguments.check_same_model(args, saved, "DIR")
