@@ -6,6 +6,7 @@ model card (arXiv 2508.10925, section 2) and megatron.core's configuration.
 """
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -81,8 +82,8 @@ def attended(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | Non
     return torch.stack(results).flatten(2)
 
 
-def oracle(args, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """The summed loss of predicting each token itself."""
+def oracle(args, w: dict[str, Tensor], tokens: Tensor, window: int | None) -> Tensor:
+    """The summed loss of predicting each token itself. `window`: the tokens before itself that one attends to."""
     heads, yarn = args.num_attention_heads, "yarn" in (args.position_embedding_type, args.rope_type)
     x = w["embedding.word_embeddings.weight"][tokens].transpose(0, 1)
     for layer in range(args.num_layers):
@@ -103,8 +104,7 @@ def oracle(args, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
         has_window = pattern is None or (pattern[layer] if isinstance(pattern, list) else (layer + 1) % pattern)
         sinks = {"vanilla": None, "off-by-one": torch.zeros(heads)}.get(args.softmax_type)
         sinks = of("self_attention.core_attention.softmax_offset") if args.softmax_type == "learnable" else sinks
-        window = args.window_size[0] if args.window_size and has_window else None
-        y = attended(q, k, v, scale=scale, window=window, sinks=sinks)
+        y = attended(q, k, v, scale=scale, window=window if has_window else None, sinks=sinks)
         x = x + linear(y, "self_attention.linear_proj")
         gate, straight = linear(norm(x, of("pre_mlp_layernorm.weight")), "mlp.linear_fc1").chunk(2, -1)
         if args.activation_func_clamp_value is not None:
@@ -168,7 +168,8 @@ def both(flags: str) -> tuple[float, float, dict[str, float]]:
         own = model(tokens, torch.arange(LENGTH).expand_as(tokens), None, labels=tokens).sum()
         own.backward()
         weights = {name: each.detach().clone().requires_grad_() for name, each in model.named_parameters()}
-        theirs = oracle(args, weights, tokens)
+        window = re.search(r"--window-size (\d+)", flags)
+        theirs = oracle(args, weights, tokens, window and int(window[1]))
         theirs.backward()
         apart = {
             name: ((each.grad - weights[name].grad).abs().max() / weights[name].grad.abs().max()).item()
