@@ -187,3 +187,33 @@ def test_losses_and_gradients_are_those_of_the_formulas(name):
     assert own == pytest.approx(theirs, rel=2e-6)
     assert max(apart.values()) < 2e-5, apart
     assert ("decoder.layers.0.self_attention.core_attention.softmax_offset" in apart) == ("learnable" in MODELS[name])
+
+
+def generated(flags: str) -> tuple[list[int], list[int]]:
+    """Greedy tokens with kept keys and values, and those of plain forwards of the whole sequence."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config, generation, gpt
+
+    parallel_state.initialize_model_parallel(1)
+    try:
+        args = replace(arguments(flags), padded_vocab_size=VOCABULARY)
+        model = gpt.gpt_model(args, core_config.transformer_config(args)).eval()
+        made = generation.TextGenerator(
+            model, num_positions=LENGTH, vocab_size=VOCABULARY, device=torch.device("cpu")
+        )  # fmt: skip
+        found = list(made.stream([5, 9, 2], 16, generation.Sampling(temperature=0)))
+        sequence = [5, 9, 2]
+        with torch.no_grad():
+            for _ in range(16):
+                ids = torch.tensor([sequence])
+                sequence.append(int(model(ids, torch.arange(len(sequence))[None], None)[0, -1].argmax()))
+        return found, sequence[3:]
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generated_tokens_are_those_of_whole_forwards(name):
+    """Keys and values that are kept have their own widths, and windows their places."""
+    ((found, plain),) = workers.run(1, f"{__name__}:generated", flags=f"{COMMON} {MODELS[name]}")
+    assert found == plain and len(set(found)) > 3
