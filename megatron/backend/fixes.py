@@ -13,6 +13,8 @@ import warnings
 
 import torch
 
+from megatron.backend.attention_fixes import repair_attention
+
 
 def apply() -> None:
     """Apply all repairs that this installation needs. megatron.core must be importable."""
@@ -20,7 +22,7 @@ def apply() -> None:
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import mlp, torch_norm
+    from megatron.core.transformer import dot_product_attention, mlp, multi_latent_attention, torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -35,6 +37,7 @@ def apply() -> None:
     _repair_groups_that_look_alike(distrib_optimizer.DistributedOptimizer)
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
+    repair_attention(dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE))
     follow_shown_gradients()
 
 

@@ -56,14 +56,20 @@ _ROUTER, _INDEX = 4 + 1, 2 * 8 + 2 * 4
 
 
 def routed(
-    shape: Architecture, degrees: ExpertDegrees, *, element_bytes: int, input_bytes: int, fused_gate: bool
+    shape: Architecture,
+    degrees: ExpertDegrees,
+    *,
+    element_bytes: int,
+    input_bytes: int,
+    fused_gate: bool,
+    further_gates: int = 0,
 ) -> float:
     """Bytes per token that routed experts keep from the forward to the backward.
 
     `input_bytes`: bytes of an element of a saved input of a linear layer.
     """
     experts = shape.experts
-    columns = (2 if fused_gate else 5) if shape.gated else 2
+    columns = (2 if fused_gate else 5 + further_gates) if shape.gated else 2
     inputs = degrees.tensor * shape.hidden_size + experts.ffn_hidden_size
     kept = input_bytes * inputs + element_bytes * columns * experts.ffn_hidden_size
     return experts.copies * kept + _ROUTER * experts.count + _INDEX * experts.topk
@@ -84,7 +90,7 @@ def exchanged_copies(shape: Architecture, degrees: ExpertDegrees, *, element_byt
 
 _FP32 = 4
 
-CORE_ATTENTION, MLP, NORM = "core_attn", "mlp", "layernorm"
+CORE_ATTENTION, MLP, NORM, LATENTS_UP = "core_attn", "mlp", "layernorm", "mla_up_proj"
 EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputation, in place of modules
 
 
@@ -102,7 +108,7 @@ class Recompute:
     """The part of the forward that a backward recomputes, as set by Megatron's flags.
 
     Attributes:
-        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`; or `every_other_product` alone:
+        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`, `mla_up_proj`; or `every_other_product` alone:
             everything but the attention and every other matrix product.
         method: recomputes whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of
             each stage; None: no whole layers.
@@ -148,6 +154,8 @@ class ActivationSetting:
         mask_bytes: bytes of an element of a dropout mask.
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else it also keeps both factors
             of its result, since megatron.core adds an offset to one of them.
+        further_gates: what a gate without fused kernels keeps besides, in tensors as wide as the hidden layer: quick
+            GELU's sigmoid, and the clamped halves.
         recompute: the part of the forward that a backward recomputes.
         fuses_loss: the loss keeps only the softmax of the logits; else also the gradients of the softmax and of the
             logits in FP32.
@@ -167,6 +175,7 @@ class ActivationSetting:
     softmax_in_fp32: bool = False
     mask_bytes: int = 1
     fused_gate: bool = True
+    further_gates: int = 0
     recompute: Recompute = Recompute()
     fuses_loss: bool = True
     fp8: bool = False
@@ -242,9 +251,10 @@ class Activations:
         h, e, gate = shape.hidden_size, setting.element_bytes, 2 if shape.gated else 1
         shared = 2 * h  # inputs of column-parallel layers, which W gathers
         gathered = 2 * h  # gradients of outputs of row-parallel layers
-        split = (shape.query_width + shape.ffn_hidden_size) + (
-            shape.query_width + 2 * shape.key_width + gate * shape.ffn_hidden_size
-        )
+        split = (1 + gate) * shape.ffn_hidden_size + shape.result_width
+        split += sum(rows for rows, _ in shape.attention_matrices[:-1])
+        if shape.latents:
+            shared += shape.latents.query_rank + shape.latents.key_rank
         layer = e * (shared / self._shared + gathered + split / setting.tensor)
         head = e * (h / self._shared + shape.output_rows / setting.tensor)
         return self.tokens * (
@@ -305,10 +315,11 @@ class Activations:
         values and gradients of two steps in a backward. Gathered, the keys and values of whole sequences count, with
         their gradients.
         """
-        setting, (q, k) = self.setting, (self.shape.query_width, self.shape.key_width)
+        setting, keys = self.setting, self.shape.key_width + self.shape.value_width
         if setting.context == 1:
             return 0.0
-        width = 4 * k * setting.context if setting.gathers_keys else max(setting.context * (2 * k + q), 2 * 4 * k)
+        ring = max(setting.context * (keys + self.shape.result_width), 2 * 2 * keys)
+        width = 2 * keys * setting.context if setting.gathers_keys else ring
         return setting.element_bytes * width * self.tokens / setting.tensor
 
     def _saved_layers(self, num_layers: float, with_experts: float) -> float:
@@ -337,10 +348,12 @@ class Activations:
     def _more_with_experts(self, recomputed: frozenset[str]) -> float:
         """Bytes of a layer with experts, less those of a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
-        gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
+        gate = 1 if not shape.gated else 2 if setting.fused_gate else 4 + setting.further_gates
         width = shape.experts.shared_ffn_hidden_size - (MLP not in recomputed) * shape.ffn_hidden_size
         split = (setting.element_bytes * gate + setting.input_bytes) * width / setting.tensor
-        kept = self._per_token(routed, fused_gate=setting.fused_gate, input_bytes=setting.input_bytes)
+        kept = self._per_token(
+            routed, fused_gate=setting.fused_gate, input_bytes=setting.input_bytes, further_gates=setting.further_gates
+        )
         return self.tokens * (kept + split)
 
     @property
@@ -362,18 +375,40 @@ class Activations:
         if NORM not in recomputed:
             shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
-        split = e * self._attention_width(keeps_scores=keeps_scores)
+        all_of_it = self._attention_width(keeps_scores=keeps_scores)
+        split = e * (shape.result_width if LATENTS_UP in recomputed else all_of_it)
+        whole = 0.0
+        if shape.latents:
+            parts, whole = self._latents(recomputed=LATENTS_UP in recomputed)
+            shared += parts
         if setting.fp8:  # the output projection keeps an FP8 copy of its input beside the result of flash attention
             keeps_result = not setting.saves_scores and CORE_ATTENTION not in recomputed
-            split += (setting.input_bytes - e * (not keeps_result)) * shape.query_width
-        if shape.qk_norm:
+            split += (setting.input_bytes - e * (not keeps_result)) * shape.result_width
+        if shape.qk_norm and not shape.latents:
             split += e * (shape.query_width + shape.key_width)
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
-            gate = 1 if not shape.gated else 2 if setting.fused_gate else 4
+            gate = 1 if not shape.gated else 2 if setting.fused_gate else 4 + setting.further_gates
             split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
-        return self.tokens * (shared / self._shared + split / setting.tensor)
+        return self.tokens * (shared / self._shared + whole + split / setting.tensor)
+
+    def _latents(self, *, recomputed: bool) -> tuple[float, float]:
+        """Bytes per token that latents keep, on all tensor ranks together and whole on each.
+
+        The projections up keep their inputs. With norms the norms keep theirs, too. Latents are gathered over tensor
+        ranks; of those of queries a rank keeps the whole tensor, of which its part is a view. The rotation of queries
+        and that of keys keep a cosine and a sine for each position; `recomputed`, the whole keys instead.
+        """
+        latents, shape, is_view = self.shape.latents, self.shape, self._shared == 1
+        keys = latents.key_rank + is_view * latents.rotated  # split along the sequence they are copied
+        shared = keys + shape.qk_norm * (latents.query_rank + latents.key_rank)
+        whole = float(latents.query_rank)
+        if recomputed:
+            whole += (latents.key_rank + latents.rotated) * (not is_view)
+        else:
+            whole += 4 * latents.rotated / self.setting.micro_batch_size
+        return self.setting.element_bytes * shared, self.setting.element_bytes * whole
 
     @property
     def _every_other_product(self) -> float:
@@ -388,6 +423,8 @@ class Activations:
     def _attention_width(self, *, keeps_scores: bool) -> int:
         """Elements per token of queries, keys, values and the attention's result."""
         q, k = self.shape.query_width, self.shape.key_width
+        if self.shape.latents:
+            return q + k + self.shape.value_width + self.shape.result_width
         if keeps_scores:  # behind the scores, keys and values of all ranks, if they are gathered
             return 2 * q + 2 * q * (self.setting.context if self.setting.gathers_keys else 1)
         if q == k:

@@ -130,6 +130,53 @@ def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latents:
+    """Latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): queries, keys and values are made of latents.
+
+    Attributes:
+        query_rank: width of the latent of queries; 0: queries are a projection of the residual stream.
+        key_rank: width of the latent of keys and values.
+        head: channels of a head's queries and keys that are not rotated.
+        rotated: further channels of a head's queries and keys; the keys of all heads share theirs.
+        value: channels of a head's values.
+    """
+
+    query_rank: int
+    key_rank: int
+    head: int
+    rotated: int
+    value: int
+
+    def matrices(self, hidden: int, heads: int) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of each matrix in front of the attention."""
+        queries, queries_of = heads * (self.head + self.rotated), self.query_rank or hidden
+        down = ((self.query_rank, hidden),) if self.query_rank else ()
+        return (
+            *down, (queries, queries_of), (self.key_rank + self.rotated, hidden),
+            (heads * (self.head + self.value), self.key_rank),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """Layers in which a token attends to itself and the `before` tokens before it alone.
+
+    Attributes:
+        before: see above.
+        share: the fraction of the layers that have a window.
+    """
+
+    before: int
+    share: float = 1.0
+
+    def attended(self, length: int) -> float:
+        """The mean fraction of a causal mask's scores over the layers, in sequences of `length` tokens."""
+        width = min(self.before + 1, length)
+        inside = (width * length - width * (width - 1) / 2) / (length * (length + 1) / 2)
+        return 1 - self.share * (1 - inside)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """The architecture of a GPT or BERT of megatron.core, or of a classifier (ViT or BERT) with the same layers.
 
@@ -152,6 +199,9 @@ class Architecture:
         hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
         experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
         decoder: of a T5, whose `sequence_length` is that of its encoder; None: the model is one stack.
+        latents: of which queries, keys and values are made; None: they are projections of the residual stream.
+        sinks: each head has a learned sink.
+        windows: of layers in which tokens attend to few tokens; None: no layer has any.
     """
 
     num_layers: int
@@ -180,6 +230,9 @@ class Architecture:
     attention_dropout: bool = True
     experts: Experts | None = None
     decoder: Decoder | None = None
+    latents: Latents | None = None
+    sinks: bool = False
+    windows: Windows | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
@@ -209,18 +262,46 @@ class Architecture:
 
     @property
     def query_width(self) -> int:
-        """Width of all queries, and of the attention's result."""
-        return self.num_attention_heads * self.kv_channels
+        """Width of all queries."""
+        latents = self.latents
+        return self.num_attention_heads * (latents.head + latents.rotated if latents else self.kv_channels)
 
     @property
     def key_width(self) -> int:
-        """Width of all keys, and of all values."""
-        return self.num_query_groups * self.kv_channels
+        """Width of all keys."""
+        return self.query_width if self.latents else self.num_query_groups * self.kv_channels
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values."""
+        return self.result_width if self.latents else self.key_width
+
+    @property
+    def result_width(self) -> int:
+        """Width of the attention's result."""
+        return self.num_attention_heads * (self.latents.value if self.latents else self.kv_channels)
+
+    @property
+    def attention_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of each matrix of a layer's attention: those in front of it, and the output projection."""
+        h, joined = self.hidden_size, self.query_width + self.key_width + self.value_width
+        front = self.latents.matrices(h, self.num_attention_heads) if self.latents else ((joined, h),)
+        return (*front, (h, self.result_width))
 
     @property
     def projections(self) -> int:
         """Elements of the matrices of a layer's attention."""
-        return self.hidden_size * (2 * self.query_width + 2 * self.key_width)
+        return sum(rows * columns for rows, columns in self.attention_matrices)
+
+    @property
+    def score_products(self) -> float:
+        """Multiplications of a token with the keys and the values of a sequence, on average over the layers.
+
+        All scores count, as in the papers, not only the half that a causal mask leaves; of a window twice what it
+        leaves.
+        """
+        attended = self.windows.attended(self.sequence_length) if self.windows else 1.0
+        return (self.query_width + self.result_width) * self.sequence_length * attended
 
     def mlp_matrices(self, width: int) -> int:
         """Elements of the matrices of an MLP, or of an expert, of `width` columns."""
@@ -285,7 +366,7 @@ class Architecture:
         if self.experts is not None:
             (count,) = self.layers_with_experts((self.num_layers,))
             matrices += count / self.num_layers * (self.active_matrices - matrices)
-        return matrices + 2 * self.query_width * self.sequence_length
+        return matrices + self.score_products
 
     @property
     def _products_of_t5(self) -> float:

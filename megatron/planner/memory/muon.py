@@ -47,10 +47,12 @@ class MuonSetting:
     ) -> Iterator[tuple[int, int]]:
         """Rows and columns of each matrix that an iteration works on."""
         h = shape.hidden_size
-        widths = [shape.query_width, shape.key_width, shape.key_width]
-        for width in widths if self.splits_qkv else [sum(widths)]:
-            yield width // tensor, h
-        yield h, shape.query_width // tensor
+        if self.splits_qkv and shape.latents is None:
+            for width in (shape.query_width, shape.key_width, shape.key_width):
+                yield width // tensor, h
+        else:
+            yield from ((rows // tensor, columns) for rows, columns in shape.attention_matrices[:-1])
+        yield h, shape.result_width // tensor
         if not experts:
             yield from self._mlp(shape, shape.ffn_hidden_size, tensor)
             return
@@ -83,7 +85,7 @@ class MuonSetting:
         """
         kinds = {False, shape.experts is not None}
         held = max(self.layer(shape, tensor, degrees, experts=each).held for each in kinds)
-        if self.splits_qkv:
+        if self.splits_qkv and shape.latents is None:
             whole = (shape.query_width + 2 * shape.key_width) // (1 if self.gathers else tensor)
             kept = self._held(whole, shape.hidden_size) - self.element_bytes * 3 * min(whole, shape.hidden_size) ** 2
             held = max(held, kept + 2 * 4 * whole * shape.hidden_size)

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from megatron.pipeline.placement.owners import owners_of
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.parameters import TrainingState
+from megatron.planner.memory.parameters import TrainingState, normalized_widths
 
 
 def fullest_part(
@@ -53,17 +53,22 @@ def parameters(
 ) -> Iterator[tuple[str, int]]:
     """(kind, elements on one of `tensor` ranks) of each parameter of a stage without experts."""
     h, wide = shape.hidden_size, shape.ffn_hidden_size * (2 if shape.gated else 1)
-    projected, norm = shape.query_width + 2 * shape.key_width, [(_OTHER, shape.hidden_size)] * shape.norm_vectors
+    projected, norm = (
+        shape.query_width + shape.key_width + shape.value_width,
+        [(_OTHER, shape.hidden_size)] * shape.norm_vectors,
+    )
     for _ in range(num_layers):
-        yield from ((_MATRIX, h * width // tensor) for width in (projected, shape.query_width, wide))
-        yield _MATRIX, shape.ffn_hidden_size * h // tensor
+        yield from ((_MATRIX, rows * columns // tensor) for rows, columns in shape.attention_matrices)
+        yield from ((_MATRIX, h * width // tensor) for width in (wide, shape.ffn_hidden_size))
+        yield from [(_OTHER, shape.num_attention_heads // tensor)] * shape.sinks
         yield from norm * 2
         if shape.linear_biases:
-            yield from ((_OTHER, size) for size in (projected // tensor, h, wide // tensor, h))
-        elif shape.qkv_bias:
+            yield from [(_OTHER, projected // tensor)] * (shape.latents is None)
+            yield from ((_OTHER, size) for size in (h, wide // tensor, h))
+        elif shape.qkv_bias and shape.latents is None:
             yield _OTHER, projected // tensor
         if shape.qk_norm:
-            yield from [(_OTHER, shape.kv_channels)] * 2 * shape.norm_vectors
+            yield from ((_OTHER, width) for width in normalized_widths(shape) for _ in range(shape.norm_vectors))
     others = []
     if is_first and shape.vocabulary_size:
         yield _EMBEDDING, shape.vocabulary_size // tensor * h

@@ -39,18 +39,26 @@ def layer_parameters(shape: Architecture, tensor: int) -> int:
 
 def _layer_with_mlp(shape: Architecture, tensor: int, width: int) -> int:
     """Parameters of one layer on one rank with an MLP of `width` columns; 0: without an MLP."""
-    h, projected = shape.hidden_size, shape.query_width + 2 * shape.key_width
+    h, projected = shape.hidden_size, shape.query_width + shape.key_width + shape.value_width
     wide = width * (2 if shape.gated else 1)
-    split = shape.projections + shape.mlp_matrices(width)
+    split = shape.sinks * shape.num_attention_heads + shape.projections + shape.mlp_matrices(width)
     whole = 2 * shape.norm_vectors * h
     if shape.linear_biases:
-        split += projected + wide
+        split += (0 if shape.latents else projected) + wide
         whole += (2 if width else 1) * h
-    elif shape.qkv_bias:
+    elif shape.qkv_bias and not shape.latents:
         split += projected
     if shape.qk_norm:
-        whole += 2 * shape.norm_vectors * shape.kv_channels
+        whole += shape.norm_vectors * sum(normalized_widths(shape))
     return split // tensor + whole
+
+
+def normalized_widths(shape: Architecture) -> tuple[int, ...]:
+    """The lengths of the learned vectors of the norms of queries and keys, or of their latents."""
+    latents = shape.latents
+    if latents is None:
+        return (shape.kv_channels, shape.kv_channels)
+    return tuple(each for each in (latents.query_rank, latents.key_rank) if each)
 
 
 def expert_parameters(shape: Architecture, degrees: ExpertDegrees) -> int:
@@ -131,8 +139,7 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
 def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_last: bool) -> int:
     """Elements of the largest parameter of a stage on one of `tensor` ranks."""
     wide = shape.ffn_hidden_size * (2 if shape.gated else 1)
-    projected = max(shape.query_width + 2 * shape.key_width, wide)
-    of_layer = shape.hidden_size * projected // tensor
+    of_layer = max(shape.hidden_size * wide, *(rows * columns for rows, columns in shape.attention_matrices)) // tensor
     if shape.experts is not None:  # an upper bound: whole experts
         of_layer = max(of_layer, shape.hidden_size * shape.experts.ffn_hidden_size * (2 if shape.gated else 1))
     rows = [shape.output_rows // tensor, shape.num_classes, shape.pooler * shape.hidden_size] if is_last else []

@@ -67,7 +67,7 @@ class ExpertLayerWork(LayerWork):
             fp8_operations=dense if is_fp8 else 0.0,
             grouped_operations=2.0 * self._routed_tokens * self.experts.copies * self._matrix,
             grouped_bytes=(1 if is_fp8 else self.e) * self._own * self._matrix / self.degrees.tensor,
-            calls=2 * self._num_sums + 1 + 2 * self._own,
+            calls=2 * self._num_sums - 1 + len(self.shape.attention_matrices) + 2 * self._own,
         )
         return once * times
 

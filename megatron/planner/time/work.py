@@ -77,7 +77,7 @@ from functools import cached_property
 from megatron.planner.job.software import Software
 from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
-from megatron.planner.memory.parameters import FP8_COPY_BYTES
+from megatron.planner.memory.parameters import FP8_COPY_BYTES, normalized_widths
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,11 @@ class LayerWork:
 
     @cached_property
     def forward(self) -> Work:
-        h, q, e, t = self.shape.hidden_size, self.shape.query_width, self.e, self.t
+        h, e, t = self.shape.hidden_size, self.e, self.t
         norm, _, around = self._elementwise(backward=False)
-        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (3 * e + self._mask) * h)
-        attention = self.tokens / t * (around + (0 if self.software.flash_attention else 2 * e * q))
+        along_tokens = self.tokens / self.shared * (norm * self._normalized + 2 * (3 * e + self._mask) * h)
+        moved = 0 if self.software.flash_attention else 2 * e * self.shape.result_width
+        attention = self.tokens / t * (around + moved)
         return (
             self._linear(1)
             + self._casts(backward=False)
@@ -163,10 +164,10 @@ class LayerWork:
     @cached_property
     def backward(self) -> Work:
         """The backward, without recomputation."""
-        h, q, k, e, t = self.shape.hidden_size, self.shape.query_width, self.shape.key_width, self.e, self.t
+        h, e, t = self.shape.hidden_size, self.e, self.t
         norm, _, around = self._elementwise(backward=True)
-        along_tokens = self.tokens / self.shared * (2 * norm * h + 2 * (5 * e + self._mask) * h)
-        attention = self.tokens / t * (around + 2 * e * q + 2 * e * (q + 2 * k))
+        along_tokens = self.tokens / self.shared * (norm * self._normalized + 2 * (5 * e + self._mask) * h)
+        attention = self.tokens / t * (around + 2 * e * (self.shape.result_width + self._joined))
         weights = self._accumulated(self._matrices)
         return (
             self._linear(2)
@@ -261,23 +262,35 @@ class LayerWork:
         return self.shape.layer_matrices / self.t
 
     @property
+    def _joined(self) -> int:
+        """The columns of queries, keys and values."""
+        return self.shape.query_width + self.shape.key_width + self.shape.value_width
+
+    @property
+    def _normalized(self) -> int:
+        """The columns of the inputs of a layer's norms. Those of heads (`qk_norm`) are not counted."""
+        shape = self.shape
+        return 2 * shape.hidden_size + (sum(normalized_widths(shape)) if shape.latents and shape.qk_norm else 0)
+
+    @property
     def _num_sums(self) -> int:
         """The number of results that tensor ranks sum: those of the attention's projection and of the MLP."""
         return 2
 
     def _linear(self, times: int) -> Work:
         operations = 2.0 * times * self.tokens * self.shape.layer_matrices / self.t
+        calls = (len(self.shape.attention_matrices) + 2) * times
         if self.software.fp8:
-            return Work(fp8_operations=operations, calls=4 * times)
-        return Work(operations=operations, calls=4 * times)
+            return Work(fp8_operations=operations, calls=calls)
+        return Work(operations=operations, calls=calls)
 
     def _casts(self, *, backward: bool) -> Work:
         """Return the work of casts to FP8: of inputs of linears, or in a backward of the gradients of their outputs."""
         if not self.software.fp8:
             return Work()
-        q, k = self.shape.query_width, self.shape.key_width
         elements, kernels = self._mlp_casts(backward)
-        elements += self.tokens * (self.shape.hidden_size / self.shared + (q + 2 * k * backward) / self.t)
+        columns = self._joined if backward else self.shape.result_width
+        elements += self.tokens * (self.shape.hidden_size / self.shared + columns / self.t)
         return Work(traffic=(self.e + FP8_COPY_BYTES) * elements, kernels=2 + kernels)
 
     def _mlp_casts(self, backward: bool) -> tuple[float, int]:
@@ -306,14 +319,17 @@ class LayerWork:
         """Return bytes per token: of a norm (per column), of the activation, and around attention; see the module."""
         e, shape = self.e, self.shape
         plain = self._activation_bytes(4 if backward else 2, shape.ffn_hidden_size)
+        copied = 2 * e * self._joined if shape.latents else 0  # rotated parts are joined to the others
         if self.software.fuses_elementwise:
-            return (5.0 if backward else 2.0) * e, plain, 0.0
+            return (5.0 if backward else 2.0) * e, plain, copied
         norm = 7 * e + 15 * _FP32 if backward else 4 * e + 6 * _FP32
         gated = (9.0 if backward else 5.0) * e * shape.ffn_hidden_size
         turned = (2 * e + 4 * _FP32) * (shape.query_width + shape.key_width)
-        repeats = shape.num_query_groups < shape.num_attention_heads
+        if shape.latents:
+            turned = (2 * e + 4 * _FP32) * (shape.num_attention_heads + self.t) * shape.latents.rotated
+        repeats = shape.num_query_groups < shape.num_attention_heads and not shape.latents
         repeated = 2 * e * (shape.query_width + shape.key_width) * repeats
-        return norm, gated if shape.gated else plain, turned + repeated
+        return norm, gated if shape.gated else plain, turned + repeated + copied
 
     def _mlp_traffic(self, *, backward: bool) -> float:
         """Return the bytes that an MLP's kernels move between its products."""
@@ -331,9 +347,12 @@ class LayerWork:
     @property
     def _shared_groups(self) -> Work:
         """The exchange in which tensor ranks that share a query group gather queries, keys and values, or scatter
-        gradients.
+        gradients; or in which they gather the columns of latents.
         """
-        width = (self.shape.query_width + 2 * self.shape.key_width) * (self.shape.num_query_groups < self.t)
+        if latents := self.shape.latents:
+            width = (latents.query_rank + latents.key_rank + latents.rotated) * (self.t > 1)
+        else:
+            width = self._joined * (self.shape.num_query_groups < self.t)
         return Work(exchanged=(self.t - 1) / self.t * self.tokens * width * self.e, collectives=float(width > 0))
 
     def _in_pieces(self, num_bytes: float) -> tuple[float, float]:
@@ -378,19 +397,30 @@ class LayerWork:
         """Bytes moved to widen a score to FP32 and to narrow it again."""
         return 2 * (self.e + _FP32) if self.e < _FP32 else 0
 
+    @property
+    def _channels(self) -> tuple[float, float]:
+        """The channels of a head's queries and keys, and of its values."""
+        heads = self.shape.num_attention_heads
+        return self.shape.query_width // heads, self.shape.result_width // heads
+
     def _core_products(self, times: float) -> Work:
-        operations = 2.0 * self._scores * self.shape.kv_channels
-        kind = "unaligned" if self.e * self.shape.kv_channels % _ALIGNED else "operations"
-        return Work(calls=2 * times, **{kind: 2 * times * operations})
+        work = Work(calls=2 * times)
+        for channels in self._channels:
+            kind = "unaligned" if self.e * channels % _ALIGNED else "operations"
+            work += Work(**{kind: 2.0 * times * self._scores * channels})
+        return work
 
     def _flash(self, times: float) -> Work:
-        """Return the products of flash attention, which under a causal mask skips blocks of later tokens."""
-        operations = 4.0 * times * self._scores * self.shape.kv_channels
-        return Work(attended=operations / 2 if self.shape.is_causal else operations, calls=2 * times)
+        """Return the products of flash attention, which under a causal mask skips blocks of later tokens, and those
+        outside of windows."""
+        operations = 2.0 * times * self._scores * sum(self._channels)
+        if self.shape.is_causal:
+            operations *= (self.shape.windows.attended(self.shape.sequence_length) if self.shape.windows else 1.0) / 2
+        return Work(attended=operations, calls=2 * times)
 
     def _core_forward(self) -> Work:
         if self.software.flash_attention:
-            return self._in_steps(self._flash(1) + Work(kernels=1), self.shape.query_width, passed=1)
+            return self._in_steps(self._flash(1) + Work(kernels=1), self.shape.result_width, passed=1)
         e = self.e
         softmax = 2 * e if self.softmax_is_fused else 6 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
@@ -398,8 +428,7 @@ class LayerWork:
 
     def _core_backward(self) -> Work:
         if self.software.flash_attention:
-            added = self.shape.query_width + 2 * self.shape.key_width
-            return self._in_steps(self._flash(2.5) + Work(kernels=3), added, passed=2)
+            return self._in_steps(self._flash(2.5) + Work(kernels=3), self._joined, passed=2)
         e = self.e
         softmax = 3 * e if self.softmax_is_fused else 7 * _FP32 + 1 + self._widening
         dropout = 2 * e + 1 if self.shape.attention_dropout else 0
@@ -413,7 +442,8 @@ class LayerWork:
         """
         if self.cp == 1:
             return core
-        keys = (self.cp - 1) * passed * 2 * self.shape.key_width * self.e * self.tokens / self.t
+        passed_columns = self.shape.key_width + self.shape.value_width
+        keys = (self.cp - 1) * passed * passed_columns * self.e * self.tokens / self.t
         if self.software.gathers_keys:
             return core + Work(gathered=keys, collectives=float(passed))
         part = (self.cp - 1) / self.cp

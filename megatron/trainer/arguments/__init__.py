@@ -12,6 +12,7 @@ from typing import Any
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
 from megatron.trainer.arguments.rules import (
+    attention,
     context,
     data,
     experts,
@@ -31,6 +32,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     t5.shape,
     *model.RULES,
+    attention.attention,
     experts.experts,
     context.context,
     *schedule.RULES,

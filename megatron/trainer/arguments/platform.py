@@ -79,13 +79,14 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     turn_off("masked_softmax_fusion", not args.reset_attention_mask, f"its kernel reads no mask, and {_RESETS}")
+    turn_off("masked_softmax_fusion", args.window_size is None, "its kernel knows no window")
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
         turn_off(name, platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     if args.context_parallel_size > 1 and not uses_engine and args.cp_comm_type[0] == RING:
         args.cp_comm_type = [GATHER]
         notes.append(f"cp_comm_type is {GATHER}: {RING} is Transformer Engine's, and transformer_impl is local")
-    if args.position_embedding_type != "rope":
+    if args.position_embedding_type != "rope" or (args.multi_latent_attention and args.rope_type != "yarn"):
         args.apply_rope_fusion = False
     return [note for note in notes if not note.startswith("apply_rope") or args.position_embedding_type == "rope"]
 

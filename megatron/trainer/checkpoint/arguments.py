@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.arguments.flags.attention import ATTENTION, OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.flags.experts import EXPERTS
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
@@ -34,6 +35,7 @@ _READ = ("group_query_attention", "num_query_groups", "position_embedding_type",
 _OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
               "use_rope_scaling", "rope_scaling_factor")  # fmt: skip
 _OF_EXPERTS = tuple(flag.dest for flag in EXPERTS.flags if Role.SHAPE in flag.roles and flag.dest != "num_experts")
+_OF_ATTENTION = tuple(flag.dest for flag in ATTENTION.flags)
 _OF_HEADS = ("num_classes", "class_names", "untie_embeddings_and_output_weights")
 # Facts of some architectures only. Megatron-LM stores these arguments for every model.
 _ONLY_OF = {name: ONLY_OF[name] for name in MODEL_ARGUMENTS if name in ONLY_OF} | {"class_names": ("bert-classify",)}
@@ -59,20 +61,20 @@ WITHOUT_IT = {
     "untie_embeddings_and_output_weights": False,
     "add_bias_linear": True,
     "num_experts": 0,
+    "multi_latent_attention": False,
+    "softmax_type": "vanilla",
+    "window_size": None,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
 }
 _LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
 # Arguments for parts of other networks -> the values for a network without the part.
 _NOT_BUILT_HERE = {
-    "multi_latent_attention": (None, False),
     "experimental_attention_variant": (None,),
     "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla"),
-    "window_size": (None,),
     "no_rope_freq": (None,),
     "softmax_scale": (None,),
-    "glu_linear_offset": (None, 0),
-    "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
     "mtp_num_layers": (None, 0),
     "moe_router_enable_expert_bias": (None, False),
@@ -89,7 +91,7 @@ _NOT_BUILT_HERE = {
         [_GPT_LAYERS, "get_gpt_layer_with_transformer_engine_spec"],
     ),
     "qk_l2_norm": (None, False),
-    "position_embedding_type": (None, "learned_absolute", "rope", "none"),
+    "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
 }
 
@@ -124,22 +126,47 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
 
 def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     positions = _positions(args)
+    attention = _attention(args, positions)
     rotary = {name: _value(args, name) for name in _OF_ROTARY}
     num_experts = _value(args, "num_experts")
     if not rotary["use_rope_scaling"]:
         rotary["rope_scaling_factor"] = None
     as_they_stand = [
-        name for name in (*MODEL_ARGUMENTS, "class_names") if name not in (*_READ, *_OF_ROTARY, *_OF_EXPERTS)
+        name
+        for name in (*MODEL_ARGUMENTS, "class_names")
+        if name not in (*_READ, *_OF_ROTARY, *_OF_EXPERTS, *_OF_ATTENTION)
     ]
     return {
         **{name: _value(args, name) for name in as_they_stand},
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
+        **({"rotary_base": rotary["rotary_base"]} if positions == "yarn" or attention["rope_type"] else {}),
         "max_position_embeddings": _value(args, "max_position_embeddings") if positions == "learned_absolute" else None,
         **{name: _of_experts(args, name) if num_experts else None for name in _OF_EXPERTS},
         **_biases(args),
+        **attention,
     }
+
+
+def _attention(args: TrainConfig | argparse.Namespace | None, positions: object) -> dict[str, object]:
+    """The facts about attention, "" for what a model does without; those of latents and of YaRN where it has them."""
+    facts = {flag.dest: _value(args, flag.dest) for flag in ATTENTION.flags}
+    if args is None:
+        return facts
+    facts = {flag.dest: flag.default if facts[flag.dest] is None else facts[flag.dest] for flag in ATTENTION.flags}
+    is_latent, window, pattern = (
+        facts[name] for name in ("multi_latent_attention", "window_size", "window_attn_skip_freq")
+    )
+    facts["rope_type"] = (facts["rope_type"] or "yarn") if is_latent else None
+    for name in ("q_lora_rank", "activation_func_clamp_value"):
+        facts[name] = facts[name] or ""
+    facts["window_size"] = ",".join(map(str, window)) if window else ""
+    if isinstance(pattern, int):
+        pattern = [int(number % pattern != 0) for number in range(1, args.num_layers + 1)]
+    facts["window_attn_skip_freq"] = (pattern or [1] * args.num_layers) if window else None
+    unused = (*(() if is_latent else OF_LATENTS), *(() if is_latent or positions == "yarn" else OF_YARN))
+    return facts | dict.fromkeys(unused)
 
 
 def _value(args: TrainConfig | argparse.Namespace | None, name: str) -> object:
@@ -254,7 +281,7 @@ def _remedy(name: str, value: object) -> str:
         return f"Pass --group-query-attention --num-query-groups {value}"
     flag = next(flag for flag in FLAGS if flag.dest == name)
     if flag.stores is None:
-        return f"Pass {flag.name} {value}"
+        return f"Pass {flag.name} {value}" if value != "" else f"Leave {flag.name} out"
     return f"Pass {flag.name}" if value == flag.stores else f"Leave {flag.name} out"
 
 

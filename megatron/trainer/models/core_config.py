@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.rules.stages import layer_split
 
@@ -51,6 +51,33 @@ def _experts(args: TrainConfig) -> dict[str, object]:
     }
 
 
+_OF_ATTENTION = (
+    "softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value",
+)  # fmt: skip
+_OF_LATENTS = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base",
+    "rotary_percent",
+)  # fmt: skip
+_OF_YARN = (
+    "rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow", "mscale",
+    "mscale_all_dim",
+)  # fmt: skip
+
+
+def _attention(args: TrainConfig) -> dict[str, object]:
+    """Windows, sinks, gates and latents."""
+    names = _OF_ATTENTION + (_OF_LATENTS + _OF_YARN) * args.multi_latent_attention
+    return {name.removeprefix("yarn_"): getattr(args, name) for name in names}
+
+
+def _with_yarn(args: TrainConfig, config: TransformerConfig) -> TransformerConfig:
+    """`config` with the attributes that megatron.core's GPT asks for beside the fields of a configuration."""
+    if args.position_embedding_type == "yarn":
+        for name in (*_OF_YARN, "yarn_correction_range_round_to_int"):
+            setattr(config, "yarn_" + name.removeprefix("yarn_"), getattr(args, name))
+    return config
+
+
 def transformer_config(args: TrainConfig) -> TransformerConfig:
     """The model's configuration. Raises ValueError if megatron.core refuses a combination of options.
 
@@ -67,10 +94,11 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         options["recompute_modules"] = list(args.recompute_modules)
     if args.num_experts is not None:
         options |= _experts(args)
+    kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
-            return TransformerConfig(
+            made = kind(
                 num_layers=args.num_layers,
                 hidden_size=args.hidden_size,
                 ffn_hidden_size=args.ffn_hidden_size,
@@ -125,8 +153,10 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 deterministic_mode=args.deterministic_mode,
                 calculate_per_token_loss=args.calculate_per_token_loss,
                 transformer_impl=args.transformer_impl,
+                **_attention(args),
                 **options,
             )
+        return _with_yarn(args, made)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
 

@@ -56,10 +56,11 @@ class SeededTransformerLayer(TransformerLayer):
 
 def layer_spec(args: TrainConfig) -> ModuleSpec:
     """The module specification of a transformer layer, with the seeded layer class."""
+    kinds = {"qk_layernorm": args.qk_layernorm, "multi_latent_attention": args.multi_latent_attention}
     if args.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        spec = get_gpt_layer_with_transformer_engine_spec(**kinds)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+        spec = get_gpt_layer_local_spec(normalization=args.normalization, **kinds)
     return seeded_spec(args, spec)
 
 

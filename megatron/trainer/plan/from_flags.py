@@ -27,6 +27,7 @@ from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 from megatron.trainer.arguments.rules.context import GATHER, RING
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
 
@@ -138,6 +139,9 @@ def architecture(args: TrainConfig) -> Architecture:
         decoder=Decoder(first=args.encoder_num_layers, sequence_length=args.decoder_seq_length)
         if args.architecture == "t5"
         else None,
+        latents=latents_of(args),
+        sinks=args.softmax_type == "learnable",
+        windows=windows_of(args),
     )
 
 
@@ -166,6 +170,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         saves_scores=not has_flash_attention(args.transformer_impl, args.attention_backend, element),
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
+        further_gates=int(args.quick_geglu) + (args.activation_func_clamp_value is not None),
         recompute=_recompute(args),
         context=args.context_parallel_size,
         gathers_keys=gathers_keys(args),

@@ -344,8 +344,7 @@ def time_updates(
 def shapes_of_layer(model: Architecture) -> list[tuple[int, ...]]:
     """The shapes of a layer's matrices, with fewer rows if they are very large, and of one vector for each matrix."""
     h, wide = model.hidden_size, model.ffn_hidden_size * (2 if model.gated else 1)
-    matrices = [(model.query_width + 2 * model.key_width, h), (h, model.query_width), (wide, h),
-                (h, model.ffn_hidden_size)]  # fmt: skip
+    matrices = [*model.attention_matrices, (wide, h), (h, model.ffn_hidden_size)]
     cut = [(min(rows, max(1, _LARGEST // columns)), columns) for rows, columns in matrices]
     return [*cut, *((rows,) for rows, _ in cut)]
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +62,19 @@ def flops_per_sample(args: TrainConfig) -> float:
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
     products of [s, s] per head and layer; the causal half is not subtracted (as in Megatron-LM; Korthikanti et al.
-    2022, appendix A). A BERT's dense layer before its output layer, a twelfth of a transformer layer, is left out; so
-    are the operations of a classifier on a single token.
+    2022, appendix A), and a window counts twice what it leaves. A BERT's dense layer before its output layer, a twelfth
+    of a transformer layer, is left out; so are the operations of a classifier on a single token.
     """
     if args.architecture == "t5":
         return _flops_of_t5(args)
-    query_width = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projections = args.hidden_size * (2 * query_width + 2 * args.kv_channels * groups)
+    heads, latents, windows = args.num_attention_heads, latents_of(args), windows_of(args)
+    width = 2 * args.kv_channels * heads  # of queries and results
+    groups = args.num_query_groups if args.group_query_attention else heads
+    projections = args.hidden_size * (width + 2 * args.kv_channels * groups)
+    if latents is not None:
+        width = heads * (latents.head + latents.rotated + latents.value)
+        matrices = (*latents.matrices(args.hidden_size, heads), (args.hidden_size, heads * latents.value))
+        projections = sum(rows * columns for rows, columns in matrices)
     mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
     ends = args.hidden_size * args.padded_vocab_size
     if args.architecture == "vit":
@@ -76,7 +82,8 @@ def flops_per_sample(args: TrainConfig) -> float:
     elif args.architecture == "bert-classify":
         ends = 0
     weights = args.num_layers * (projections + mlp) + ends
-    attention = args.num_layers * 2 * args.seq_length * query_width
+    attended = windows.attended(args.seq_length) if windows else 1.0
+    attention = args.num_layers * args.seq_length * width * attended
     return 6.0 * args.seq_length * (weights + attention)
 
 

@@ -155,21 +155,22 @@ def _captured_bytes(decoder: torch.nn.Module, hidden: torch.Tensor, mask: torch.
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     stays = {tensor.untyped_storage().data_ptr() for tensor in decoder.parameters()}
-    found: dict[int, int] = {}
+    found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in stays and tensor.dtype is not torch.bool and not is_checkpointing():
-            found[storage.data_ptr()] = storage.nbytes()
+            found[storage.data_ptr()] = storage
         return tensor
 
     decoder.set_input_tensor(hidden)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = decoder(None, mask)
     assert output.requires_grad
-    return sum(found.values())
+    return sum(storage.nbytes() for storage in found.values())  # without what was freed to be recomputed
 
 
+LATENT = "--multi-latent-attention --kv-lora-rank 28 --qk-head-dim 24 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 CASES = (
     "",
     "--bf16 --attention-softmax-in-fp32",
@@ -184,6 +185,12 @@ CASES = (
     "--group-query-attention --num-query-groups 1 --recompute-activations",
     "--swiglu --disable-bias-linear",
     "--swiglu --no-bias-swiglu-fusion --disable-bias-linear",
+    f"{LATENT} --q-lora-rank 40 --qk-layernorm",
+    f"{LATENT} --q-lora-rank 40 --qk-layernorm --recompute-granularity selective --recompute-modules mla_up_proj",
+    f"{LATENT} --recompute-activations --bf16",
+    "--softmax-type learnable --window-size 7,0 --window-attn-skip-freq 2",
+    "--quick-geglu",
+    "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7",
 )
 
 

@@ -14,12 +14,16 @@ from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.text_helper import text_arguments
 from tests.trainer.run.vision_helper import vision_arguments
 
+LATENT = "--multi-latent-attention --kv-lora-rank 28 --qk-head-dim 24 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 SHAPES = (
     "",
     "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --disable-bias-linear "
     "--normalization RMSNorm --group-query-attention --num-query-groups 2 --kv-channels 24",
     "--qk-layernorm --add-qkv-bias --disable-bias-linear --ffn-hidden-size 96",
     "--quick-geglu --position-embedding-type none --num-layers 6 --decoder-first-pipeline-num-layers 1",
+    f"{LATENT} --q-lora-rank 40 --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear --add-qkv-bias",
+    f"{LATENT} --qk-layernorm --softmax-type learnable",
+    "--softmax-type learnable --window-size 3,0 --group-query-attention --num-query-groups 2 --quick-geglu",
     "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
 )
 

@@ -28,6 +28,7 @@ BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-l
 P, P4, T = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4", "--tensor-model-parallel-size"
 ROPE, GROUPS = "--position-embedding-type rope", "--group-query-attention --num-query-groups"
 SELECTIVE, DECAY = "--recompute-granularity selective --recompute-modules", "--weight-decay-incr-style"
+MLA = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 CHOICES = (
     ("--optimizer sgd", "--optimizer lamb", "--sgd-momentum 0"),
     ("--use-distributed-optimizer", "--use-distributed-optimizer --ddp-pad-buckets-for-high-nccl-busbw"),
@@ -39,6 +40,12 @@ CHOICES = (
     ("--kv-channels 8", "--kv-channels 3", "--ffn-hidden-size 30"),
     (ROPE, "--position-embedding-type none", f"{ROPE} --rotary-percent 0.5 --rotary-interleaved",
      f"{ROPE} --use-rope-scaling", f"{ROPE} --rotary-percent 0.01"),
+    (MLA, f"{MLA} --q-lora-rank 8 --rope-type rope --qk-layernorm", f"{MLA} --q-lora-rank 6 {SELECTIVE} mla_up_proj",
+     f"{MLA} --position-embedding-type rope"),
+    ("--softmax-type learnable", "--softmax-type off-by-one --window-size 3,0", "--window-size 0,0",
+     "--window-size 5,0 --window-attn-skip-freq 2", "--window-size 5,0 --window-attn-skip-freq [1,1,0,1]"),
+    ("--position-embedding-type yarn --rotary-scaling-factor 32", "--glu-linear-offset 1 --quick-geglu",
+     "--activation-func-clamp-value 7 --swiglu"),
     ("--apply-query-key-layer-scaling", "--attention-softmax-in-fp32", "--fp16-lm-cross-entropy"),
     ("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion", "--no-persist-layer-norm"),
     ("--cross-entropy-loss-fusion", "--deterministic-mode", "--init-method-xavier-uniform", "--hidden-dropout 0"),

@@ -49,9 +49,9 @@ def test_a_flag_that_works_goes_before_one_that_is_refused():
 @pytest.mark.parametrize(
     "name",
     [  # each beside the flag whose letters are nearest
-        "--delay-param-gather", "--rotary-scaling-factor", "--encoder-tensor-model-parallel-size",
-        "--no-delay-grad-reduce", "--window-size", "--position-embeddings", "--no-save",
-        "--no-load", "--parallel-size", "--expert-parallel-size", "--persistent-save-interval", "--mscale",
+        "--delay-param-gather", "--encoder-tensor-model-parallel-size",
+        "--no-delay-grad-reduce", "--position-embeddings", "--no-save",
+        "--no-load", "--parallel-size", "--expert-parallel-size", "--persistent-save-interval",
     ],
 )  # fmt: skip
 def test_other_flags_get_none(name):

@@ -126,6 +126,7 @@ def there(**changes) -> argparse.Namespace:
         apply_residual_connection_post_layernorm=False, swiglu=False, squared_relu=False, quick_geglu=False,
         openai_gelu=False, onnx_safe=None, add_bias_linear=True, add_qkv_bias=True, qk_layernorm=False,
         qk_l2_norm=False, softmax_type="vanilla", window_size=None, window_attn_skip_freq=None,
+        glu_linear_offset=0.0, activation_func_clamp_value=None,
         attention_output_gate=False, experimental_attention_variant=None, multi_latent_attention=False,
         untie_embeddings_and_output_weights=False, bert_binary_head=True, num_experts=None, mtp_num_layers=None,
         make_vocab_size_divisible_by=128, padded_vocab_size=50304, tensor_model_parallel_size=1,
@@ -170,6 +171,15 @@ def test_default_model_of_megatron_is_the_default_model_here(tmp_path, bert, old
         ("--no-position-embedding", {"position_embedding_type": "none", "rotary_base": 500000}),
         ("", {"rotary_base": 500000, "rotary_percent": 0.5, "use_rope_scaling": True}),
         ("", {"bert_binary_head": False, "num_experts": 0}),
+        ("", {"q_lora_rank": 512, "kv_lora_rank": 512, "rope_type": "rope", "mscale": 2.0, "window_attn_skip_freq": 2}),
+        (
+            "--multi-latent-attention --rope-type yarn --yarn-beta-fast 32",
+            {"multi_latent_attention": True, "yarn_beta_fast": None, "window_size": None},
+        ),
+        (
+            "--window-size 127,0 --window-attn-skip-freq 2",
+            {"window_size": (127, 0), "window_attn_skip_freq": [1, 0] * 12},
+        ),
     ],
     ids=str,
 )

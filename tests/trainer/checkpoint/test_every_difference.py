@@ -6,7 +6,7 @@ from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import arguments
 from tests.trainer.checkpoint.test_arguments import here, there
 
-ROPE = "--position-embedding-type rope "
+ROPE, GATED = "--position-embedding-type rope ", " --swiglu --ffn-hidden-size 4096 "
 # Fact -> what the checkpoint has otherwise, and what the flag of that name takes.
 PLAIN = dict(
     num_layers=12, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, kv_channels=128, swiglu=True,
@@ -31,6 +31,16 @@ THEIR_EXPERTS = dict(
     num_experts=4, moe_ffn_hidden_size=64, moe_layer_freq=1, moe_router_topk=2, moe_router_score_function="softmax"
 )
 
+LATENT, YARN, WINDOW = "--multi-latent-attention ", "--position-embedding-type yarn ", "--window-size 127,0 "
+OF_LATENTS = dict(
+    q_lora_rank=16, kv_lora_rank=64, qk_head_dim=64, qk_pos_emb_head_dim=32, v_head_dim=64, rope_type="rope",
+    mscale_all_dim=1.0,
+)  # fmt: skip
+OF_YARN = dict(
+    rotary_scaling_factor=32.0, mscale=2.0, yarn_original_max_position_embeddings=512, yarn_beta_fast=16.0,
+    yarn_beta_slow=2.0,
+)  # fmt: skip
+
 
 def plain(name, value, flags="", **others):
     return flags, {**others, name: value}, f"Pass --{name.replace('_', '-')}{'' if value is True else f' {value}'}"
@@ -41,6 +51,27 @@ FACTS = {
     **{name: plain(name, value) for name, value in PLAIN.items()},
     **{name: plain(name, value, ROPE) for name, value in OF_ROPE.items()},
     **{name: plain(name, value, EXPERTS, **THEIR_EXPERTS) for name, value in OF_EXPERTS.items()},
+    **{name: plain(name, value, LATENT, multi_latent_attention=True) for name, value in OF_LATENTS.items()},
+    **{name: plain(name, value, YARN, position_embedding_type="yarn") for name, value in OF_YARN.items()},
+    "yarn_correction_range_round_to_int": (
+        YARN,
+        {"position_embedding_type": "yarn", "yarn_correction_range_round_to_int": False},
+        "Pass --no-yarn-corr.*",
+    ),
+    "multi_latent_attention": plain("multi_latent_attention", True),
+    "softmax_type": plain("softmax_type", "learnable"),
+    "window_size": ("", {"window_size": (128, 0)}, "Pass --window-size 128,0"),
+    "window_attn_skip_freq": (
+        WINDOW,
+        {"window_size": (127, 0), "window_attn_skip_freq": 2},
+        r"Pass --window-attn-skip-freq \[1, 0, 1.*",
+    ),
+    "glu_linear_offset": plain("glu_linear_offset", 1.0),
+    "activation_func_clamp_value": (
+        "--swiglu --ffn-hidden-size 4096 --activation-func-clamp-value 7",
+        {"swiglu": True},
+        "Leave --activation-func-clamp-value out",
+    ),
     "num_experts": plain("num_experts", 8),
     "moe_layer_freq": (EXPERTS, THEIR_EXPERTS | {"moe_layer_freq": 2}, r"Pass --moe-layer-freq \[1, 0, 1.*"),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
@@ -55,16 +86,11 @@ FACTS = {
 }
 # Megatron-LM's argument -> a value that asks for what is not built here.
 PARTS = {
-    "multi_latent_attention": True,
     "experimental_attention_variant": "gated_delta_net",
     "attention_output_gate": True,
-    "softmax_type": "off-by-one",
     "softmax_scale": 0.1,
-    "window_size": (128, 0),
     "no_rope_freq": 4,
     "qk_l2_norm": True,
-    "glu_linear_offset": 1.0,
-    "activation_func_clamp_value": 7.0,
     "use_mup": True,
     "mtp_num_layers": 1,
     "moe_router_enable_expert_bias": True,
@@ -76,7 +102,7 @@ PARTS = {
     "heterogeneous_layers_config_path": "blocks.json",
     "heterogeneous_layers_config_encoded_json": "{}",
     "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-    "position_embedding_type": "yarn",
+    "position_embedding_type": "relative",
     "normalization": "L2Norm",
 }
 # Argument that a checkpoint of an older program lacks -> flags here that ask for something else than it had.
@@ -99,6 +125,11 @@ LATE = {
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "add_bias_linear": "--disable-bias-linear --add-qkv-bias",
     "num_experts": EXPERTS,
+    "multi_latent_attention": LATENT,
+    "softmax_type": "--softmax-type off-by-one",
+    "window_size": WINDOW,
+    "glu_linear_offset": GATED + "--glu-linear-offset 1",
+    "activation_func_clamp_value": GATED + "--activation-func-clamp-value 7",
 }
 
 
@@ -107,6 +138,7 @@ def late(name, flags):
     saved = there(use_rope_scaling="--rope-scaling-factor" in flags)
     if ROPE in flags and name != "position_embedding_type":
         saved.position_embedding_type = "rope"
+    saved.swiglu = GATED in flags
     delattr(saved, name)
     return saved
 
@@ -149,6 +181,7 @@ def test_a_switch_that_came_later_was_off(name):
     plain = ROPE if getattr(saved, "position_embedding_type", None) == "rope" else ""
     if getattr(saved, "use_rope_scaling", False):
         plain += "--use-rope-scaling"
+    plain += GATED * getattr(saved, "swiglu", False)
     args = here(LATE[name])
     with pytest.raises(CheckpointError, match=f"another model: {ours} is "):
         arguments.check_same_model(args, saved, "DIR")

@@ -12,6 +12,7 @@ from tests.trainer.run.test_bert import BASE as BERT
 from tests.trainer.run.test_bert import data_flags as bert_data
 
 PAGE = Path(__file__).parents[3] / "docs" / "muon.md"
+LATENT = "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
 SHARES = {QKV: "share rows", ROWS: "share rows", COLUMNS: "share columns"}
 
 
@@ -42,6 +43,8 @@ def layouts(program: str, flags: str) -> dict:
         ("pretrain_gpt", f"{BASE} {data_flags()} --swiglu --qk-layernorm --untie-embeddings-and-output-weights", 4),
         ("pretrain_gpt", f"{BASE} {data_flags()} --num-experts 2 --moe-shared-expert-intermediate-size 32 "
          "--disable-bias-linear", 9),
+        ("pretrain_gpt", f"{BASE} {data_flags()} {LATENT} --q-lora-rank 8 --qk-layernorm", 7),
+        ("pretrain_gpt", f"{BASE} {data_flags()} {LATENT} --softmax-type learnable", 6),
         ("pretrain_bert", f"{BERT} {bert_data()}", 4),
     ],
 )  # fmt: skip

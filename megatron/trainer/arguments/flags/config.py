@@ -16,7 +16,17 @@ from megatron.elastic.stages import Arrangement, Stages
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
-from megatron.trainer.arguments.flags import data, experts, model, output, parallel, refusals, t5, training
+from megatron.trainer.arguments.flags import (
+    attention,
+    data,
+    experts,
+    model,
+    output,
+    parallel,
+    refusals,
+    t5,
+    training,
+)
 from megatron.trainer.arguments.flags.values import BatchSizes
 
 
@@ -74,8 +84,8 @@ _Unread = make_dataclass(
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainConfig(
-    model.Model, experts.Experts, parallel.Pipeline, parallel.Distributed, training.Freezing, training.Batch,
-    training.Regularization, training.LearningRate, training.Precision, training.Recompute, data.Data,
+    model.Model, attention.Attention, experts.Experts, parallel.Pipeline, parallel.Distributed, training.Freezing,
+    training.Batch, training.Regularization, training.LearningRate, training.Precision, training.Recompute, data.Data,
     data.Tokenizer, model.Bert, t5.EncoderDecoder,
     model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags, Derived, _Unread,
 ):  # fmt: skip

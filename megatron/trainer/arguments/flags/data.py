@@ -113,7 +113,7 @@ class Tokenizer:
     )
     patch_tokenizer_type: str | None = option(
         None,
-        "Pai-Megatron-Patch's kind of tokenizer: without --tokenizer-type a HuggingFaceTokenizer, of --load by default.",
+        "Pai-Megatron-Patch's kind of tokenizer: without --tokenizer-type a HuggingFaceTokenizer of --load.",
     )
     vocab_file: str | None = option(None, "GPT-2's vocabulary (JSON), or WordPiece's (a token a line).", metavar="FILE")
     merge_file: str | None = option(None, "GPT-2's merges.", metavar="FILE")

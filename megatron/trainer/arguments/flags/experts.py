@@ -11,6 +11,11 @@ LOSSES = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
 
 def layers_with_experts(text: str) -> int | list[int]:
     """What `--moe-layer-freq` says: every n-th layer, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError."""
+    return pattern_of_layers(text, "--moe-layer-freq")
+
+
+def pattern_of_layers(text: str, flag: str) -> int | list[int]:
+    """A number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError that names the flag."""
     try:
         found = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError):
@@ -19,7 +24,7 @@ def layers_with_experts(text: str) -> int | list[int]:
         return found
     if type(found) is int:
         return found
-    raise ValueError(f"--moe-layer-freq {text} is no pattern; give a number, or lists as ([0]*1+[1]*3)*2")
+    raise ValueError(f"{flag} {text} is no pattern; give a number, or lists as ([0]*1+[1]*3)*2")
 
 
 _MOST_LAYERS = 10_000

@@ -30,7 +30,7 @@ class Model:
         None, "Longest sequence the position embedding knows; at least --seq-length.", roles=Role.SAVED
     )
     position_embedding_type: str = option(
-        "learned_absolute", "How positions enter the network.", choices=("learned_absolute", "rope", "none")
+        "learned_absolute", "How positions enter the network.", choices=("learned_absolute", "rope", "yarn", "none")
     )
     use_rotary_position_embeddings: bool = switch("Old name of --position-embedding-type rope.", roles=Role.NONE)
     rotary_base: int = option(10000, "Base period of rotary position embeddings.")

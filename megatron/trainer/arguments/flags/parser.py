@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
 from megatron.trainer.arguments.flags import (
+    attention,
     data,
     experts,
     megatron_lm,
@@ -30,6 +31,7 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
+    attention.ATTENTION,
     experts.EXPERTS,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,

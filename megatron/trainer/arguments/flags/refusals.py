@@ -65,7 +65,6 @@ REFUSED = Group(
             "an old flag; use --moe-router-num-groups and --moe-router-group-topk.",
             takes=None,
         ),
-        *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
         refused(
             "--mtp-num-layers",
             "multi-token prediction is not supported; leave the flag out.",
@@ -201,6 +200,7 @@ REFUSED = Group(
 
 _WATCHES = "results are not recomputed to find faults; a loss or gradient that is not finite ends the job"
 _GRADIENTS = "gradients lie in contiguous buffers that the pipeline's program reduces"
+_MODELOPT = "Megatron-LM's models of ModelOpt alone read it; YaRN is --position-embedding-type yarn and its flags"
 _SUM = "the value would need another reduction over all ranks; grad_norm is in the log line and in --metrics-file"
 
 IGNORED = Group(
@@ -233,6 +233,8 @@ IGNORED = Group(
         ),
         ignored("--no-data-sharding", "all replicas take the samples of one order in turns"),
         ignored("--keep-last", "an epoch's last samples begin a batch that the next epoch fills up, so none is lost"),
+        ignored("--enable-gpt-oss", _MODELOPT),
+        ignored("--export-force-local-attention", _MODELOPT),
         ignored("--no-query-key-layer-scaling", "it is off unless --apply-query-key-layer-scaling is given"),
     ),
 )

@@ -228,7 +228,7 @@ class Recompute:
         None,
         "Modules of selective recomputation. Default: core_attn.",
         nargs="*",
-        choices=("core_attn", "mlp", "layernorm"),
+        choices=("core_attn", "mlp", "layernorm", "mla_up_proj"),
     )
 
 

@@ -35,6 +35,13 @@ _REFUSALS: tuple[_Row, ...] = (
         lambda args: ": the masks of a BERT and the tokens of a classifier are not cut into parts; leave it out",
     ),
     (
+        lambda args: args.multi_latent_attention or args.window_size is not None or args.softmax_type != "vanilla",
+        lambda args: (
+            " cuts attention as it usually is, without latents, windows and sinks; leave it out, or "
+            "--multi-latent-attention, --window-size and --softmax-type"
+        ),
+    ),
+    (
         lambda args: args.seq_length % (2 * args.context_parallel_size) != 0,
         lambda args: (
             f" gives each rank two parts of a sequence, and --seq-length {args.seq_length} is not divisible by "

@@ -8,8 +8,8 @@ name.
 import argparse
 from collections.abc import Mapping
 
+from megatron.trainer.arguments.flags import attention, experts, model, t5
 from megatron.trainer.arguments.flags import data as data_flags
-from megatron.trainer.arguments.flags import experts, model, t5
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
@@ -21,6 +21,7 @@ Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
 
 _OWNERS = (
+    (attention.ATTENTION, ("gpt",), "pretrain_gpt.py"),
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
     (t5.T5, ("t5",), "pretrain_t5.py"),

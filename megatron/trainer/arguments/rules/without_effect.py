@@ -43,9 +43,24 @@ _OTHER_TOKENIZER = "the tokenizer of --tokenizer-type does not read it"
 
 ROWS = (
     Idle(
-        "rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
+        "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
         lambda args: args.position_embedding_type != "rope",
         "it is about rotary positions, which --position-embedding-type rope has",
+    ),
+    Idle(
+        "rotary_base",
+        lambda args: args.position_embedding_type not in ("rope", "yarn") and not args.multi_latent_attention,
+        "it is about rotary positions, which --position-embedding-type rope has",
+    ),
+    Idle(
+        "rotary_seq_len_interpolation_factor",
+        lambda args: args.multi_latent_attention and args.position_embedding_type == "rope",
+        "megatron.core's multi-latent attention does not read it",
+    ),
+    Idle(
+        "add_qkv_bias",
+        lambda args: args.multi_latent_attention,
+        "the projections of --multi-latent-attention have no biases",
     ),
     Idle(
         "rope_scaling_factor",

@@ -201,17 +201,19 @@ class GradientReduction:
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
     """Two lists of parameters whose gradients are summed and averaged over the tensor ranks, by megatron.core's rules.
 
-    Tensor ranks hold copies of these parameters and compute different gradients of them.
+    Tensor ranks hold copies of these parameters and compute different gradients of them. megatron.core also sums the
+    norms of latents without sequence parallelism, of which each rank computes the whole gradient; they are left out.
     """
     summed, averaged = [], []
     for chunk in chunks:
+        norms_heads = chunk.config.qk_layernorm and not chunk.config.multi_latent_attention
         for name, param in unwrap_model(chunk).named_parameters():
             if not param.requires_grad:
                 continue
             if getattr(param, "average_gradients_across_tp_domain", False):
                 averaged.append(param)
             elif (chunk.config.sequence_parallel and getattr(param, "sequence_parallel", False)) or (
-                chunk.config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
+                norms_heads and ("q_layernorm" in name or "k_layernorm" in name)
             ):
                 summed.append(param)
     return summed, averaged

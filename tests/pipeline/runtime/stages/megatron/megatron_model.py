@@ -14,12 +14,14 @@ import torch
 
 from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.program.edges import stages_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
@@ -87,6 +89,7 @@ class Case:
     experts: int = 0  # of each layer, of which two compute a token; not with biases
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
+    attention: tuple[tuple[str, object], ...] = ()  # fields of latents, windows, sinks, gates and YaRN
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property
@@ -132,7 +135,11 @@ class Case:
 
 
 def transformer_config(case: Case) -> TransformerConfig:
-    return TransformerConfig(
+    own = dict(case.attention)
+    of_yarn = {name: own.pop(name) for name in [*own] if name.startswith("yarn_")}
+    if own.pop("quick_geglu", False):
+        own["activation_func"] = quick_gelu
+    options = dict(
         num_layers=case.layers,
         hidden_size=case.hidden,
         num_attention_heads=HEADS,
@@ -167,6 +174,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         calculate_per_token_loss=case.per_token,
         **(_experts(case) if case.experts else {}),
     )
+    config = (MLATransformerConfig if "kv_lora_rank" in own else TransformerConfig)(**options | own)
+    for name, value in of_yarn.items():
+        setattr(config, name, value)
+    return config
 
 
 def _experts(case: Case) -> dict:
@@ -220,7 +231,12 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
         model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
     else:
-        local = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.normalization)
+        local = get_gpt_layer_local_spec(
+            num_experts=case.experts or None,
+            normalization=case.normalization,
+            multi_latent_attention=config.multi_latent_attention,
+            qk_layernorm=config.qk_layernorm,
+        )
         local = sharing_sequences(local) if case.cp > 1 else local
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
         model = GPTModel(transformer_layer_spec=spec, **options)
