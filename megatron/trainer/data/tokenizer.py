@@ -205,3 +205,16 @@ def padded_vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> in
 def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
     return max(tokenizer.vocab_size, args.vocab_size or 0) + args.vocab_extra_ids
+
+
+def require_known_tokens(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
+    """`--load-hf`: raise ValueError where the tokenizer has more tokens than the model, whose rows would be zero.
+
+    A NullTokenizer's end-of-document token is of its own making.
+    """
+    size = vocab_size(args, tokenizer)
+    if size > args.vocab_size and args.tokenizer_type != "NullTokenizer":
+        raise ValueError(
+            f"the tokenizer has {size} tokens, and the model of --load-hf {args.load_hf} {args.vocab_size}; give the model's "
+            "own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model with its folder"
+        )
