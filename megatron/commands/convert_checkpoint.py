@@ -26,141 +26,8 @@ from megatron.commands.common import command_line
 TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"
 BESIDE = (
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    ""
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 """Files of a tokenizer and of generation, which are copied as they are."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -180,7 +47,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--vocab-size", command_line.count, "N",
          "of a checkpoint: rows of its vocabulary without padding (default: as its arguments say)"),
         ("--config", Path, "FILE",
-         "to hugging-face: the config.json to write, of the same model; without it one is made of the checkpoint's arguments"),
+         "to hugging-face: the config.json to write, of the same model; without it one is made of the checkpoint's "
+         "arguments"),
         ("--max-shard-size", command_line.positive, "GIB", "to hugging-face: largest file", {"default": 5.0}),
     )  # fmt: skip
     options = parser.parse_args(argv)
@@ -259,7 +127,8 @@ def _as_file(argv: Sequence[str]) -> str:
 
 
 def _completed(argv: Sequence[str], saved: argparse.Namespace | None = None, source: object = ""):
-    """The configuration of a run on one rank with the model of these flags, or of a checkpoint's arguments. Raises ValueError."""
+    """The configuration of a run on one rank with the model of these flags, or of a checkpoint's arguments. Raises
+    ValueError."""
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
     from megatron.trainer.checkpoint.arguments import with_saved_arguments
@@ -359,8 +228,8 @@ def _vocabulary(options: argparse.Namespace, args: object, path: Path) -> int:
         size = args.vocab_size + args.vocab_extra_ids
     if size is None:
         raise ValueError(
-            f"checkpoint {path} does not say how many of its {padded} tokens are padding; give --vocab-size, the size of the "
-            "tokenizer"
+            f"checkpoint {path} does not say how many of its {padded} tokens are padding; give --vocab-size, the size "
+            "of the tokenizer"
         )
     if size > padded:
         raise ValueError(
@@ -370,7 +239,8 @@ def _vocabulary(options: argparse.Namespace, args: object, path: Path) -> int:
 
 
 def _described(options: argparse.Namespace, made: dict) -> dict:
-    """The configuration to write: that of --config, if it describes the checkpoint's model. Raises ValueError if not."""
+    """The configuration to write: that of --config, if it describes the checkpoint's model. Raises ValueError if
+    not."""
     from megatron.trainer.arguments.hugging_face import difference, model_of, read_config
 
     if options.config is None:

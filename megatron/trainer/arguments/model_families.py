@@ -1,12 +1,14 @@
-"""The families of Hugging Face's models that are known here, as parts of their `config.json` with the flags that say it.
+"""Families of Hugging Face's models: the parts of their `config.json`, each with the flags that say it.
 
-Problem: a configuration has dozens of keys, and a key that is read wrongly, or not at all, changes the numbers silently.
-With a rotary base of 10,000 in place of its 1,000,000, Mixtral's logits differ by 1.5%, and nothing complains.
+Problem: a configuration has dozens of keys, and a key that is read wrongly, or not at all, changes the numbers
+silently. With a rotary base of 10,000 in place of its 1,000,000, Mixtral's logits differ by 1.5%, and nothing
+complains.
 
-Solution: a row of `FAMILIES` has a part for each key that says something of the model. A part reads its keys as values of
-flags and writes them back. A key that changes the model must be there: no default of transformers is assumed, but for keys
-that are newer than files without them, where absence means that a thing is off. Keys without influence on a trained model
-are listed. Every other key, and every value that no flag says, is an error (`hugging_face`).
+Solution: a row of `FAMILIES` has a part for each key that says something of the model. A part reads its keys as
+values of flags and writes them back. A key that changes the model must be there: no default of transformers is
+assumed, but for keys that are newer than files without them, where absence means that a thing is off. Keys without
+influence on a trained model are listed. Every other key, and every value that no flag says, is an error
+(`hugging_face`).
 """
 
 from __future__ import annotations
@@ -193,8 +195,8 @@ class Rotary(Part):
             for key, value in _LLAMA_3.items():
                 if present(given, [key]) != value:
                     raise ValueError(
-                        f"rope_scaling.{key} is {shown(given[key])}, and megatron.core knows {value} alone; such a model "
-                        "cannot be computed here"
+                        f"rope_scaling.{key} is {shown(given[key])}, and megatron.core knows {value} alone; such a "
+                        "model cannot be computed here"
                     )
             facts |= {
                 "use_rope_scaling": True,
@@ -206,18 +208,20 @@ class Rotary(Part):
             given.pop("factor")
         elif kind != "default":
             raise ValueError(
-                f"the rotary positions are scaled by {shown(kind)}, and flags say default, linear and llama3 alone; such a "
-                "model cannot be computed here"
+                f"the rotary positions are scaled by {shown(kind)}, and flags say default, linear and llama3 alone; "
+                "such a model cannot be computed here"
             )
         if given.get("partial_rotary_factor", 1.0) != 1.0 or given.keys() - {"partial_rotary_factor"}:
             key = min(given.keys())
-            raise ValueError(f"{key} of the rotary positions is {shown(given[key])}, which no flag says; leave it out if "
-                             "the model is the same without it")  # fmt: skip
+            raise ValueError(
+                f"{key} of the rotary positions is {shown(given[key])}, which no flag says; leave it out if the "
+                "model is the same without it"
+            )
         return facts
 
     def write(self, facts: Facts) -> dict[str, object]:
-        # In the older keys, which older versions of transformers, too, read: of the newer ones they would know nothing, and
-        # take a default.
+        # In the older keys, which every version of transformers reads. Of the newer ones an older version would know
+        # nothing, and take a default.
         scaling: dict[str, object] | None = None
         if facts["use_rope_scaling"]:
             scaling = {"rope_type": "llama3", "factor": float(facts["rope_scaling_factor"]), **_LLAMA_3}
@@ -253,8 +257,8 @@ class Window(Part):
         is_used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
         if config.get("sliding_window") is not None and is_used:
             raise ValueError(
-                f"sliding_window is {shown(config['sliding_window'])}, and attention to a window is not computed here; set "
-                "it to null if sequences are no longer than that"
+                f"sliding_window is {shown(config['sliding_window'])}, and attention to a window is not computed here; "
+                "set it to null if sequences are no longer than that"
             )
         kinds = config.get("layer_types")
         if kinds is not None and set(kinds) != {"full_attention"}:
@@ -406,4 +410,4 @@ FAMILIES: dict[str, Family] = {
                    "summary_type", "summary_use_proj"),
     ),
 }  # fmt: skip
-"""By `model_type`. bert is not among them: its layers normalize behind the residual sum, those of megatron.core before."""
+"""By `model_type`. bert is not one: its layers normalize behind the residual sum, those of megatron.core before."""

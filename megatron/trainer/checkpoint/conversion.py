@@ -1,9 +1,9 @@
 """Conversion of checkpoints, block by block: a model never has to fit into memory.
 
 Three places hold weights: a Hugging Face folder (`hugging_face`), a torch_dist checkpoint (`CheckpointWeights`), and a
-checkpoint in Megatron-LM's old format, one file for each tensor and pipeline rank (`RankFilesWeights`). Each is read as the
-tensors of `tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging Face folder
-(`write_hugging_face`). No process group and no model is needed.
+checkpoint in Megatron-LM's old format, one file for each tensor and pipeline rank (`RankFilesWeights`). Each is read
+as the tensors of `tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging
+Face folder (`write_hugging_face`). No process group and no model is needed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def _box(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None)
 class CheckpointWeights:
     """The newest weights of a torch_dist checkpoint.
 
-    Raises CheckpointError if a file is missing, damaged or truncated, and where the checkpoint lacks a tensor of the model.
+    Raises CheckpointError if a file is missing, damaged or truncated, and where the checkpoint lacks a tensor of the
+    model.
     """
 
     def __init__(self, location: CheckpointLocation, tensors: Iterator[Tensor]) -> None:
@@ -149,11 +150,11 @@ _EXPERT = "mlp.experts.local_experts."
 
 
 class RankFilesWeights:
-    """The weights of a checkpoint in Megatron-LM's old format: `mp_rank_XX/model_optim_rng.pt`, or `mp_rank_XX_YYY/...` with
-    the pipeline rank behind the tensor rank. Files are mapped, not read whole.
+    """The weights of a checkpoint in Megatron-LM's old format: `mp_rank_XX/model_optim_rng.pt`, or
+    `mp_rank_XX_YYY/...` with the pipeline rank behind the tensor rank. Files are mapped, not read whole.
 
-    Raises CheckpointError for a file that is missing, cannot be read or calls something, for weights of models that are not
-    megatron.core's, and where the checkpoint lacks a tensor of the model.
+    Raises CheckpointError for a file that is missing, cannot be read or calls something, for weights of models that
+    are not megatron.core's, and where the checkpoint lacks a tensor of the model.
 
     Attributes:
         args: the arguments of the run that saved.
@@ -170,8 +171,8 @@ class RankFilesWeights:
             )
         if (spread := getattr(self.args, "expert_model_parallel_size", None) or 1) > 1:
             raise CheckpointError(
-                f"checkpoint {path} has its experts on {spread} ranks, which is not read in the old format; save it with "
-                "--ckpt-format torch_dist"
+                f"checkpoint {path} has its experts on {spread} ranks, which is not read in the old format; save it "
+                "with --ckpt-format torch_dist"
             )
         self._size = self.args.tensor_model_parallel_size
         stages = self.args.pipeline_model_parallel_size
@@ -201,8 +202,8 @@ class RankFilesWeights:
                 model = stage.get("model" if chunks == 1 else f"model{chunk}")
                 if not isinstance(model, Mapping) or any(isinstance(value, Mapping) for value in model.values()):
                     raise CheckpointError(
-                        f"checkpoint {self.path} holds no model of megatron.core (--use-legacy-models); convert it with the "
-                        "Megatron-LM that saved it"
+                        f"checkpoint {self.path} holds no model of megatron.core (--use-legacy-models); convert it "
+                        "with the Megatron-LM that saved it"
                     )
                 layers = 0
                 for name, value in model.items():
@@ -224,8 +225,8 @@ class RankFilesWeights:
                 tensor.shape
             ):
                 raise CheckpointError(
-                    f"checkpoint {self.path} holds {tensor.key} of shape {tuple(parts[0].shape)} on each of {self._size} tensor "
-                    f"ranks, and its arguments say {tensor.shape}"
+                    f"checkpoint {self.path} holds {tensor.key} of shape {tuple(parts[0].shape)} on each of "
+                    f"{self._size} tensor ranks, and its arguments say {tensor.shape}"
                 )
 
     def _places(self, tensor: Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

@@ -46,7 +46,8 @@ class Weights(Protocol):
 def blocks(
     tensor: Tensor, itemsize: int, *, by_columns: bool = False
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
-    """Rows and columns of parts of at most `BLOCK` bytes (a row at least) that follow one another and make the tensor."""
+    """Rows and columns of parts of at most `BLOCK` bytes (a row at least) that follow one another and make the
+    tensor."""
     rows = tensor.shape[0]
     columns = tensor.shape[1] if len(tensor.shape) == 2 else None
     along, across = (columns, rows) if by_columns else (rows, columns or 1)
@@ -82,8 +83,8 @@ class HuggingFaceWeights:
                 )
             if there[own].shape != source.shape:
                 raise ValueError(
-                    f"{own} in {there[own].path} has shape {there[own].shape}, and config.json asks for {source.shape}; give "
-                    "the folder of one model"
+                    f"{own} in {there[own].path} has shape {there[own].shape}, and config.json asks for "
+                    f"{source.shape}; give the folder of one model"
                 )
             self._name_of[name] = own
         unused = sorted(there.keys() - set(self._name_of.values()) - {HEAD})
@@ -106,12 +107,13 @@ class HuggingFaceWeights:
             )
         if not same:
             raise ValueError(
-                f"{self.files.folder} has another {HEAD} than {name}, and its config.json ties them; set tie_word_embeddings to "
-                "false there"
+                f"{self.files.folder} has another {HEAD} than {name}, and its config.json ties them; set "
+                "tie_word_embeddings to false there"
             )
 
     def find(self, key: str, index: tuple[int, ...]) -> Tensor | None:
-        """The tensor of a checkpoint's key, and of its place in a stack of layers and experts; None if there is none."""
+        """The tensor of a checkpoint's key, and of its place in a stack of layers and experts; None if there is
+        none."""
         own, number = canonical(key)
         return self.tensors.get((own, (*number, *index)))
 
@@ -197,8 +199,8 @@ class _Store:
 def load_hugging_face(parts: RunParts, *, args: TrainConfig) -> None:
     """Load the weights of the folder `args.load_hf`, of each rank its own, into model, masters and weight versions.
 
-    Rows of the vocabulary beyond the folder's are zero. Collective. Raises ValueError on every rank if the weights cannot
-    be read, or are those of another model than the folder's configuration says.
+    Rows of the vocabulary beyond the folder's are zero. Collective. Raises ValueError on every rank if the weights
+    cannot be read, or are those of another model than the folder's configuration says.
     """
     with agreed():
         model = model_of(read_config(args.load_hf), Path(args.load_hf) / "config.json")

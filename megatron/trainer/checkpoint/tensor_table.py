@@ -1,12 +1,12 @@
-"""Which tensors of a Hugging Face model make which tensor of a checkpoint: rows of a table, one for each kind of tensor.
+"""Which tensors of a Hugging Face model make which tensor of a checkpoint: a row for each kind of tensor.
 
-Problem: the two name, cut and stack the same numbers differently. For example, queries, keys and values are one matrix here,
-with the heads of a group behind one another; a gated MLP's first layer is one matrix; GPT-2's matrices are transposed; and a
-vocabulary is padded.
+Problem: the two name, cut and stack the same numbers differently. For example, queries, keys and values are one
+matrix here, with the heads of a group behind one another; a gated MLP's first layer is one matrix; GPT-2's matrices
+are transposed; and a vocabulary is padded.
 
-Solution: every tensor here is a sequence of row ranges, each of which is a row range of one tensor there, transposed or not
-(`Piece`). A layout lists these ranges. So one table serves both directions, whole tensors and the part of a rank, and
-whatever is read can be read in blocks.
+Solution: every tensor here is a sequence of row ranges, each of which is a row range of one tensor there, transposed
+or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole tensors and the part of a
+rank, and whatever is read can be read in blocks.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def vocabulary(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ..
 
 
 def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
-    """For each group: its heads' queries, then its keys, then its values. `names`: of the three; or one for all, in which
-    all queries come first, then all keys."""
+    """For each group: its heads' queries, then its keys, then its values. `names`: of the three; or one for all, in
+    which all queries come first, then all keys."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         heads, groups, width = args.num_attention_heads, num_groups(args), args.kv_channels
@@ -242,12 +242,14 @@ _SAME_KEYS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
 }
-"""A layer's key where its norm is a module of its own -> the key where it belongs to a linear layer. Which of them a model
-has depends on its implementation: Transformer Engine's layers with experts have the former, local ones the latter."""
+"""A layer's key where its norm is a module of its own -> the key where it belongs to a linear layer. Which of them a
+model has depends on its implementation: Transformer Engine's layers with experts have the former, local ones the
+latter."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:
-    """A checkpoint's key without the number of its layer and in the table's spelling, and this number, if it has one."""
+    """A checkpoint's key without the number of its layer and in the table's spelling, and this number, if it has
+    one."""
     number: tuple[int, ...] = ()
     if key.startswith(LAYERS):
         layer, _, rest = key.removeprefix(LAYERS).partition(".")

@@ -215,6 +215,6 @@ def require_known_tokens(args: TrainConfig, tokenizer: MegatronTokenizerBase) ->
     size = vocab_size(args, tokenizer)
     if size > args.vocab_size and args.tokenizer_type != "NullTokenizer":
         raise ValueError(
-            f"the tokenizer has {size} tokens, and the model of --load-hf {args.load_hf} {args.vocab_size}; give the model's "
-            "own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model with its folder"
+            f"the tokenizer has {size} tokens, and the model of --load-hf {args.load_hf} {args.vocab_size}; give the "
+            "model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model with its folder"
         )

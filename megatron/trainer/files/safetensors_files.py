@@ -1,10 +1,10 @@
 """Safetensors files, read and written by parts of tensors, so that a model never has to fit into memory.
 
-A file has the length of a header (8 bytes, little-endian), the header in JSON (name -> dtype, shape, place of the data),
-and the data, row by row. A folder has `model.safetensors`, or several files and `model.safetensors.index.json`, which names
-the file of each tensor. The package safetensors maps whole files into memory, whose pages then count as the process's own,
-and writes whole files alone; here single rows are read, and tensors are written as they come.
-https://huggingface.co/docs/safetensors/index#format
+A file has the length of a header (8 bytes, little-endian), the header in JSON (name -> dtype, shape, place of the
+data), and the data, row by row. A folder has `model.safetensors`, or several files and
+`model.safetensors.index.json`, which names the file of each tensor. The package safetensors maps whole files into
+memory, whose pages then count as the process's own, and writes whole files alone; here single rows are read, and
+tensors are written as they come. https://huggingface.co/docs/safetensors/index#format
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StoredTensor:
 class SafetensorsFolder:
     """The tensors of a folder, by name, in `tensors`.
 
-    Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that does not
-    agree with its files, and a tensor of another dtype than FP32, BF16 and FP16.
+    Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that
+    does not agree with its files, and a tensor of another dtype than FP32, BF16 and FP16.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -121,8 +121,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(
-                f"{name} in {path} is of dtype {shown(entry['dtype'])}: quantized weights (FP8, MXFP4, ...) are not read; "
-                "save the model in bf16 first"
+                f"{name} in {path} is of dtype {shown(entry['dtype'])}: quantized weights (FP8, MXFP4, ...) are not "
+                "read; save the model in bf16 first"
             )
         shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
         elements = torch.Size(shape).numel()

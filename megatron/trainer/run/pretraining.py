@@ -145,8 +145,8 @@ def _require_one_program(args: TrainConfig) -> None:
 
 
 def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
-    """Load `--load`, or where that holds nothing the weights of `--pretrained-checkpoint` or `--load-hf`; a classifier's
-    head is new."""
+    """Load `--load`, or where that holds nothing the weights of `--pretrained-checkpoint` or `--load-hf`; a
+    classifier's head is new."""
     position = None
     if args.load is not None:
         position = load_checkpoint(built, args=args, say=reporter.say)

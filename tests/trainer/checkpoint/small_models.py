@@ -39,7 +39,8 @@ def tokens() -> torch.Tensor:
 
 @functools.cache
 def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-    """The folder of a model. Every parameter is random, norms and biases included, so that no mistake hides behind a 1."""
+    """The folder of a model. Every parameter is random, norms and biases included, so that no mistake hides behind a
+    1."""
     import transformers
 
     kind, options = MODELS[name]
@@ -72,7 +73,8 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def logits_case(flags: str) -> torch.Tensor | None:
-    """On each rank: load as `pretrain_gpt.py` does, and compute through the pipeline. The last stage returns the logits."""
+    """On each rank: load as `pretrain_gpt.py` does, and compute through the pipeline. The last stage returns the
+    logits."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
@@ -108,7 +110,8 @@ def logits_case(flags: str) -> torch.Tensor | None:
     neighbours = dist.get_process_group_ranks(group)
     with torch.no_grad():
         if stage:
-            entered = torch.empty(ids.shape[1], ids.shape[0], config.hidden_size)
+            length = ids.shape[1] // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+            entered = torch.empty(length, ids.shape[0], config.hidden_size)
             dist.recv(entered, neighbours[stage - 1])
             model.set_input_tensor(entered)
         output = model(ids, positions, mask)

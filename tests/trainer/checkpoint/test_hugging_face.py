@@ -1,12 +1,7 @@
 """--load-hf: the logits of transformers at any degrees, and refusals of what would silently compute others."""
 
-import json
-import shutil
-
 import pytest
-import torch
 
-from tests.trainer.checkpoint import small_models
 from tests.trainer.checkpoint.small_models import MODELS, reaches, saved, transformers_logits
 
 NULL = "--tokenizer-type NullTokenizer"
