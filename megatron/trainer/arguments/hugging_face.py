@@ -7,7 +7,7 @@ too, also one that is younger than the table of families.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,28 +199,32 @@ def config_of(args: argparse.Namespace, *, dtype: str, model_type: str | None = 
 
     Raises ValueError where none fits, with the flag that does not, where the family is named.
     """
-    facts, misfits = facts_of(args), {}
-    for name, family in FAMILIES.items():
-        if model_type not in (None, name):
-            continue
+    if model_type is not None and model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} cannot be converted; these can: {', '.join(FAMILIES)}")
+    facts, misfits = facts_of(args), []
+    for name in FAMILIES if model_type is None else (model_type,):
+        family = FAMILIES[name]
         config = {"architectures": [family.model], "model_type": name, "torch_dtype": dtype}
         for part in family.parts:
             config |= part.write(facts)
         try:
             there = _model_of(config).facts
         except ValueError as error:
-            misfits[name] = str(error)
+            misfits.append((len(facts), f"{name} would need another value: {error}"))
             continue
-        misfits[name] = difference(facts, there, family.free)
-        if misfits[name] is None:
+        found = list(_differences(facts, there, family.free))
+        if not found:
             return config
-    said = "; ".join(f"{name}: {misfit}" for name, misfit in misfits.items())
-    raise ValueError(f"the model is of no family that can be converted ({said or f'{model_type} is not known'})")
+        misfits.append((len(found), f"nearest is {name}, where {found[0]}"))
+    raise ValueError(f"the model is of no family that can be converted; {min(misfits)[1]}")
 
 
 def difference(here: Facts, there: Facts, free: tuple[str, ...] = ()) -> str | None:
     """A clause on the first flag in which two models differ; None where they are the same."""
+    return next(_differences(here, there, free), None)
+
+
+def _differences(here: Facts, there: Facts, free: tuple[str, ...]) -> Iterator[str]:
     for name, value in there.items():
         if name not in free and name in here and here[name] != value:
-            return f"{_BY_DEST[name].name} is {here[name]!r}, and {value!r} there"
-    return None
+            yield f"{_BY_DEST[name].name} is {value!r}, and it is {here[name]!r} here"

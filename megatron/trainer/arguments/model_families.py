@@ -143,6 +143,18 @@ class Switch(Part):
         return {self.key: bool(facts[self.dest]) != self.inverted}
 
 
+class WidthOfHeads(Part):
+    """GPT-2's heads share the hidden size; no key says how wide one is."""
+
+    names = ()
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        return {"kv_channels": _shared(config, "n_embd", "n_head")}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        return {}
+
+
 class KeyValueHeads(Part):
     """The number of heads of keys and values."""
 
@@ -304,14 +316,18 @@ NO_EFFECT = (
 _DROPOUT = "attention_dropout"
 
 
-def _half(config: Mapping[str, object]) -> int:
-    """Channels of a head where `head_dim` is not given."""
-    width, heads = (_number(name, present(config, [name]), int) for name in ("hidden_size", "num_attention_heads"))
-    if width % heads:
+def _shared(config: Mapping[str, object], *names: str) -> int:
+    """Channels of a head where the heads share the hidden size; `names`: keys of that, and of the number of heads."""
+    width, heads = (_number(name, present(config, [name]), int) for name in names)
+    if not heads or width % heads:
         raise ValueError(
-            f"hidden_size {width} is not divisible by num_attention_heads {heads}, and head_dim is missing"
+            f"{names[0]} {width} is not divisible by {names[1]} {heads}, and no key says how wide a head is"
         )
     return width // heads
+
+
+def _head_dim(config: Mapping[str, object]) -> int:
+    return _shared(config, "hidden_size", "num_attention_heads")
 
 
 _SILU = Only(
@@ -332,7 +348,7 @@ def _like_llama(
             Number("hidden_size", ("hidden_size",)),
             Number("num_attention_heads", ("num_attention_heads",)),
             KeyValueHeads(),
-            Number("head_dim", ("kv_channels",), absent=None if head_dim_given else _half),
+            Number("head_dim", ("kv_channels",), absent=None if head_dim_given else _head_dim),
             *width,
             Number("vocab_size", ("vocab_size",)),
             Number("max_position_embeddings", ("max_position_embeddings",)),
@@ -390,6 +406,7 @@ FAMILIES: dict[str, Family] = {
             Number("n_layer", ("num_layers",)),
             Number("n_embd", ("hidden_size",)),
             Number("n_head", ("num_attention_heads",)),
+            WidthOfHeads(),
             Number("n_inner", ("ffn_hidden_size",),
                    absent=lambda config: 4 * _number("n_embd", present(config, ["n_embd"]), int)),
             Number("vocab_size", ("vocab_size",)),

@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,8 +40,7 @@ def tokens() -> torch.Tensor:
 
 @functools.cache
 def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
-    """The folder of a model. Every parameter is random, norms and biases included, so that no mistake hides behind a
-    1."""
+    """The folder of a model. Norms and biases are random, too, so that no mistake hides behind a 1."""
     import transformers
 
     kind, options = MODELS[name]
@@ -72,14 +72,17 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def logits_case(flags: str) -> torch.Tensor | None:
-    """On each rank: load as `pretrain_gpt.py` does, and compute through the pipeline. The last stage returns the
-    logits."""
+def loaded(flags: str) -> tuple:
+    """The configuration, and this rank's chunks with the weights of `--load-hf` or `--load`. Collective."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-    from megatron.trainer.checkpoint.checkpoint import load_checkpoint
+    from megatron.trainer.checkpoint.checkpoint import (
+        CheckpointPosition,
+        CheckpointWriter,
+        load_checkpoint,
+        save_checkpoint,
+    )
     from megatron.trainer.checkpoint.hugging_face import load_hugging_face
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
@@ -91,17 +94,33 @@ def logits_case(flags: str) -> torch.Tensor | None:
 
     words = f"--seq-length 16 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data {flags}".split()
     args = initialize(configuration(words, world_size=dist.get_world_size()))
-    args.__dict__["padded_vocab_size"] = padded_vocab_size(args, build_tokenizer(args))
+    args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     config = core_config.transformer_config(args)
-    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
     chunks = build_chunks(
         lambda own: lambda pre, post: gpt_model(args, own, pre_process=pre, post_process=post),
-        config, stages=[stage], layers=from_flags.layers_of_stages(config),
+        config, stages=[parallel_state.get_pipeline_model_parallel_rank()],
+        layers=from_flags.layers_of_stages(config),
     )  # fmt: skip
     if args.load_hf is not None:
         load_hugging_face(RunParts(chunks), args=args)
     else:
         load_checkpoint(RunParts(chunks), args=args)
+    if args.save is not None:
+        save_checkpoint(
+            CheckpointWriter(args.save), RunParts(chunks), args=args, position=CheckpointPosition(iteration=3)
+        )
+    return args, chunks
+
+
+def logits_case(flags: str) -> torch.Tensor | None:
+    """Load as `pretrain_gpt.py` does, and compute through the pipeline; the last stage returns the logits."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    args, chunks = loaded(flags)
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
     ids = tokens()
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()
@@ -111,7 +130,7 @@ def logits_case(flags: str) -> torch.Tensor | None:
     with torch.no_grad():
         if stage:
             length = ids.shape[1] // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-            entered = torch.empty(length, ids.shape[0], config.hidden_size)
+            entered = torch.empty(length, ids.shape[0], args.hidden_size)
             dist.recv(entered, neighbours[stage - 1])
             model.set_input_tensor(entered)
         output = model(ids, positions, mask)
