@@ -122,6 +122,12 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
     Raises ValueError for a flag of the command line that says another model.
     """
     taken = []
+    for name, kind in _OLD_NAMES.items():
+        if name in args.given and model.facts["position_embedding_type"] not in (kind, "rope"):
+            raise ValueError(
+                f"{_BY_DEST[name].name} contradicts {source}, which says --position-embedding-type "
+                f"{model.facts['position_embedding_type']}; leave the flag out, or give the folder of another model"
+            )
     for name, value in model.facts.items():
         flag = _BY_DEST[name]
         if name in args.given:
@@ -136,6 +142,10 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
             taken.append(_written(flag, value))
         setattr(args, name, value)
     return [f"taken from {source}: {' '.join(taken)}"] if taken else []
+
+
+_OLD_NAMES = {"use_rotary_position_embeddings": "rope", "add_position_embedding": "none"}
+"""Flags that say a kind of position embedding by an old name. Beside rotary ones they say nothing else."""
 
 
 def _says_the_same(name: str, given: object, value: object, model: Model) -> bool:

@@ -197,7 +197,7 @@ class Rotary(Part):
                 f"rope_theta is {shown(config['rope_theta'])}, and rope_parameters say {shown(given['rope_theta'])}; "
                 "keep the right one"
             )
-        kind = given.pop("rope_type", "default" if not given.keys() - {"rope_theta"} else None)
+        kind = given.pop("rope_type", None if given.keys() - {"rope_theta", "partial_rotary_factor"} else "default")
         base = _number(
             "rope_theta", present(given, ["rope_theta"], "write the base of the rotary positions into config.json"), int
         )
@@ -373,8 +373,11 @@ _ROUTER = ("router_aux_loss_coef", "output_router_logits")
 _NO_ATTENTION_BIAS = Only("attention_bias", (False,), _NO_BIAS)
 
 FAMILIES: dict[str, Family] = {
-    "llama": _like_llama("LlamaForCausalLM", _NO_ATTENTION_BIAS, Only("mlp_bias", (False,), _NO_BIAS)),
-    "qwen2": _like_llama("Qwen2ForCausalLM", add_qkv_bias=True),
+    "llama": _like_llama("LlamaForCausalLM", _NO_ATTENTION_BIAS, Only("mlp_bias", (False,), _NO_BIAS),
+        Only("rope_interleaved", (False,), "Llama rotates the two halves of a head here"),
+        no_effect=("is_llama_config",)),
+    "qwen2": _like_llama(
+        "Qwen2ForCausalLM", Only("use_mrope", (False,), "positions have one dimension here"), add_qkv_bias=True),
     "qwen3": _like_llama("Qwen3ForCausalLM", _NO_ATTENTION_BIAS, head_dim_given=True, qk_layernorm=True),
     "mixtral": _like_llama(
         "MixtralForCausalLM",

@@ -9,7 +9,6 @@ Face folder (`write_hugging_face`). No process group and no model is needed.
 from __future__ import annotations
 
 import argparse
-import io
 import math
 import os
 import pickle
@@ -335,16 +334,15 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor]) -> Met
                     number, place = number + 1, 0
                     stream = open(folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
                 data = weights.read(tensor, rows, columns)
-                packed = io.BytesIO()
-                torch.save(data.view(*ones, *data.shape).clone(memory_format=torch.contiguous_format), packed)
+                torch.save(data.view(*ones, *data.shape), stream)
                 box = _box(tensor, rows, columns)
                 offset = torch.Size((*tensor.index, *(first for first, _ in box)))
                 chunks = entries[tensor.key].chunks
                 places[MetadataIndex(tensor.key, offset, len(chunks))] = _StorageInfo(
-                    f"__0_{number}.distcp", place, packed.getbuffer().nbytes
+                    f"__0_{number}.distcp", place, stream.tell() - place
                 )
                 chunks.append(ChunkStorageMetadata(offset, torch.Size((*ones, *data.shape))))
-                place += stream.write(packed.getbuffer())
+                place = stream.tell()
     finally:
         stream.close()
     return Metadata(state_dict_metadata=entries, storage_data=places)

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.arguments.hugging_face import model_of, read_config
+from megatron.trainer.arguments.hugging_face import difference, facts_of, model_of, read_config
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
@@ -204,6 +204,8 @@ def load_hugging_face(parts: RunParts, *, args: TrainConfig) -> None:
     """
     with agreed():
         model = model_of(read_config(args.load_hf), Path(args.load_hf) / "config.json")
+        if (differs := difference(facts_of(args), model.facts, model.family.free)) is not None:
+            raise ValueError(f"--load-hf {args.load_hf} is another model than the run's: {differs}; leave the flag out")
         weights = HuggingFaceWeights(args.load_hf, model.model_type, args)
     store = _Store(weights)
     restoration = Restoration(

@@ -18,6 +18,7 @@ _LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low
 MODELS = {
     "llama": ("Llama", _LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
     "llama 3.1": ("Llama", _LLAMA | dict(rope_parameters=_LLAMA_31, num_key_value_heads=4)),
+    "llama of four": ("Llama", _LLAMA | dict(num_hidden_layers=4)),
     "qwen2": ("Qwen2", _LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", _LLAMA | dict(head_dim=16)),
     "mixtral": ("Mixtral", _LLAMA | dict(num_local_experts=4)),
@@ -56,6 +57,13 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
     return folder
 
 
+def convert_case(source: Path, output: Path) -> None:
+    """Convert a model in this process."""
+    from megatron.commands import convert_checkpoint
+
+    assert convert_checkpoint.main([str(source), str(output), "--to", "torch_dist"]) == 0
+
+
 def transformers_logits(folder: Path) -> torch.Tensor:
     """(batch, sequence, vocabulary) in FP32."""
     import transformers
@@ -73,7 +81,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def loaded(flags: str) -> tuple:
-    """The configuration, and this rank's chunks with the weights of `--load-hf` or `--load`. Collective."""
+    """The configuration, and this rank's chunks with the weights of `--load-hf` or `--load`, if given. Collective."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
@@ -103,7 +111,7 @@ def loaded(flags: str) -> tuple:
     )  # fmt: skip
     if args.load_hf is not None:
         load_hugging_face(RunParts(chunks), args=args)
-    else:
+    elif args.load is not None:
         load_checkpoint(RunParts(chunks), args=args)
     if args.save is not None:
         save_checkpoint(
