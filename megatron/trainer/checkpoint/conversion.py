@@ -8,7 +8,6 @@ Face folder (`write_hugging_face`). No process group and no model is needed.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import pickle
@@ -163,7 +162,7 @@ class RankFilesWeights:
         self.path = path
         folders = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
         first = self._load(folders[0])
-        self.args: argparse.Namespace = first.get("args")
+        self.args = first.get("args")
         if self.args is None:
             raise CheckpointError(
                 f"checkpoint {path} holds no arguments; only Megatron-LM's own files can be converted"

@@ -106,7 +106,7 @@ def loaded(flags: str) -> tuple:
     config = core_config.transformer_config(args)
     chunks = build_chunks(
         lambda own: lambda pre, post: gpt_model(args, own, pre_process=pre, post_process=post),
-        config, stages=[parallel_state.get_pipeline_model_parallel_rank()],
+        config, stages=args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
         layers=from_flags.layers_of_stages(config),
     )  # fmt: skip
     if args.load_hf is not None:
