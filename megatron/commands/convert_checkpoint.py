@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -68,7 +69,7 @@ def convert(options: argparse.Namespace) -> int:
 
         print(_as_file(model_of(read_config(source), source / "config.json").argv()), end="")
         return 0
-    if options.output is not None and options.output.exists() and any(options.output.iterdir()):
+    if options.output is not None and options.output.exists() and not _is_empty(options.output):
         raise ValueError(f"{options.output} is not empty; name a folder that does not exist yet")
 
     from megatron import backend  # imports torch
@@ -81,6 +82,11 @@ def convert(options: argparse.Namespace) -> int:
     else:
         _from_checkpoint(options)
     return 0
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether there is nothing but the remains of a conversion that was killed, which the next one removes."""
+    return all(entry.name.startswith(".iter_") for entry in folder.iterdir())
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -109,9 +115,14 @@ def _import(options: argparse.Namespace) -> None:
         argv += precision
         args = _completed(argv)
     output.mkdir(parents=True, exist_ok=True)
-    path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
-    _copy_beside(source, output)
-    (output / FLAGS_FILE).write_text(_as_file(argv))
+    beside = [*_copy_beside(source, output), output / FLAGS_FILE]
+    try:
+        (output / FLAGS_FILE).write_text(_as_file(argv))
+        path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
+    except BaseException:
+        for file in beside:
+            file.unlink(missing_ok=True)
+        raise
     print(f"wrote {path}; train it with @{output / FLAGS_FILE} --load {output}")
 
 
@@ -123,20 +134,24 @@ def _precision(dtype: object) -> list[str]:
 
 def _as_file(argv: Sequence[str]) -> str:
     """A command line as a file of flags, one a line."""
-    return " ".join(argv).replace(" --", "\n--") + "\n"
+    lines: list[str] = []
+    for word in map(shlex.quote, argv):
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _completed(argv: Sequence[str], saved: argparse.Namespace | None = None, source: object = ""):
-    """The configuration of a run on one rank with the model of these flags, or of a checkpoint's arguments. Raises
-    ValueError."""
+    """The configuration of a run with the model of these flags, or of a checkpoint's arguments. Raises ValueError."""
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
     from megatron.trainer.checkpoint.arguments import with_saved_arguments
 
     args = parse_args([*argv, "--micro-batch-size", "1", "--skip-train", "--mock-data"], prog="convert_checkpoint.py")
     if saved is not None:
-        args = with_saved_arguments(args, saved, source)
-        args.tensor_model_parallel_size = 1
+        args = with_saved_arguments(args, saved, source, further=("bf16", "fp16"))
     if args.seq_length is None:
         args.seq_length = args.max_position_embeddings
     validate_args(args, world_size=1)
@@ -152,7 +167,7 @@ def _completed(argv: Sequence[str], saved: argparse.Namespace | None = None, sou
 def _from_checkpoint(options: argparse.Namespace) -> None:
     from dataclasses import replace
 
-    from megatron.trainer.arguments.hugging_face import config_of
+    from megatron.trainer.arguments.hugging_face import config_of, model_of, read_config
     from megatron.trainer.checkpoint.conversion import (
         CheckpointWeights,
         RankFilesWeights,
@@ -173,11 +188,10 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
             raise ValueError(f"{options.source} has neither config.json nor a checkpoint; name a folder that has one")
         saved, path = read_common_state(location).get("args"), location.path
     args = _completed([], saved, path)
-    args = replace(args, vocab_size=_vocabulary(options, args, path))
-    config = config_of(args, dtype="float32")
+    given = None if options.config is None else read_config(options.config)
+    args = replace(args, vocab_size=_vocabulary(options, args, given, path))
+    config = config_of(args, dtype="float32", model_type=None if given is None else str(given.get("model_type")))
     if options.to == "flags":
-        from megatron.trainer.arguments.hugging_face import model_of
-
         print(_as_file(model_of(config, path).argv()), end="")
         return
     tensors = list(tensors_of(config["model_type"], args))
@@ -192,7 +206,7 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
         print(f"wrote {write_checkpoint(options.output, weights, tensors, args=args)}")
         return
     config["torch_dtype"] = str(weights.dtype(tensors[0])).removeprefix("torch.")
-    config = _described(options, config)
+    config = _described(options, config, given)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=options.output.parent, prefix=f".{options.output.name}.incomplete."))
     try:
@@ -217,13 +231,13 @@ def _old_format(root: Path, step: int | None) -> Path | None:
     return path if path.is_dir() and any(entry.name.startswith("mp_rank_") for entry in path.iterdir()) else None
 
 
-def _vocabulary(options: argparse.Namespace, args: object, path: Path) -> int:
+def _vocabulary(options: argparse.Namespace, args: object, given: dict | None, path: Path) -> int:
     """Rows of the vocabulary without padding. Raises ValueError where nothing says how many they are."""
-    from megatron.trainer.arguments.hugging_face import model_of, read_config
+    from megatron.trainer.arguments.hugging_face import model_of
 
     padded, size = args.padded_vocab_size, options.vocab_size
-    if size is None and options.config is not None:
-        size = model_of(read_config(options.config), options.config).facts["vocab_size"]
+    if size is None and given is not None:
+        size = model_of(given, options.config).facts["vocab_size"]
     if size is None and args.vocab_size is not None:
         size = args.vocab_size + args.vocab_extra_ids
     if size is None:
@@ -238,20 +252,14 @@ def _vocabulary(options: argparse.Namespace, args: object, path: Path) -> int:
     return size
 
 
-def _described(options: argparse.Namespace, made: dict) -> dict:
-    """The configuration to write: that of --config, if it describes the checkpoint's model. Raises ValueError if
-    not."""
-    from megatron.trainer.arguments.hugging_face import difference, model_of, read_config
+def _described(options: argparse.Namespace, made: dict, given: dict | None) -> dict:
+    """The configuration to write: that of --config, if it describes the checkpoint's model. Raises ValueError."""
+    from megatron.trainer.arguments.hugging_face import difference, model_of
 
-    if options.config is None:
+    if given is None:
         return made
-    given = read_config(options.config)
     here, there = model_of(made, "the checkpoint"), model_of(given, options.config)
-    differs = difference(here.facts, there.facts, here.family.free) or (
-        f"model_type is {here.model_type}, and {there.model_type} there"
-        if here.model_type != there.model_type
-        else None
-    )
+    differs = difference(here.facts, there.facts, here.family.free)
     if differs:
         raise ValueError(
             f"--config {options.config} describes another model than the checkpoint: {differs}; leave it out"
@@ -260,10 +268,10 @@ def _described(options: argparse.Namespace, made: dict) -> dict:
     return {"architectures": made["architectures"], **given, **(dtype or {"torch_dtype": made["torch_dtype"]})}
 
 
-def _copy_beside(source: Path, folder: Path) -> None:
-    for name in BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+def _copy_beside(source: Path, folder: Path) -> list[Path]:
+    """Copy the files that stay as they are; returns the copies."""
+    names = [name for name in BESIDE if (source / name).is_file()]
+    return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
 
 
 def _publish(partial: Path, output: Path) -> None:

@@ -70,7 +70,7 @@ def test_bits_return(name, tmp_path):
     assert flags[0] == flags[1] == flags[2] and "--num-layers 2\n" in flags[0]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["mistral", "mixtral"])
 def test_training_loads_what_was_converted(name, tmp_path):
     """At other degrees, with no weight left over; and what training saves from there converts back."""
     folder = saved(name)

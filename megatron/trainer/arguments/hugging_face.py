@@ -13,10 +13,11 @@ from pathlib import Path
 
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
+from megatron.trainer.arguments.config_parts import Facts, present
 from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, Facts, Family, present
+from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, Family
 
 _REFUSED = {
     "quantization_config": "quantized weights (FP8, MXFP4, GPTQ, AWQ, ...) are not read; save the model in bf16 first",

@@ -226,6 +226,7 @@ _GPT2 = (
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "llama": _LLAMA,
+    "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "mixtral": _with_experts("model.layers.{layer}.block_sparse_moe.", "w1.weight", "w3.weight", "w2.weight"),
@@ -238,7 +239,7 @@ WITHOUT_WEIGHT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 HEAD = "lm_head.weight"
 """The output layer there, which some files have although it is the embedding."""
 
-_SAME_KEYS = {
+SAME_KEYS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
 }
@@ -254,7 +255,7 @@ def canonical(key: str) -> tuple[str, tuple[int, ...]]:
     if key.startswith(LAYERS):
         layer, _, rest = key.removeprefix(LAYERS).partition(".")
         rest, number = (rest, (int(layer),)) if layer.isdecimal() else (key.removeprefix(LAYERS), ())
-        for own, other in _SAME_KEYS.items():
+        for own, other in SAME_KEYS.items():
             if rest.startswith(own):
                 rest = other + rest.removeprefix(own)
         key = LAYERS + rest

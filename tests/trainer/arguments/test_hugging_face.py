@@ -25,7 +25,16 @@ GPT_2 = {
     "model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 100, "n_positions": 32,
     "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "attn_pdrop": 0.1,
 }  # fmt: skip
-ALL = {"llama": LLAMA, "qwen2": QWEN_2, "qwen3": QWEN_3, "mixtral": MIXTRAL, "qwen3_moe": QWEN_3_MOE, "gpt2": GPT_2}
+MISTRAL = {**LLAMA, "model_type": "mistral", "head_dim": 16, "sliding_window": None}
+ALL = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN_2,
+    "qwen3": QWEN_3,
+    "mixtral": MIXTRAL,
+    "qwen3_moe": QWEN_3_MOE,
+    "gpt2": GPT_2,
+}
 MODEL = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings --vocab-size --seq-length"
 
 
@@ -43,10 +52,12 @@ def test_a_run_takes_the_model_over(kind, tmp_path):
     args = with_model(tmp_path / "model", config)
     model = model_of(config, "it")
     assert {name: value for name, value in facts_of(args).items() if name in model.facts} == model.facts
-    again = config_of(args, dtype="bfloat16")
+    again = config_of(args, dtype="bfloat16", model_type=kind)
     assert again["model_type"] == kind and model_of(again, "again").facts == model.facts
     by_flags = configuration(argv(f"--seq-length 16 {' '.join(model.argv())}", without=MODEL))
-    assert config_of(by_flags, dtype="bfloat16") == again
+    assert config_of(by_flags, dtype="bfloat16", model_type=kind) == again
+    found = config_of(args, dtype="bfloat16")["model_type"]
+    assert found == ("llama" if kind == "mistral" else kind)  # the same model
     with_model(tmp_path / "model", config, " ".join(model.argv()))  # who says the same may say it
 
 
@@ -74,6 +85,7 @@ def test_what_the_keys_mean(tmp_path):
     [
         ({**LLAMA, "rope_theta": None}, "rope_theta is missing, and no default is assumed"),
         ({**MIXTRAL, "rope_theta": None}, "rope_theta is missing, and no default is assumed"),
+        ({**LLAMA, "rms_norm_eps": float("nan")}, "rms_norm_eps is nan; give a number"),
         ({**LLAMA, "rope_theta": 10000.5}, "rope_theta is 10000.5; give a whole number"),
         ({**LLAMA, "rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}}, "keep the right one"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scaled by 'yarn', and flags say"),

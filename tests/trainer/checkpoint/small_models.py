@@ -22,6 +22,7 @@ MODELS = {
     "qwen2": ("Qwen2", _LLAMA | dict(tie_word_embeddings=True)),
     "qwen3": ("Qwen3", _LLAMA | dict(head_dim=16)),
     "mixtral": ("Mixtral", _LLAMA | dict(num_local_experts=4)),
+    "mistral": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=None)),
     "qwen3_moe": ("Qwen3Moe", _LLAMA | dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
                                             norm_topk_prob=True)),
     "qwen3_moe, unnormalized": ("Qwen3Moe", _LLAMA | dict(head_dim=16, num_experts=4, num_experts_per_tok=2,
@@ -57,11 +58,24 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
     return folder
 
 
-def convert_case(source: Path, output: Path) -> None:
-    """Convert a model in this process."""
-    from megatron.commands import convert_checkpoint
+def convert_case(source: Path, output: Path, to: str = "torch_dist", own_norms: bool = False) -> None:
+    """Convert a model in this process. `own_norms`: under the keys of Transformer Engine's layers with experts."""
+    from unittest import mock
 
-    assert convert_checkpoint.main([str(source), str(output), "--to", "torch_dist"]) == 0
+    from megatron.commands import convert_checkpoint
+    from megatron.trainer.checkpoint import conversion
+
+    write = conversion.write_checkpoint
+
+    def spelled(root, weights, tensors, **options):
+        renamed = [
+            replace(each, key=each.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")) for each in tensors
+        ]
+        assert renamed != tensors
+        return write(root, weights, renamed, **options)
+
+    with mock.patch.object(conversion, "write_checkpoint", spelled if own_norms else write):
+        assert convert_checkpoint.main([str(source), str(output), "--to", to]) == 0
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests import workers
+from tests.trainer.checkpoint import small_models
 from tests.trainer.checkpoint.small_models import MODELS, reaches, saved, stored, transformers_logits
 from tests.trainer.run.run_case import joined_weights, train
 
@@ -23,7 +24,13 @@ def test_logits_are_those_of_transformers(name):
     assert reaches(folder, f"--load-hf {folder} {NULL}", transformers_logits(folder)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "mixtral", "gpt2"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("mistral", "qwen2", "qwen3", "qwen3_moe")),
+    ],
+)
 def test_each_rank_reads_its_own_part(name):
     """Two stages of two tensor ranks each, with a padded vocabulary."""
     folder = saved(name)
@@ -96,6 +103,7 @@ SCHEDULES = {
     "zbv": "--pipeline-schedule zbv --num-virtual-stages-per-pipeline-rank 2 --no-gradient-accumulation-fusion",
     "interleaved": "--num-virtual-stages-per-pipeline-rank 2",
     "l2l": "--pipeline-schedule l2l",
+    "replicas": "--pipeline-model-parallel-size 1 --use-distributed-optimizer",
 }
 
 
@@ -106,7 +114,7 @@ SCHEDULES = {
 def test_a_run_starts_from_these_weights(name, tmp_path):
     """Under every placement, with bf16 masters: the losses of a run that starts from the converted checkpoint."""
     folder = saved("llama of four", torch.bfloat16)
-    workers.run(1, "tests.trainer.checkpoint.small_models:convert_case", source=folder, output=tmp_path / "ours")
+    workers.run(1, f"{small_models.__name__}:convert_case", source=folder, output=tmp_path / "ours")
     flags = (
         f"--seq-length 16 --bf16 --train-iters 3 --lr 1e-3 {NULL} {SCHEDULES[name]} --make-vocab-size-divisible-by 1"
     )
@@ -117,3 +125,14 @@ def test_a_run_starts_from_these_weights(name, tmp_path):
     one, other = joined_weights(ours), joined_weights(theirs)
     assert all(torch.equal(one[key], other[key]) for key in one)
     assert any(f"loaded the weights of {folder}" in line for line in ours[0]["lines"])
+
+
+def test_layers_of_either_implementation_load_the_other(tmp_path):
+    """Transformer Engine's layers with experts have other keys for their norms; and so in a conversion."""
+    folder = saved("mixtral")
+    workers.run(1, f"{small_models.__name__}:convert_case", source=folder, output=tmp_path / "engine", own_norms=True)
+    flags = f"@{tmp_path / 'engine' / 'flags.txt'} --load {tmp_path / 'engine'} --dist-ckpt-strictness raise_all"
+    assert reaches(folder, flags, transformers_logits(folder)) < TOLERANCE
+    argv = {"source": tmp_path / "engine", "output": tmp_path / "back", "to": "hugging-face"}
+    workers.run(1, f"{small_models.__name__}:convert_case", **argv)
+    assert all(torch.equal(tensor, stored(folder)[name]) for name, tensor in stored(tmp_path / "back").items())
