@@ -18,9 +18,11 @@ from tests.trainer.checkpoint.small_models import (
     stored,
     transformers_logits,
 )
+from tests.trainer.run.run_case import train
 
 CASES = "tests.commands.test_convert_checkpoint:"
 TOLERANCE = 1e-6
+FROZEN = "--freeze-training --freeze-interval 1 --freeze-schedule 1,2"
 
 
 def run_tool(argv: list[str]) -> tuple[int, str]:
@@ -267,3 +269,16 @@ def save_new(flags: str) -> None:
 
     loaded(flags)
     parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule 2bw", FROZEN])
+def test_what_training_saves_returns(flags, tmp_path):
+    """Through a run whose steps are too small to move a weight: with one key for all layers, or one for each."""
+    folder = saved("llama of four")
+    base = (
+        "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --num-workers 0 --eval-iters 0 --train-iters 2 "
+        "--lr 1e-30 --lr-decay-style constant --clip-grad 0 --tokenizer-type NullTokenizer"
+    )
+    train(2, f"{flags} --load-hf {folder} --save {tmp_path / 'run'}", base=base)
+    convert(tmp_path / "run", tmp_path / "back", "--to", "hugging-face")
+    assert same_tensors(stored(folder), stored(tmp_path / "back"))
