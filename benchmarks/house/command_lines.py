@@ -94,8 +94,8 @@ COMBINATIONS = (
 
 HELP = [
     *([f"tools/{name}.py"] for name in (
-        "compare_runs", "grid_search", "partition", "plot_changes", "plot_memory", "plot_metrics", "preprocess_data",
-        "profile_model", "rank_map", "schedule", "text_generation",
+        "compare_runs", "convert_checkpoint", "grid_search", "partition", "plot_changes", "plot_memory", "plot_metrics",
+        "preprocess_data", "profile_model", "rank_map", "schedule", "text_generation",
     )),
     *(["tools/schedule.py", name] for name in ("show", "check", "simulate", "draw")),
     *(["tools/grid_search.py", name] for name in ("search", "sweep", "estimate", "validate", "calibrate", "measure")),

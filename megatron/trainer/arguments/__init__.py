@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron.trainer.arguments import hugging_face
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
 from megatron.trainer.arguments.platform import Platform, resolve_platform
 from megatron.trainer.arguments.rules import (
@@ -31,6 +32,7 @@ __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "res
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     t5.shape,
+    hugging_face.load_hf,
     *model.RULES,
     attention.attention,
     experts.experts,

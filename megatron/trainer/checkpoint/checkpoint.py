@@ -177,6 +177,7 @@ def load_checkpoint(
         with_optimizer=with_optimizer,
         new=new,
     )
+    reader.respell(restoration.request)
     _judge_what_is_left_over(reader, restoration.model, args.dist_ckpt_strictness)
     restoration.complete(reader.load(restoration.request))
     return position

@@ -220,7 +220,7 @@ def _require(path: Path, root: Path, iteration: int | None) -> Path:
     if not (path / "metadata.json").is_file():
         legacy = "mp_rank_" in " ".join(entry.name for entry in path.iterdir())
         reason = (
-            "it is in Megatron-LM's old 'torch' format; convert it with Megatron-LM to torch_dist"
+            "it is in Megatron-LM's old 'torch' format; tools/convert_checkpoint.py makes a torch_dist one of it"
             if legacy
             else "its metadata.json is missing, so it was never completed or the file has been lost"
         )
@@ -272,6 +272,20 @@ def commit(root: Path | str, staging: Path, iteration: int) -> Path:
     return final
 
 
+def commit_release(root: Path | str, staging: Path) -> Path:
+    """Rename a completely written checkpoint without a training position, the first of its directory, to its final
+    name.
+
+    Precondition: its files are synced. Returns its directory.
+    """
+    root = Path(root)
+    sync_directory(staging)
+    os.rename(staging, root / RELEASE)
+    sync_directory(root)
+    _write_tracker(root, RELEASE)
+    return root / RELEASE
+
+
 def discard(staging: Path) -> None:
     """Remove the files of a failed save."""
     shutil.rmtree(staging, ignore_errors=True)
@@ -300,7 +314,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_tracker(root: Path, iteration: int) -> None:
+def _write_tracker(root: Path, iteration: int | str) -> None:
     temporary = root / f".{TRACKER}.incomplete"
     write_synced(temporary, str(iteration))
     os.replace(temporary, root / TRACKER)

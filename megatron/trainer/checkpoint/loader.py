@@ -37,6 +37,7 @@ from megatron.trainer.checkpoint.directory import (
     read_manifest,
 )
 from megatron.trainer.checkpoint.state import with_copies
+from megatron.trainer.checkpoint.tensor_table import SAME_KEYS
 
 unpickling.install()
 
@@ -121,6 +122,19 @@ class CheckpointReader:
         weights = {key for key, entry in self.index.state_dict_metadata.items() if hasattr(entry, "size")}
         rest = weights - set().union(*wanted)
         return sorted(key for key in rest if "_extra_state" not in key and not key.startswith(_BESIDE_WEIGHTS))
+
+    def respell(self, state: dict) -> None:
+        """Give the tensors of `state` the checkpoint's keys where these are spelled otherwise (`SAME_KEYS`).
+
+        So local layers with experts load what Transformer Engine's have saved, and the other way round.
+        """
+        for value in nested_values(state):
+            if not isinstance(value, ShardedTensor) or self.holds(value):
+                continue
+            for one, other in SAME_KEYS.items():
+                for key in (value.key.replace(one, other), value.key.replace(other, one)):
+                    if self.holds_key(key):
+                        value.key = key
 
     def load(self, state: dict) -> dict:
         """Read the entries that `state` requests, into its tensors if it has them, and the common state.

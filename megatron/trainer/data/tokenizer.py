@@ -229,3 +229,16 @@ def vocab_size(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> int:
     """The number of token ids that may occur in the data: at least `--vocab-size`, plus `--vocab-extra-ids`."""
     extra = 0 if isinstance(tokenizer, SentinelTokenizer) else args.vocab_extra_ids  # it has them already
     return max(tokenizer.vocab_size, args.vocab_size or 0) + extra
+
+
+def require_known_tokens(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
+    """`--load-hf`: raise ValueError where the tokenizer has more tokens than the model, whose rows would be zero.
+
+    A NullTokenizer's end-of-document token is of its own making.
+    """
+    size = vocab_size(args, tokenizer)
+    if size > args.vocab_size and args.tokenizer_type != "NullTokenizer":
+        raise ValueError(
+            f"the tokenizer has {size} tokens, and the model of --load-hf {args.load_hf} {args.vocab_size}; give the "
+            "model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model with its folder"
+        )

@@ -38,8 +38,9 @@ from megatron.trainer.checkpoint.checkpoint import (
     load_checkpoint,
     with_checkpoint_arguments,
 )
+from megatron.trainer.checkpoint.hugging_face import load_hugging_face
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
-from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
+from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
 from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
@@ -80,6 +81,8 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
 def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
+    if args.load_hf is not None:
+        require_known_tokens(args, tokenizer)
     if args.activation_cache is not None:
         with agreed():
             require_cache(args)
@@ -142,7 +145,8 @@ def _require_one_program(args: TrainConfig) -> None:
 
 
 def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> CheckpointPosition | None:
-    """Load `--load`, or where that holds nothing `--pretrained-checkpoint`'s weights; a classifier's head is new."""
+    """Load `--load`, or where that holds nothing the weights of `--pretrained-checkpoint` or `--load-hf`; a
+    classifier's head is new."""
     position = None
     if args.load is not None:
         position = load_checkpoint(built, args=args, say=reporter.say)
@@ -155,6 +159,9 @@ def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> Ch
             raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} holds no checkpoint")
         but = " but for the head" if args.architecture in CLASSIFIERS else ""
         reporter.say(f"loaded the weights of {args.pretrained_checkpoint}{but}; starting from iteration 0")
+    elif position is None and args.load_hf is not None:
+        load_hugging_face(built, args=args)
+        reporter.say(f"loaded the weights of {args.load_hf}; starting from iteration 0")
     elif position is not None:
         reporter.say(f"loaded {args.load}; starting from iteration {position.iteration}")
     elif args.load is not None:

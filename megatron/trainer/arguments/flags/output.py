@@ -17,6 +17,12 @@ class Checkpoint:
     pretrained_checkpoint: str | None = option(
         None, "Start from these weights where --load holds nothing yet.", metavar="DIR"
     )
+    load_hf: str | None = option(
+        None,
+        "Start from the weights of this Hugging Face model, a folder with config.json and safetensors, where --load "
+        "holds nothing yet. The model's flags come from config.json; one that contradicts it is refused.",
+        metavar="DIR",
+    )
     ckpt_step: int | None = option(None, "Load this iteration instead of the latest.")
     no_save_optim: bool = switch("Save no optimizer state.")
     no_save_rng: bool = switch("Save no random state.")

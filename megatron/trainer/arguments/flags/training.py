@@ -71,7 +71,11 @@ class Batch:
         "No fused accumulation of weight gradients (on only where CUDA and Apex's kernel are there).",
     )
     masked_softmax_fusion: bool = negation("--no-masked-softmax-fusion", "No fused masked softmax.")
-    bias_gelu_fusion: bool = negation("--no-bias-gelu-fusion", "No fusion of bias and GELU.")
+    bias_gelu_fusion: bool = negation(
+        "--no-bias-gelu-fusion",
+        "No fusion of bias and GELU, which is then exact; fused it is the tanh approximation.",
+        roles=Role.SAVED,
+    )
     bias_swiglu_fusion: bool = negation("--no-bias-swiglu-fusion", "No fusion of bias and SwiGLU.")
     bias_dropout_fusion: bool = negation("--no-bias-dropout-fusion", "No fusion of bias, dropout and residual.")
     apply_rope_fusion: bool = negation("--no-rope-fusion", "No fused rotary embedding.")

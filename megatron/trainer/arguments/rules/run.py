@@ -18,7 +18,7 @@ from megatron.trainer.arguments.rules import optimizer
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
 from megatron.trainer.arguments.rules.schedule import relay, residency_of
 
-_PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
+_PATHS = ("save", "load", "pretrained_checkpoint", "load_hf", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
 
 

@@ -1,0 +1,241 @@
+"""A Hugging Face model's `config.json` as flags, flags as a `config.json`, and a run that starts from such a model.
+
+All flags that shape a model and that its family does not set have their default, so a flag of another model is noticed,
+too, also one that is younger than the table of families.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.documents.faults import nearest, shown
+from megatron.documents.files import read_document
+from megatron.trainer.arguments.config_parts import Facts, present
+from megatron.trainer.arguments.flags.experts import layers_with_experts
+from megatron.trainer.arguments.flags.parser import FLAGS, destinations
+from megatron.trainer.arguments.flags.specification import Flag, Role
+from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, Family
+
+_REFUSED = {
+    "quantization_config": "quantized weights (FP8, MXFP4, GPTQ, AWQ, ...) are not read; save the model in bf16 first",
+}
+_SHAPING = {flag.dest: flag for flag in FLAGS if Role.SHAPE in flag.roles}
+_BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a configuration describes: its `model_type`, and all facts that its weights depend on."""
+
+    model_type: str
+    facts: Facts
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.model_type]
+
+    def argv(self) -> list[str]:
+        """The model as words of a command line, without flags that say their default."""
+        words: list[str] = []
+        for name, value in self.facts.items():
+            flag = _BY_DEST[name]
+            if value != _plain(name, flag.default):
+                words += [flag.name] if flag.stores is not None else [flag.name, f"{value}"]
+        return words
+
+
+def read_config(path: Path | str) -> dict[str, object]:
+    """The content of a configuration: a file, or a folder's `config.json`. Raises ValueError."""
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    config = read_document(path)
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is no object; give the config.json of a model")
+    return config
+
+
+def model_of(config: Mapping[str, object], source: object) -> Model:
+    """The model that a configuration describes. Raises ValueError, which names `source`."""
+    try:
+        return _model_of(config)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from error
+
+
+def _model_of(config: Mapping[str, object]) -> Model:
+    for key, reason in _REFUSED.items():
+        if config.get(key):
+            raise ValueError(f"{key} is {shown(config[key])}: {reason}")
+    kind = present(config, ["model_type"])
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type is {shown(kind)}, and these can be converted: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    known = {*NO_EFFECT, *family.no_effect, *_REFUSED, *(name for part in family.parts for name in part.names)}
+    for key in config:
+        if key not in known:
+            near = nearest(key, known)
+            raise ValueError(
+                f"{key} is {shown(config[key])}, and no such key of {kind} is known here"
+                f"{f' (the nearest is {near})' if near else ''}; take it out if the model is the same without it"
+            )
+    facts = {name: _plain(name, flag.default) for name, flag in _SHAPING.items()} | family.fixed
+    for part in family.parts:
+        facts |= part.read(config)
+    return Model(kind, facts)
+
+
+def _plain(name: str, value: object) -> object:
+    """A flag's value in the spelling in which two models are compared."""
+    if name == "moe_layer_freq":
+        value = layers_with_experts(value) if isinstance(value, str) else value
+        return 1 if isinstance(value, list) and value and all(each == 1 for each in value) else value
+    if name == "rotary_seq_len_interpolation_factor" and value == 1:
+        return None
+    return value
+
+
+# --- a run that starts from such a model ------------------------------------------------------------------------------
+
+
+def load_hf(args: argparse.Namespace) -> list[str]:
+    """`--load-hf`: the rule that completes the model's flags from the folder's configuration. Returns notes."""
+    if not args.load_hf:  # the rule about paths refuses an empty one
+        return []
+    if args.architecture != "gpt":
+        raise ValueError("--load-hf belongs to pretrain_gpt.py, whose models can be converted; leave it out")
+    for name in ("pretrained_checkpoint", "use_checkpoint_args"):
+        if getattr(args, name):
+            raise ValueError(f"--load-hf and {_BY_DEST[name].name} exclude each other: both say the model; keep one")
+    folder = Path(args.load_hf)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--load-hf {args.load_hf} is no folder; download the model first, since nothing is downloaded here"
+        )
+    return take_over(args, model_of(read_config(folder), folder / "config.json"), folder / "config.json")
+
+
+def take_over(args: argparse.Namespace, model: Model, source: object) -> list[str]:
+    """Complete parsed arguments by a model, for `--load-hf`; returns the flags that were taken, as a note.
+
+    Raises ValueError for a flag of the command line that says another model.
+    """
+    taken = []
+    for name, kind in _OLD_NAMES.items():
+        if name in args.given and model.facts["position_embedding_type"] not in (kind, "rope"):
+            raise ValueError(
+                f"{_BY_DEST[name].name} contradicts {source}, which says --position-embedding-type "
+                f"{model.facts['position_embedding_type']}; leave the flag out, or give the folder of another model"
+            )
+    for name, value in model.facts.items():
+        flag = _BY_DEST[name]
+        if name in args.given:
+            given = _plain(name, getattr(args, name))
+            if given != value and name not in model.family.free and not _says_the_same(name, given, value, model):
+                raise ValueError(
+                    f"{_written(flag, given)} contradicts {source}, which says {_said(flag, value)}; "
+                    f"{_remedy(flag, value)}, or give the folder of another model"
+                )
+            continue
+        if getattr(args, name) != value and value != _plain(name, flag.default):
+            taken.append(_written(flag, value))
+        setattr(args, name, value)
+    return [f"taken from {source}: {' '.join(taken)}"] if taken else []
+
+
+_OLD_NAMES = {"use_rotary_position_embeddings": "rope", "add_position_embedding": "none"}
+"""Flags that say a kind of position embedding by an old name. Beside rotary ones they say nothing else."""
+
+
+def _says_the_same(name: str, given: object, value: object, model: Model) -> bool:
+    """Whether flags say, in other words, that every head has keys and values of its own."""
+    facts = model.facts
+    return not facts["group_query_attention"] and (name, given) in (
+        ("group_query_attention", True),
+        ("num_query_groups", facts["num_attention_heads"]),
+    )
+
+
+def _written(flag: Flag, value: object) -> str:
+    if flag.stores is not None:
+        return flag.name if value == flag.stores else f"a command line without {flag.name}"
+    return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def _said(flag: Flag, value: object) -> str:
+    if flag.stores is not None:
+        return f"that {flag.dest} is {value}"
+    return f"{flag.name} {value}" if value is not None else f"nothing of {flag.name}"
+
+
+def _remedy(flag: Flag, value: object) -> str:
+    return (
+        "leave the flag out"
+        if flag.stores is not None or value is None
+        else f"give {flag.name} {value}, or leave it out"
+    )
+
+
+# --- back to a configuration ------------------------------------------------------------------------------------------
+
+
+def facts_of(args: argparse.Namespace) -> Facts:
+    """What completed arguments say of a model, in the spelling of `Model.facts`."""
+    facts = {name: _plain(name, getattr(args, name)) for name in (*_SHAPING, *_FURTHER) if hasattr(args, name)}
+    if not facts["group_query_attention"] or facts["num_query_groups"] == facts["num_attention_heads"]:
+        facts |= {"group_query_attention": False, "num_query_groups": 1}
+    if facts["position_embedding_type"] != "rope":
+        facts |= {name: _plain(name, _BY_DEST[name].default) for name in _OF_ROTARY}
+    if not facts["use_rope_scaling"]:
+        facts["rope_scaling_factor"] = _BY_DEST["rope_scaling_factor"].default
+    if facts["add_bias_linear"]:
+        facts["add_qkv_bias"] = False
+    if facts.get("num_experts") is None:
+        facts |= {name: _plain(name, flag.default) for name, flag in _SHAPING.items() if name.startswith("moe_")}
+    return facts
+
+
+_FURTHER = ("vocab_size", "max_position_embeddings", "attention_dropout", "hidden_dropout", "bias_gelu_fusion")
+_OF_ROTARY = tuple(name for name in destinations(Role.SHAPE) if name.startswith(("rotary_", "rope_", "use_rope_")))
+
+
+def config_of(args: argparse.Namespace, *, dtype: str, model_type: str | None = None) -> dict[str, object]:
+    """The configuration of the model that completed arguments describe.
+
+    Args:
+        dtype: of the weights, by torch's name.
+        model_type: the family; None: the one that fits.
+
+    Raises ValueError where none fits, with the flag that does not, where the family is named.
+    """
+    if model_type is not None and model_type not in FAMILIES:
+        raise ValueError(f"model_type {model_type!r} cannot be converted; these can: {', '.join(FAMILIES)}")
+    facts, misfits = facts_of(args), []
+    for name in FAMILIES if model_type is None else (model_type,):
+        family = FAMILIES[name]
+        config = {"architectures": [family.model], "model_type": name, "torch_dtype": dtype}
+        for part in family.parts:
+            config |= part.write(facts)
+        try:
+            there = _model_of(config).facts
+        except ValueError as error:
+            misfits.append((len(facts), f"{name} would need another value: {error}"))
+            continue
+        found = list(_differences(facts, there, family.free))
+        if not found:
+            return config
+        misfits.append((len(found), f"nearest is {name}, where {found[0]}"))
+    raise ValueError(f"the model is of no family that can be converted; {min(misfits)[1]}")
+
+
+def difference(here: Facts, there: Facts, free: tuple[str, ...] = ()) -> str | None:
+    """A clause on the first flag in which two models differ; None where they are the same."""
+    return next(_differences(here, there, free), None)
+
+
+def _differences(here: Facts, there: Facts, free: tuple[str, ...]) -> Iterator[str]:
+    for name, value in there.items():
+        if name not in free and name in here and here[name] != value:
+            yield f"{_BY_DEST[name].name} is {value!r}, and it is {here[name]!r} here"

@@ -1,0 +1,214 @@
+"""The weights of a Hugging Face model, read as the tensors of a checkpoint, and a run that starts from them.
+
+Nothing is read but what is asked for: a block of rows for a conversion, its own part of each tensor for a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.hugging_face import difference, facts_of, model_of, read_config
+from megatron.trainer.checkpoint.loader import is_extra_state
+from megatron.trainer.checkpoint.run_state import Restoration, RunParts
+from megatron.trainer.checkpoint.state import loading_metadata, with_copies
+from megatron.trainer.checkpoint.tensor_table import (
+    HEAD,
+    WITHOUT_WEIGHT,
+    Tensor,
+    canonical,
+    sources_of,
+    tensors_of,
+)
+from megatron.trainer.files.safetensors_files import SafetensorsFolder
+
+BLOCK = 32 * 2**20
+"""Bytes that are read at once."""
+
+
+class Weights(Protocol):
+    """A model's tensors as a checkpoint has them, wherever they come from."""
+
+    def dtype(self, tensor: Tensor) -> torch.dtype: ...
+
+    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+        """A part of a tensor, on the CPU: rows `[first, last)` and, of a matrix, columns `[first, last)`."""
+
+
+def blocks(
+    tensor: Tensor, itemsize: int, *, by_columns: bool = False
+) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
+    """Rows and columns of parts of at most `BLOCK` bytes (a row at least) that follow one another and make the
+    tensor."""
+    rows = tensor.shape[0]
+    columns = tensor.shape[1] if len(tensor.shape) == 2 else None
+    along, across = (columns, rows) if by_columns else (rows, columns or 1)
+    step = max(1, BLOCK // (across * itemsize))
+    for first in range(0, along, step):
+        part = (first, min(first + step, along))
+        if by_columns:
+            yield (0, rows), part
+        else:
+            yield part, None if columns is None else (0, columns)
+
+
+class HuggingFaceWeights:
+    """The weights of a folder with safetensors, as the tensors of a model here.
+
+    Raises ValueError where the folder lacks a tensor of the model, has one that the model does not use, or has one of
+    another shape, and where a head of its own differs from the embedding that the configuration ties it to.
+    """
+
+    def __init__(self, folder: Path | str, model_type: str, args: TrainConfig) -> None:
+        self.files = SafetensorsFolder(folder)
+        self.tensors = {(each.key, each.index): each for each in tensors_of(model_type, args)}
+        self._name_of: dict[str, str] = {}
+        self._last: tuple[object, torch.Tensor] | None = None
+        there = self.files.tensors
+        sources = sources_of(iter(self.tensors.values()))
+        for name, source in sources.items():
+            # A model that was saved without its head has no name of the inner model before those of its tensors.
+            own = name if name in there else name.partition(".")[2]
+            if own not in there:
+                raise ValueError(
+                    f"{folder} has no tensor {name}, which its config.json asks for; give the folder of one model"
+                )
+            if there[own].shape != source.shape:
+                raise ValueError(
+                    f"{own} in {there[own].path} has shape {there[own].shape}, and config.json asks for "
+                    f"{source.shape}; give the folder of one model"
+                )
+            self._name_of[name] = own
+        unused = sorted(there.keys() - set(self._name_of.values()) - {HEAD})
+        unused = [name for name in unused if not name.endswith(WITHOUT_WEIGHT)]
+        if unused:
+            raise ValueError(
+                f"{folder} has {unused[0]}{f' and {len(unused) - 1} more' if len(unused) > 1 else ''}, of which a "
+                f"{model_type} by its config.json has no use; give the folder of one model"
+            )
+        if HEAD in there and HEAD not in self._name_of:
+            self._require_tied_head(self.tensors["embedding.word_embeddings.weight", ()])
+
+    def _require_tied_head(self, embedding: Tensor) -> None:
+        name = self._name_of[embedding.pieces[0].name]
+        same = self.files.tensors[HEAD].shape == self.files.tensors[name].shape
+        for (first, last), _ in blocks(embedding, self.dtype(embedding).itemsize) if same else ():
+            last = min(last, embedding.pieces[0].count)
+            same = same and (
+                first >= last or torch.equal(self.files.rows(HEAD, first, last), self.files.rows(name, first, last))
+            )
+        if not same:
+            raise ValueError(
+                f"{self.files.folder} has another {HEAD} than {name}, and its config.json ties them; set "
+                "tie_word_embeddings to false there"
+            )
+
+    def find(self, key: str, index: tuple[int, ...]) -> Tensor | None:
+        """The tensor of a checkpoint's key, and of its place in a stack of layers and experts; None if there is
+        none."""
+        own, number = canonical(key)
+        return self.tensors.get((own, (*number, *index)))
+
+    def dtype(self, tensor: Tensor) -> torch.dtype:
+        found = {self.files.tensors[self._name_of[piece.name]].dtype for piece in tensor.pieces}
+        if len(found) > 1:
+            names = ", ".join(dict.fromkeys(piece.name for piece in tensor.pieces))
+            raise ValueError(
+                f"{self.files.folder} has {names} in several dtypes, and they are one tensor here; save them in one"
+            )
+        return found.pop()
+
+    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
+        (first, last), width = rows, () if columns is None else (columns[1] - columns[0],)
+        found = torch.zeros((last - first, *width), dtype=self.dtype(tensor))
+        for piece in tensor.pieces:
+            start, stop = max(first, piece.first), min(last, piece.first + piece.count)
+            if start >= stop:
+                continue
+            source = piece.source + start - piece.first
+            if tensor.transposed:
+                data = self._rows(piece.name, *columns)[:, source : source + stop - start].T
+            else:
+                data = self.files.rows(self._name_of[piece.name], source, source + stop - start)
+                data = data if columns is None else data[:, columns[0] : columns[1]]
+            found[start - first : stop - first] = data
+        return found
+
+    def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows that are read again for each head: kept until others are asked for."""
+        if self._last is None or self._last[0] != (name, first, last):
+            self._last = None
+            self._last = (name, first, last), self.files.rows(self._name_of[name], first, last)
+        return self._last[1]
+
+
+class _Store:
+    """Weights as a store of a run's state, which has nothing but these."""
+
+    common: dict = {}  # noqa: RUF012
+
+    def __init__(self, weights: HuggingFaceWeights) -> None:
+        self._weights = weights
+
+    def holds(self, sharded: object) -> bool:
+        return False
+
+    def holds_key(self, key: str) -> bool:
+        return any(canonical(key)[0] == own for own, _ in self._weights.tensors)
+
+    def holds_prefix(self, prefix: str) -> bool:
+        return any(own.startswith(prefix) for own, _ in self._weights.tensors)
+
+    def load(self, state: dict) -> dict:
+        """Read what `state` asks for into its tensors. Raises ValueError, on every rank."""
+        state, _ = extract_matching_values(state, lambda value: not is_extra_state(value))
+        sharded, rest, factories = load_preprocess(state)
+        with agreed(), torch.no_grad():
+            loaded = dict_list_map_inplace(self._filled, sharded)
+            self._weights.files.close()
+        merge(rest, loaded)
+        return with_copies(apply_factory_merges(rest, factories))
+
+    def _filled(self, asked: object) -> object:
+        assert isinstance(asked, ShardedTensor) and not isinstance(asked, ShardedTensorFactory), asked
+        axes = asked.prepend_axis_num
+        tensor = self._weights.find(asked.key, tuple(asked.global_offset[:axes]))
+        if tensor is None:
+            raise ValueError(
+                f"the model has {asked.key}, and {self._weights.files.folder} none; leave out the flag that adds it"
+            )
+        offset, there = asked.global_offset[axes:], asked.global_shape[axes:]
+        assert asked.allow_shape_mismatch or tuple(there) == tensor.shape, f"{asked.key} is {there} and {tensor.shape}"
+        columns = (offset[1], offset[1] + asked.local_shape[1]) if len(offset) == 2 else None
+        data, first = asked.data, offset[0]
+        for (start, stop), _ in blocks(tensor, 2 * self._weights.dtype(tensor).itemsize):
+            start, stop = max(start, first), min(stop, first + asked.local_shape[0])
+            if start < stop:
+                data[start - first : stop - first].copy_(self._weights.read(tensor, (start, stop), columns))
+        return data
+
+
+def load_hugging_face(parts: RunParts, *, args: TrainConfig) -> None:
+    """Load the weights of the folder `args.load_hf`, of each rank its own, into model, masters and weight versions.
+
+    Rows of the vocabulary beyond the folder's are zero. Collective. Raises ValueError on every rank if the weights
+    cannot be read, or are those of another model than the folder's configuration says.
+    """
+    with agreed():
+        model = model_of(read_config(args.load_hf), Path(args.load_hf) / "config.json")
+        if (differs := difference(facts_of(args), model.facts, model.family.free)) is not None:
+            raise ValueError(f"--load-hf {args.load_hf} is another model than the run's: {differs}; leave the flag out")
+        weights = HuggingFaceWeights(args.load_hf, model.model_type, args)
+    store = _Store(weights)
+    restoration = Restoration(
+        store, parts, loading_metadata(args, None), iteration=0, random_state=None, with_optimizer=False
+    )
+    restoration.complete(store.load(restoration.request))

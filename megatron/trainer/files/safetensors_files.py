@@ -1,0 +1,184 @@
+"""Safetensors files, read and written by parts of tensors, so that a model never has to fit into memory.
+
+A file has the length of a header (8 bytes, little-endian), the header in JSON (name -> dtype, shape, place of the
+data), and the data, row by row. A folder has `model.safetensors`, or several files and
+`model.safetensors.index.json`, which names the file of each tensor. The package safetensors maps whole files into
+memory, whose pages then count as the process's own, and writes whole files alone; here single rows are read, and
+tensors are written as they come. https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from megatron.documents.faults import shown
+from megatron.documents.files import read_json
+
+ONE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Dtypes of weights, by their name in a header. Others are of quantized models."""
+_LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file: its dtype and shape, and where its first byte is."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, by name, in `tensors`.
+
+    Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that
+    does not agree with its files, and a tensor of another dtype than FP32, BF16 and FP16.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        self._open: tuple[Path, BinaryIO] | None = None
+        for path, names in self._files().items():
+            found = _header(path)
+            if names is not None and names != found.keys():
+                raise ValueError(
+                    f"{path} and {INDEX} do not agree about {min(names ^ found.keys())}; download both again"
+                )
+            self.tensors |= found
+
+    def _files(self) -> dict[Path, set[str] | None]:
+        """File -> the names that the index has for it; None without an index."""
+        index = self.folder / INDEX
+        if not index.exists():
+            if not (self.folder / ONE).exists():
+                raise ValueError(f"{self.folder} has neither {ONE} nor {INDEX}; save the model as safetensors there")
+            return {self.folder / ONE: None}
+        try:
+            places = read_json(index.read_text(encoding="utf-8"))["weight_map"]
+            files: dict[Path, set[str] | None] = {}
+            for name, file in places.items():
+                files.setdefault(self.folder / Path(file).name, set()).add(name)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} has no weight_map; download it again") from error
+        return files
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor, on the CPU, in the file's dtype. Raises ValueError."""
+        stored = self.tensors[name]
+        width = 1
+        for size in stored.shape[1:]:
+            width *= size
+        bytes_of_row = width * stored.dtype.itemsize
+        data = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype)
+        if data.numel() == 0:
+            return data
+        stream = self._stream(stored.path)
+        stream.seek(stored.offset + first * bytes_of_row)
+        if stream.readinto(memoryview(data.view(-1).view(torch.uint8).numpy())) != data.nbytes:
+            raise ValueError(f"{stored.path} is truncated; download it again")
+        return data
+
+    def _stream(self, path: Path) -> BinaryIO:
+        if self._open is None or self._open[0] != path:
+            self.close()
+            self._open = (path, open(path, "rb"))  # noqa: SIM115 (kept until another file is read)
+        return self._open[1]
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with open(path, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            size = os.fstat(stream.fileno()).st_size
+            if not 0 < length <= min(_LARGEST_HEADER, size - 8):
+                raise ValueError("its header has no end")
+            header = read_json(stream.read(length).decode("utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} does not exist; download it again") from error
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no safetensors file that can be read ({error}); download it again") from error
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(
+                f"{name} in {path} is of dtype {shown(entry['dtype'])}: quantized weights (FP8, MXFP4, ...) are not "
+                "read; save the model in bf16 first"
+            )
+        shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
+        elements = torch.Size(shape).numel()
+        if last - first != elements * dtype.itemsize or 8 + length + last > size:
+            raise ValueError(f"{path} is truncated or damaged at {name}; download it again")
+        found[name] = StoredTensor(path, dtype, shape, 8 + length + first)
+    return found
+
+
+def write_folder(
+    folder: Path,
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    parts: Iterator[tuple[str, torch.Tensor]],
+    *,
+    largest_file: int,
+) -> None:
+    """Write a model's tensors into a folder, synced.
+
+    Args:
+        tensors: name -> dtype and shape, in the order in which they are written.
+        parts: name and data, which follow one another as in `tensors`; a tensor may come in several parts, row by row.
+        largest_file: bytes; a file has one tensor at least.
+    """
+    groups: list[dict[str, int]] = [{}]
+    for name, (dtype, shape) in tensors.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if groups[-1] and sum(groups[-1].values()) + size > largest_file:
+            groups.append({})
+        groups[-1][name] = size
+    files = [ONE] if len(groups) == 1 else [
+        f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)
+    ]  # fmt: skip
+    names_of = {torch_dtype: name for name, torch_dtype in DTYPES.items()}
+    for file, sizes in zip(files, groups, strict=True):
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        place = 0
+        for name, size in sizes.items():
+            dtype, shape = tensors[name]
+            header[name] = {"dtype": names_of[dtype], "shape": list(shape), "data_offsets": [place, place + size]}
+            place += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begin at a multiple of 8 bytes
+        with open(folder / file, "wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for expected, size in sizes.items():
+                written = 0
+                while written < size:
+                    name, data = next(parts)
+                    assert name == expected and data.dtype == tensors[name][0], f"{name} comes before {expected}"
+                    written += stream.write(memoryview(data.contiguous().view(-1).view(torch.uint8).numpy()))
+                assert written == size, f"{expected} has {written} bytes and not {size}"
+            stream.flush()
+            os.fsync(stream.fileno())
+    assert next(parts, None) is None, "more parts than tensors"
+    if len(files) > 1:
+        places = {name: file for file, sizes in zip(files, groups, strict=True) for name in sizes}
+        total = sum(sum(sizes.values()) for sizes in groups)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True) + "\n")

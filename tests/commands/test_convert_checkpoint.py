@@ -1,0 +1,284 @@
+"""tools/convert_checkpoint.py: bits that return, logits that stay, memory that does not grow, and refusals."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import workers
+from tests.trainer.checkpoint.small_models import (
+    MODELS,
+    reaches,
+    saved,
+    stored,
+    transformers_logits,
+)
+from tests.trainer.run.run_case import train
+
+CASES = "tests.commands.test_convert_checkpoint:"
+TOLERANCE = 1e-6
+FROZEN = "--freeze-training --freeze-interval 1 --freeze-schedule 1,2"
+
+
+def run_tool(argv: list[str]) -> tuple[int, str]:
+    """Exit status, and what the tool prints, in this process."""
+    from megatron.commands import convert_checkpoint
+
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            status = convert_checkpoint.main(argv)
+        except SystemExit as end:
+            status = end.code
+    return status, output.getvalue()
+
+
+def convert(*argv: object) -> str:
+    """What the tool prints; it has to succeed."""
+    status, text = workers.run(1, f"{CASES}run_tool", argv=[*map(str, argv)])[0]
+    assert status == 0, text
+    return text
+
+
+def refusal(*argv: object) -> str:
+    status, text = workers.run(1, f"{CASES}run_tool", argv=[*map(str, argv)])[0]
+    assert status == 1 and text.startswith("error: ") and text.count("\n") == 1, text
+    return text
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama of four"])
+def test_bits_return(name, tmp_path):
+    """From several files into several, and transformers computes the same with what comes back."""
+    dtype = torch.bfloat16 if name in ("llama", "qwen3_moe", "gpt2") else torch.float32
+    folder = saved(name, dtype, "20KB")
+    assert (folder / "model.safetensors.index.json").exists()
+    convert(folder, tmp_path / "ours", "--to", "torch_dist")
+    convert(tmp_path / "ours", tmp_path / "back", "--to", "hugging-face", "--max-shard-size", 2e-5)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    assert same_tensors(stored(folder), stored(tmp_path / "back"))
+    assert torch.equal(transformers_logits(tmp_path / "back"), transformers_logits(folder))
+    flags = [convert(each, "--to", "flags") for each in (folder, tmp_path / "ours", tmp_path / "back")]
+    assert flags[0] == flags[1] == flags[2] and "--num-layers 2\n" in flags[0]
+
+
+@pytest.mark.parametrize("name", ["mistral", "mixtral"])
+def test_training_loads_what_was_converted(name, tmp_path):
+    """At other degrees, with no weight left over; and what training saves from there converts back."""
+    folder = saved(name)
+    convert(folder, tmp_path / "ours", "--to", "torch_dist")
+    cut = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"
+    cut += " --sequence-parallel" * (name == "mixtral")
+    flags = f"@{tmp_path / 'ours' / 'flags.txt'} --load {tmp_path / 'ours'} --dist-ckpt-strictness raise_all {cut}"
+    assert reaches(folder, f"{flags} --save {tmp_path / 'again'}", transformers_logits(folder), ranks=4) < TOLERANCE
+    convert(tmp_path / "again", tmp_path / "back", "--to", "hugging-face", "--config", folder / "config.json")
+    assert same_tensors(stored(folder), stored(tmp_path / "back"))
+    there = json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == there
+
+
+@pytest.mark.parametrize(
+    "name, cut",
+    [
+        ("llama", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"),
+        ("gpt2", "--tensor-model-parallel-size 2"),
+        (
+            "llama of four",
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
+        ),
+        ("mixtral", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+    ],
+)
+def test_the_old_format_is_read(name, cut, tmp_path):
+    """One file for each rank, as Megatron-LM's `torch` format has them, into both others."""
+    folder = saved(name)
+    ranks = 4 if "pipeline" in cut and "tensor" in cut else 2
+    flags = f"--load-hf {folder} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 {cut}"
+    workers.run(ranks, f"{CASES}save_in_old_format", flags=flags, root=tmp_path / "old")
+    convert(tmp_path / "old", tmp_path / "back", "--to", "hugging-face")
+    assert same_tensors(stored(folder), stored(tmp_path / "back"))
+    convert(tmp_path / "old", tmp_path / "ours", "--to", "torch_dist")
+    convert(tmp_path / "ours", tmp_path / "again", "--to", "hugging-face")
+    assert same_tensors(stored(folder), stored(tmp_path / "again"))
+
+
+def save_in_old_format(flags: str, root: Path) -> None:
+    """Write a rank's file as Megatron-LM's `save_checkpoint` does with --ckpt-format torch."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+    from megatron.trainer.checkpoint.arguments import saved_arguments
+    from megatron.trainer.checkpoint.state import model_key
+    from tests.trainer.checkpoint.small_models import loaded
+
+    args, chunks = loaded(flags)
+    tensor, stage = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    name = f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else "")
+    file = root / "iter_0000005" / name / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    state = {"args": saved_arguments(args), "checkpoint_version": 3.0, "iteration": 5}
+    for number, chunk in enumerate(chunks):
+        state[model_key(number, len(chunks))] = unwrap_model(chunk).state_dict_for_save_checkpoint()
+    torch.save(state, file)
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    parallel_state.destroy_model_parallel()
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Of 146 MB in blocks of 2 MiB each way adds less than a third to the memory of the process."""
+    added = workers.run(1, f"{CASES}measured", folder=tmp_path)[0]
+    size = sum(file.stat().st_size for file in (tmp_path / "back").glob("*.safetensors"))
+    assert size > 140e6 and max(added) < size / 3, (size, added)
+
+
+def measured(folder: Path) -> list[float]:
+    """Bytes that each way adds at its peak. The model's largest tensor has 64 MB, its largest file 70 MB."""
+    from unittest import mock
+
+    from megatron.commands.convert_checkpoint import _completed
+    from megatron.trainer.arguments.hugging_face import model_of
+    from megatron.trainer.checkpoint import hugging_face
+    from megatron.trainer.checkpoint.tensor_table import sources_of, tensors_of
+    from megatron.trainer.files.safetensors_files import write_folder
+
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 62_500, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "attention_dropout": 0.0, "tie_word_embeddings": False, "hidden_act": "silu",
+        "rope_theta": 500_000.0,
+    }  # fmt: skip
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    model = model_of(config, "it")
+    args = _completed([*model.argv(), "--tokenizer-type", "NullTokenizer"])
+    sources = sources_of(tensors_of("llama", args))
+    wanted = {name: (torch.bfloat16, source.shape) for name, source in sources.items()}
+    parts = ((name, torch.full(source.shape, 0.5, dtype=torch.bfloat16)) for name, source in sources.items())
+    write_folder(folder / "hf", wanted, parts, largest_file=70_000_000)
+    added = []
+    with mock.patch.object(hugging_face, "BLOCK", 2 * 2**20):
+        for argv in (["hf", "ours", "--to", "torch_dist"], ["ours", "back", "--to", "hugging-face"]):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+            before = _resident("VmRSS")
+            assert run_tool([str(folder / argv[0]), str(folder / argv[1]), *argv[2:]])[0] == 0
+            added.append(_resident("VmHWM") - before)
+    return added
+
+
+def _resident(name: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return float(line.split()[1]) * 1024
+
+
+def test_files_of_the_tokenizer_come_along(tmp_path):
+    """There and back, and the flags beside a checkpoint name them."""
+    folder = Path(shutil.copytree(saved("qwen3"), tmp_path / "hf"))
+    for name in ("tokenizer.json", "generation_config.json"):
+        (folder / name).write_text(f'{{"of": "{name}"}}')
+    convert(folder, tmp_path / "ours", "--to", "torch_dist")
+    convert(tmp_path / "ours", tmp_path / "back", "--to", "hugging-face")
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "back" / name).read_text() == (folder / name).read_text()
+    flags = (tmp_path / "ours" / "flags.txt").read_text()
+    assert f"--tokenizer-type HuggingFaceTokenizer\n--tokenizer-model {tmp_path / 'ours'}\n" in flags
+
+
+def test_what_is_refused(tmp_path):
+    """In one sentence, before anything is written."""
+    folder = saved("mixtral")
+    ours, new = tmp_path / "ours", tmp_path / "new"
+    convert(folder, ours, "--to", "torch_dist")
+    assert "is not empty" in refusal(folder, ours, "--to", "torch_dist")
+    assert "is a Hugging Face model already" in refusal(folder, new, "--to", "hugging-face")
+    assert "is a torch_dist checkpoint already" in refusal(ours, new, "--to", "torch_dist")
+    assert "is no folder" in refusal(tmp_path / "none", new, "--to", "torch_dist")
+    assert "neither config.json nor a checkpoint" in refusal(tmp_path, new, "--to", "hugging-face")
+    assert "more than the 128 rows" in refusal(ours, new, "--to", "hugging-face", "--vocab-size", 129)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 10_000.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refusal(ours, new, "--to", "hugging-face", "--config", tmp_path / "config.json")
+    assert "--rotary-base is 10000, and it is 1000000 here; leave it out" in message
+    data = next((ours / "release").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
+    assert "is damaged: its checksum does not match" in refusal(ours, new, "--to", "hugging-face")
+    assert not new.exists()
+
+
+@pytest.mark.parametrize("direction", ["torch_dist", "hugging-face"])
+def test_what_fails_leaves_nothing(direction, tmp_path):
+    """A disk that is full in the middle: no checkpoint, no folder, no remains."""
+    source = saved("llama")
+    if direction == "hugging-face":
+        convert(source, tmp_path / "ours", "--to", "torch_dist")
+        source = tmp_path / "ours"
+    before = sorted(tmp_path.iterdir())
+    argv = [str(source), str(tmp_path / "new"), "--to", direction]
+    status, text = workers.run(1, f"{CASES}interrupted", argv=argv)[0]
+    assert status == 2 and "No space left on device" in text
+    left = [path for path in tmp_path.rglob("*") if (tmp_path / "new") in path.parents]
+    assert not left and [path for path in sorted(tmp_path.iterdir()) if path.name != "new"] == before
+
+
+def interrupted(argv: list[str]) -> tuple[int, str]:
+    """`run_tool` with weights that cannot be read, or a disk that is full, after ten parts."""
+    import errno
+    from unittest import mock
+
+    from megatron.trainer.checkpoint import conversion, hugging_face
+
+    kind = hugging_face.HuggingFaceWeights if "torch_dist" in argv else conversion.CheckpointWeights
+    read, count = kind.read, []
+
+    def failing(*arguments, **options):
+        count.append(1)
+        if len(count) > 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return read(*arguments, **options)
+
+    with mock.patch.object(kind, "read", failing):
+        return run_tool(argv)
+
+
+def test_the_size_of_the_vocabulary_is_asked_for(tmp_path):
+    """A run's checkpoint holds the tokenizer's name, and not how many tokens it has."""
+    flags = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32"
+    workers.run(1, f"{CASES}save_new", flags=f"{flags} --tokenizer-type ByteLevelTokenizer --save {tmp_path / 'run'}")
+    argv = (tmp_path / "run", tmp_path / "out", "--to", "hugging-face")
+    assert "give --vocab-size, the size of the tokenizer" in refusal(*argv)
+    convert(*argv, "--vocab-size", 259)
+    assert stored(tmp_path / "out")["transformer.wte.weight"].shape == (259, 32)
+
+
+def save_new(flags: str) -> None:
+    """Save a model with random weights."""
+    from megatron.core import parallel_state
+    from tests.trainer.checkpoint.small_models import loaded
+
+    loaded(flags)
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-schedule 2bw", FROZEN])
+def test_what_training_saves_returns(flags, tmp_path):
+    """Through a run whose steps are too small to move a weight: with one key for all layers, or one for each."""
+    folder = saved("llama of four")
+    base = (
+        "--seq-length 16 --micro-batch-size 1 --global-batch-size 4 --num-workers 0 --eval-iters 0 --train-iters 2 "
+        "--lr 1e-30 --lr-decay-style constant --clip-grad 0 --tokenizer-type NullTokenizer"
+    )
+    train(2, f"{flags} --load-hf {folder} --save {tmp_path / 'run'}", base=base)
+    convert(tmp_path / "run", tmp_path / "back", "--to", "hugging-face")
+    assert same_tensors(stored(folder), stored(tmp_path / "back"))

@@ -1,0 +1,175 @@
+"""Small random models of transformers, saved as their users save them, and what transformers computes with them."""
+
+import functools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+VOCABULARY, POSITIONS, NUM_LAYERS = 100, 32, 2
+_LLAMA = dict(
+    hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+    vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
+    tie_word_embeddings=False,
+)  # fmt: skip
+_LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", _LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
+    "llama 3.1": ("Llama", _LLAMA | dict(rope_parameters=_LLAMA_31, num_key_value_heads=4)),
+    "llama of four": ("Llama", _LLAMA | dict(num_hidden_layers=4)),
+    "qwen2": ("Qwen2", _LLAMA | dict(tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", _LLAMA | dict(head_dim=16)),
+    "mixtral": ("Mixtral", _LLAMA | dict(num_local_experts=4)),
+    "mistral": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=None)),
+    "qwen3_moe": ("Qwen3Moe", _LLAMA | dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+                                            norm_topk_prob=True)),
+    "qwen3_moe, unnormalized": ("Qwen3Moe", _LLAMA | dict(head_dim=16, num_experts=4, num_experts_per_tok=2,
+                                                          moe_intermediate_size=16, norm_topk_prob=False)),
+    "gpt2": ("GPT2", dict(n_embd=32, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=POSITIONS,
+                          resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, bos_token_id=None, eos_token_id=None)),
+    "gpt2, exact GELU": ("GPT2", dict(n_embd=32, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_inner=48,
+                                      n_positions=POSITIONS, activation_function="gelu", bos_token_id=None,
+                                      eos_token_id=None)),
+}  # fmt: skip
+"""Name -> transformers' name of the architecture, and its configuration."""
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(2 * 16).view(2, 16) * 37 % VOCABULARY
+
+
+@functools.cache
+def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    """The folder of a model. Norms and biases are random, too, so that no mistake hides behind a 1."""
+    import transformers
+
+    kind, options = MODELS[name]
+    torch.manual_seed(7)
+    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, kind + suffix)(getattr(transformers, kind + "Config")(**options))
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            mean = 1.0 if "norm" in key or "ln_" in key else 0.0
+            parameter.copy_(mean * key.endswith("weight") + 0.15 * torch.randn(parameter.shape))
+    folder = Path(tempfile.mkdtemp(prefix="hugging_face_"))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def convert_case(source: Path, output: Path, to: str = "torch_dist", own_norms: bool = False) -> None:
+    """Convert a model in this process. `own_norms`: under the keys of Transformer Engine's layers with experts."""
+    from unittest import mock
+
+    from megatron.commands import convert_checkpoint
+    from megatron.trainer.checkpoint import conversion
+
+    write = conversion.write_checkpoint
+
+    def spelled(root, weights, tensors, **options):
+        renamed = [
+            replace(each, key=each.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")) for each in tensors
+        ]
+        assert renamed != tensors
+        return write(root, weights, renamed, **options)
+
+    with mock.patch.object(conversion, "write_checkpoint", spelled if own_norms else write):
+        assert convert_checkpoint.main([str(source), str(output), "--to", to]) == 0
+
+
+def transformers_logits(folder: Path) -> torch.Tensor:
+    """(batch, sequence, vocabulary) in FP32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return model.eval()(tokens()).logits
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder, by the package safetensors."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def loaded(flags: str) -> tuple:
+    """The configuration, and this rank's chunks with the weights of `--load-hf` or `--load`, if given. Collective."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.trainer.checkpoint.checkpoint import (
+        CheckpointPosition,
+        CheckpointWriter,
+        load_checkpoint,
+        save_checkpoint,
+    )
+    from megatron.trainer.checkpoint.hugging_face import load_hugging_face
+    from megatron.trainer.checkpoint.run_state import RunParts
+    from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.gpt import build_chunks, gpt_model
+    from megatron.trainer.plan import from_flags
+    from megatron.trainer.start_up.initialize import initialize
+    from tests.trainer.arguments.command_line import configuration
+
+    words = f"--seq-length 16 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data {flags}".split()
+    args = initialize(configuration(words, world_size=dist.get_world_size()))
+    args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
+    config = core_config.transformer_config(args)
+    chunks = build_chunks(
+        lambda own: lambda pre, post: gpt_model(args, own, pre_process=pre, post_process=post),
+        config, stages=args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
+        layers=from_flags.layers_of_stages(config),
+    )  # fmt: skip
+    if args.load_hf is not None:
+        load_hugging_face(RunParts(chunks), args=args)
+    elif args.load is not None:
+        load_checkpoint(RunParts(chunks), args=args)
+    if args.save is not None:
+        save_checkpoint(
+            CheckpointWriter(args.save), RunParts(chunks), args=args, position=CheckpointPosition(iteration=3)
+        )
+    return args, chunks
+
+
+def logits_case(flags: str) -> torch.Tensor | None:
+    """Load as `pretrain_gpt.py` does, and compute through the pipeline; the last stage returns the logits."""
+    import torch.distributed as dist
+
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    args, chunks = loaded(flags)
+    stage, stages = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
+    ids = tokens()
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    mask = torch.ones(1, 1, ids.shape[1], ids.shape[1]).triu(1).bool()
+    model = unwrap_model(chunks[0]).eval()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    neighbours = dist.get_process_group_ranks(group)
+    with torch.no_grad():
+        if stage:
+            length = ids.shape[1] // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+            entered = torch.empty(length, ids.shape[0], args.hidden_size)
+            dist.recv(entered, neighbours[stage - 1])
+            model.set_input_tensor(entered)
+        output = model(ids, positions, mask)
+        if stage < stages - 1:
+            dist.send(output.contiguous(), neighbours[stage + 1])
+            output = None
+        else:
+            parts = [torch.empty_like(output) for _ in range(args.tensor_model_parallel_size)]
+            dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+            output = torch.cat(parts, dim=-1)
+    parallel_state.destroy_model_parallel()
+    return output
+
+
+def reaches(folder: Path, flags: str, expected: torch.Tensor, ranks: int = 1) -> float:
+    """The largest difference of the logits from transformers', over the largest logit."""
+    from tests import workers
+
+    found = workers.run(ranks, "tests.trainer.checkpoint.small_models:logits_case", flags=flags)[-1]
+    return ((found[..., :VOCABULARY] - expected).abs().max() / expected.abs().max()).item()
