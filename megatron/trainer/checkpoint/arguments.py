@@ -59,6 +59,7 @@ WITHOUT_IT = {
     "untie_embeddings_and_output_weights": False,
     "add_bias_linear": True,
     "num_experts": 0,
+    "mtp_num_layers": 0,
 }
 _LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -74,7 +75,6 @@ _NOT_BUILT_HERE = {
     "glu_linear_offset": (None, 0),
     "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
-    "mtp_num_layers": (None, 0),
     "moe_router_enable_expert_bias": (None, False),
     "moe_shared_expert_gate": (None, False),
     "moe_latent_size": (None,),

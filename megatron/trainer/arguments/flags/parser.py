@@ -20,6 +20,7 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
+    model.MULTI_TOKEN,
     experts.EXPERTS,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,

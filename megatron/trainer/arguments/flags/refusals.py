@@ -71,13 +71,6 @@ REFUSED = Group(
             takes=None,
         ),
         *_list("multi-latent attention is not supported; use --group-query-attention.", "--multi-latent-attention"),
-        refused(
-            "--mtp-num-layers",
-            "multi-token prediction is not supported; leave the flag out.",
-            takes=None,
-            kind=integer,
-            neutral=(0,),
-        ),
         *_list(
             _FP8,
             "--fp8-format",

@@ -21,6 +21,7 @@ _Refusals = Mapping[str, tuple[object, str]]
 
 _OWNERS = (
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
+    (model.MULTI_TOKEN, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
     (model.VISION, ("vit",), "pretrain_vision_classify.py"),

@@ -103,6 +103,8 @@ RANGES = (
         (
             "norm_epsilon",
             "num_experts",
+            "mtp_num_layers",
+            "mtp_loss_scaling_factor",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
             "pipeline_2bw_provisional_microbatches",

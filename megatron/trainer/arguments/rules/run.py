@@ -186,7 +186,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
         data_parallel=num_replicas > 1,
-        tied_embeddings=not args.untie_embeddings_and_output_weights and has_copies,
+        tied_embeddings=shares_embedding(args) and has_copies,
         residency=residency,
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
@@ -206,6 +206,12 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
         balance=args.balance_activations,
         data_parallel=args.data_parallel_size > 1,
     )
+
+
+def shares_embedding(args: argparse.Namespace) -> bool:
+    """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
+    or layers of multi-token prediction look tokens up."""
+    return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
@@ -233,6 +239,11 @@ def _updates_alone(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
             "would be seen too late for --fp16; use --bf16"
+        )
+    if args.mtp_num_layers is not None and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"{choice_of(args).flag} gives first and last stage different delays, so that the copies of the embedding "
+            f"of --mtp-num-layers {args.mtp_num_layers} would part; use flush or 2bw"
         )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(

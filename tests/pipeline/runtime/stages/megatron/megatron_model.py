@@ -18,9 +18,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.program.edges import stages_of
+from megatron.pipeline.runtime.stages.megatron.multi_token import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 from megatron.pipeline.schedules.placements import round_robin
@@ -79,6 +81,7 @@ class Case:
     experts: int = 0  # of each layer, of which two compute a token; not with biases
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
+    further: int = 0  # layers of multi-token prediction, on the last stage; not with learned positions
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property
@@ -138,6 +141,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         persist_layer_norm=False,
         gradient_accumulation_fusion=case.fused,
         **(_experts(case) if case.experts else {}),
+        **({"mtp_num_layers": case.further, "mtp_loss_scaling_factor": 0.5} if case.further else {}),
     )
 
 
@@ -190,7 +194,9 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
     else:
         local = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.normalization)
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
-        model = GPTModel(transformer_layer_spec=spec, **options)
+        further = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage) if case.further else None
+        model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=further, **options)
+        drop_unread_output_weight(model)
     with torch.no_grad():
         for name, param in global_names(model).items():
             param.copy_(shard(case, name, param, full_weight(case, name, param)))
@@ -203,7 +209,7 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
     stack = model.encoder if isinstance(model, BertModel) else model.decoder
     for name, param in model.named_parameters():
         parts = name.split(".")
-        if "layers" in parts:
+        if "layers" in parts and parts[0] != "mtp":
             position = parts.index("layers") + 1
             parts[position] = str(stack.layers[int(parts[position])].layer_number)
         name = ".".join(parts)

@@ -26,7 +26,9 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     _learning_rate,
     _reported,
     make_optimizer,
-    scale_router_losses,
+    means,
+    scale_other_losses,
+    take_further_losses,
 )
 
 
@@ -47,14 +49,15 @@ def num_read(case: Case, name: str, num_microbatches: int) -> int:
 
 def stage_of(case: Case, name: str) -> int:
     """The stage of a parameter; of tied embeddings that which has done the fewest microbatches."""
-    if ".layers." in name:
+    if ".layers." in name and not name.startswith("mtp"):
         return case.stage_of_layer(int(name.split(".layers.")[1].split(".")[0]) - 1) if case.p > 1 else 0
     is_first = name.startswith("embedding") or (case.tied and "output_layer" in name)
     return 0 if is_first else case.p - 1
 
 
 def _is_tied(case: Case, name: str) -> bool:
-    return case.tied and case.p > 1 and (name.startswith("embedding.word") or "output_layer" in name)
+    ties = (case.tied or case.further > 0) and name.startswith("embedding.word")
+    return case.p > 1 and (ties or (case.tied and "output_layer" in name))
 
 
 def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
@@ -108,7 +111,7 @@ def _reference(case: Case, original: Case) -> dict:
         replicas = [{} for _ in range(original.d)]
         partial = [{} for _ in range(original.d)]
         own = count // original.d
-        losses = []
+        losses, further = [], []
         for position in range(count):
             replica = position % original.d
             with torch.no_grad():
@@ -118,8 +121,9 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 loss = result[0] / result[1] if len(result) == 3 else result[0]
-                scale_router_losses(batch_scale / own)
+                scale_other_losses(batch_scale / own)
                 losses.append(_reported(result))
+                further.append(take_further_losses())
                 (loss / own).backward(torch.tensor(batch_scale))
             for name, param in params.items():
                 gradient = param.grad.float()
@@ -134,6 +138,7 @@ def _reference(case: Case, original: Case) -> dict:
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         mean = sum(losses) / len(losses)
         results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        results[-1]["further"] = means(further)
         if waiting is not None:
             apply(batch - 1, *waiting)
         waiting = gradients, batch_scale
