@@ -1,0 +1,102 @@
+"""Runs with multi-token prediction: the same numbers however the job is cut, losses in the log, checkpoints, refusals."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.trainer.arguments.command_line import arguments
+from tests.trainer.run.run_case import joined_weights, table, train
+
+FURTHER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --position-embedding-type rope --clip-grad 0"
+UNTIED = "--untie-embeddings-and-output-weights"
+SMOOTH = "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --adam-eps 1e-5"
+DEEP = "--pipeline-model-parallel-size 2"
+WIDE = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
+LOSSES = ("lm_loss", "mtp_1_loss", "mtp_2_loss")
+
+
+def numbers(results: list[dict]) -> dict[str, list[float]]:
+    records = [record for record in results[-1]["records"] if "lm_loss" in record]
+    return {name: [record[name] for record in records] for name in LOSSES}
+
+
+@functools.cache
+def on_one_rank(flags: str) -> list[dict]:
+    return train(1, f"{FURTHER} {flags}")
+
+
+def check(results: list[dict], expected: list[dict], tolerance: float) -> None:
+    ours, theirs = numbers(results), numbers(expected)
+    for name, values in theirs.items():
+        assert ours[name] == pytest.approx(values, rel=tolerance, abs=0.0)
+    one, other = joined_weights(expected), joined_weights(results)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=0.0, atol=5 * tolerance, msg=lambda text, n=name: n + text)
+
+
+CUTS = {
+    "dropout": (2, f"{UNTIED} --adam-eps 1e-5 --pipeline-schedule 2bw", "", 2e-6),
+    "predicted, tied": (2, f"{SMOOTH} --pipeline-schedule 2bw --2bw-provisional uniform "
+                        "--2bw-provisional-microbatches 1", "", 2e-6),
+    "l2l": (2, f"{UNTIED} {SMOOTH} --pipeline-schedule l2l", "", 2e-6),
+    "Muon": (2, f"{UNTIED} {SMOOTH} --optimizer muon --muon-fp32-matmul-prec high --disable-bias-linear", "", 2e-6),
+    "experts": (2, f"{UNTIED} {SMOOTH} --num-experts 4 --moe-aux-loss-coeff 1e-2", "", 2e-6),
+    "tensor ranks": (4, f"{SMOOTH} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 2e-6),
+    "replicas": (4, f"{UNTIED} {SMOOTH}", f"{DEEP} --use-distributed-optimizer", 2e-6),
+    "another rate": (2, f"{UNTIED} {SMOOTH} --decoupled-lr 5e-3", "", 2e-6),
+    "recomputed": (2, f"{UNTIED} {SMOOTH} --recompute-granularity full --recompute-method uniform "
+                   "--recompute-num-layers 1", "", 2e-6),
+    "zbv": (2, f"{UNTIED} {SMOOTH}", "--pipeline-schedule zbv", 2e-6),
+}  # fmt: skip
+
+
+@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=10)
+def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
+    """Losses of all tokens, and weights, are those of one rank, but for the order in which the embedding's gradients
+    are added up."""
+    check(train(ranks, f"{FURTHER} {flags} {cut}"), on_one_rank(flags), tolerance)
+
+
+def test_losses_of_further_tokens_are_reported():
+    """The log and the metrics have them for training, and not for evaluations; instructions that recompute count each
+    microbatch once."""
+    last = train(1, f"{FURTHER} {UNTIED} --eval-iters 1 --eval-interval 3")[-1]
+    line = next(line for line in last["lines"] if "iteration        6/" in line)
+    assert " mtp_1 loss: 4." in line and " mtp_2 loss: 4." in line
+    evaluations = [record for record in last["records"] if "validation_loss" in record]
+    assert len(evaluations) == 2 and not any("mtp" in key for key in evaluations[0])
+    recomputed = train(1, f"{FURTHER} {UNTIED} --pipeline-recompute")
+    assert numbers(recomputed) == numbers([last])
+
+
+def test_the_factor_multiplies_the_mean_of_the_losses():
+    """With a factor of 0 the layers learn nothing, and the others what they learn without them."""
+    flags = f"{UNTIED} {SMOOTH} --weight-decay 0"
+    without = train(1, f"--position-embedding-type rope --clip-grad 0 {flags}")
+    silent = train(1, f"{FURTHER} {flags}".replace("factor 0.5", "factor 0"))
+    weights, kept = joined_weights(without), joined_weights(silent)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights.items())
+    assert {name.split(".")[0] for name in kept.keys() - weights.keys()} == {"mtp"}
+    assert numbers(silent)["mtp_1_loss"] != numbers(on_one_rank(flags))["mtp_1_loss"]
+
+
+RESUMED = {
+    "other depth": (2, UNTIED, 1, "", 2e-6),
+    "other depth, tied": (1, "", 2, "", 2e-6),
+    "other replicas": (2, f"{UNTIED} {SMOOTH}", 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
+    "other tensor ranks": (1, SMOOTH, 4, f"{DEEP} {WIDE}", 2e-6),
+    "same": (2, UNTIED, 2, "", 0.0),
+}
+
+
+@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=3)
+def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
+    """Weights and moments, in both versions of 2bw; the copy of the embedding is stored once."""
+    flags = f"{FURTHER} {flags} --pipeline-schedule 2bw --load {tmp_path}"
+    whole = train(writers, flags.replace(f"--load {tmp_path}", ""))
+    train(writers, f"{flags} --save {tmp_path} --exit-interval 3")
+    found = numbers(train(readers, f"{flags} {cut}"))
+    for name, expected in numbers(whole).items():
+        assert found[name] == pytest.approx(expected[3:], rel=tolerance, abs=0.0)
