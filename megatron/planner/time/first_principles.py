@@ -264,12 +264,12 @@ class FirstPrinciples:
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
         """Return whether the first and the last stage share an embedding and are on different ranks."""
-        return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+        return schedule.tied_embeddings and len({*schedule.tied_ranks}) > 1
 
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
         if not self._reduces_embedding(schedule):
             return 0.0
-        last, first = schedule.rank_of_stage[-1], schedule.rank_of_stage[0]
+        first, last = schedule.tied_ranks
         return self._embedding_bytes(configuration) / self._rate(last, first, links)
 
     def _embedding_bytes(self, configuration: Configuration) -> int:

@@ -13,6 +13,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 SMOOTH = "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --adam-eps 1e-5"
 DEEP = "--pipeline-model-parallel-size 2"
 WIDE = "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64"
+LAYOUT = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
 LOSSES = ("lm_loss", "mtp_1_loss", "mtp_2_loss")
 
 
@@ -49,6 +50,17 @@ CUTS = {
     "recomputed": (2, f"{UNTIED} {SMOOTH} --recompute-granularity full --recompute-method uniform "
                    "--recompute-num-layers 1", "", 2e-6),
     "zbv": (2, f"{UNTIED} {SMOOTH}", "--pipeline-schedule zbv", 2e-6),
+    "a stage of their own": (4, f"{UNTIED} {SMOOTH} --pipeline-schedule 2bw", f"{LAYOUT} Et|t*3|mm|L", 2e-6),
+    "a stage of their own, beside the first": (
+        2, f"{UNTIED} {SMOOTH}", f"--pipeline-schedule interleaved {LAYOUT.replace('4', '2')} Et|t*3|mm|L", 2e-6
+    ),
+    "a stage of their own, predicted": (
+        4, f"{UNTIED} {SMOOTH} --pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1",
+        f"{LAYOUT} Et|t*3|mm|L", 2e-6,
+    ),
+    "a stage of their own, tensor ranks": (
+        6, f"{UNTIED} {SMOOTH}", f"{WIDE} {LAYOUT.replace('4', '3')} Et|tttmm|L --pipeline-schedule zb-h1", 2e-6
+    ),
 }  # fmt: skip
 
 

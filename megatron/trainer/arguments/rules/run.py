@@ -17,6 +17,7 @@ from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
 from megatron.trainer.arguments.rules import optimizer
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
 from megatron.trainer.arguments.rules.schedule import relay, residency_of
+from megatron.trainer.arguments.rules.stages import tied_stage
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
@@ -187,6 +188,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         balance=args.balance_activations,
         data_parallel=num_replicas > 1,
         tied_embeddings=shares_embedding(args) and has_copies,
+        tied_stage=tied_stage(args) if has_copies else None,
         residency=residency,
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,

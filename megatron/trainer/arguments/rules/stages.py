@@ -103,9 +103,21 @@ def stage_of_further_layers(args: argparse.Namespace) -> int | None:
     return next(stage for stage, held in enumerate(in_order) if any(each.name == "mtp" for each in held)) - len(in_order)
 
 
+def tied_stage(args: argparse.Namespace) -> int | None:
+    """The stage that shares the first one's embedding, where that is not the last."""
+    stage = stage_of_further_layers(args)
+    return None if stage in (None, -1) else num_stages(args) + stage
+
+
 def further_layers(args: argparse.Namespace) -> None:
     """Check that the layers of multi-token prediction are where the stage with the loss takes them."""
-    stage = stage_of_further_layers(args)
+    stage, of_program = stage_of_further_layers(args), args.program and args.program.tied_stage
+    if args.program is not None and args.mtp_num_layers is not None and of_program != tied_stage(args):
+        raise ValueError(
+            f"--pipeline-program {args.pipeline_program} adds up the gradients of the embedding of the first stage and "
+            f"{'the last' if of_program is None else of_program}, and layers of multi-token prediction are on stage "
+            f"{num_stages(args) + stage}; write # tied_stage: {num_stages(args) + stage} into it"
+        )
     if stage is None or stage == -1:
         return
     layout = f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}"

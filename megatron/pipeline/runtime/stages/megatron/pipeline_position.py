@@ -105,9 +105,10 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
         vars(parallel_state).update(real)
 
 
-def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """The ranks of the first and the last stage of a pipeline, for `parallel_state.initialize_model_parallel`."""
-    return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1]]})
+def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int], tied_stage: int | None = None) -> list[int]:
+    """The ranks of the two stages of a pipeline that may share an embedding, the first and `tied_stage` (None: the
+    last), for `parallel_state.initialize_model_parallel`."""
+    return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1 if tied_stage is None else tied_stage]]})
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
