@@ -101,6 +101,20 @@ class Experts:
         return sum(self.layers[:whole]) + (rest * self.layers[whole] if rest else 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherLayers:
+    """Layers of multi-token prediction: each is a transformer layer as the last one, behind a matrix that joins the
+    layer before with the embedding of a later token, and has a loss of its own.
+
+    Attributes:
+        count: their number.
+        stage: the stage that has them, counted from the end: -1 is the last. It has a copy of the embedding.
+    """
+
+    count: int
+    stage: int = -1
+
+
 @lru_cache(maxsize=256)
 def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]:
     first = [experts._first(num_layers) for num_layers in accumulate(layers, initial=0)]
@@ -129,6 +143,7 @@ class Architecture:
         masked_head, binary_head: BERT's heads: dense layer, norm and output bias; pooler and next-sentence classifier.
         hidden_dropout, attention_dropout: whether dropout keeps masks of the residual stream and of the scores.
         experts: the experts of layers that have experts in place of an MLP; None: no layer has experts.
+        further: the layers of multi-token prediction; None: there are none.
     """
 
     num_layers: int
@@ -156,10 +171,38 @@ class Architecture:
     hidden_dropout: bool = True
     attention_dropout: bool = True
     experts: Experts | None = None
+    further: FurtherLayers | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the first and another stage, where these are two, have copies of one embedding."""
+        return self.tied_embeddings or self.further is not None
+
+    @property
+    def num_further(self) -> int:
+        """The number of layers of multi-token prediction."""
+        return 0 if self.further is None else self.further.count
+
+    @property
+    def further_have_experts(self) -> bool:
+        """Whether these layers have experts, as the last layer."""
+        return self.experts is not None and self.experts.of_stages((self.num_layers - 1, 1))[1] > 0
+
+    def tied_stages(self, num_stages: int) -> tuple[int, int]:
+        """The two stages that share an embedding if `shares_embedding`."""
+        stage = -1 if self.further is None else self.further.stage
+        return 0, max(0, num_stages + stage)
+
+    def further_of_stages(self, num_stages: int) -> tuple[int, ...]:
+        """The number of layers of multi-token prediction of each stage."""
+        found = [0] * num_stages
+        if self.further is not None:
+            found[max(self.further.stage, -num_stages)] = self.further.count
+        return tuple(found)
 
     @classmethod
     def gpt3(
@@ -242,6 +285,10 @@ class Architecture:
         h = self.hidden_size
         ends = h * (self.output_rows + self.patch_elements) + (h * h if self.masked_head else 0)
         layers = self.num_layers * self._products_of_layer
+        if self.further is not None:
+            matrices = self.active_matrices if self.further_have_experts else self.layer_matrices
+            each = matrices + 2 * self.query_width * self.sequence_length + 2 * h * h + h * self.output_rows
+            layers += self.further.count * each
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:

@@ -21,13 +21,14 @@ from megatron.planner import (
     most,
 )
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Experts
+from megatron.planner.memory.architecture import Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
+from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -132,7 +133,13 @@ def architecture(args: TrainConfig) -> Architecture:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=None if args.num_experts is None else experts(args),
+        further=None if args.mtp_num_layers is None else further_layers(args),
     )
+
+
+def further_layers(args: TrainConfig) -> FurtherLayers:
+    """The layers of multi-token prediction."""
+    return FurtherLayers(count=args.mtp_num_layers, stage=stage_of_further_layers(args))
 
 
 def experts(args: TrainConfig) -> Experts:

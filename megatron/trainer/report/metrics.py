@@ -75,6 +75,9 @@ def flops_per_sample(args: TrainConfig) -> float:
         ends = 0
     weights = args.num_layers * (projections + mlp) + ends
     attention = args.num_layers * 2 * args.seq_length * query_width
+    if args.mtp_num_layers is not None:  # each has a layer, a matrix that joins two vectors, and logits of its own
+        each = projections + mlp + 2 * args.hidden_size**2 + ends + 2 * args.seq_length * query_width
+        weights += args.mtp_num_layers * each
     return 6.0 * args.seq_length * (weights + attention)
 
 

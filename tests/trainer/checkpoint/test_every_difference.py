@@ -21,6 +21,7 @@ GROUPS = {"group_query_attention": True, "num_query_groups": 4}
 SCALING = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 
 
+FURTHER = ROPE + "--mtp-num-layers 1"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 "
 OF_EXPERTS = dict(
     moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
@@ -42,6 +43,7 @@ FACTS = {
     **{name: plain(name, value, ROPE) for name, value in OF_ROPE.items()},
     **{name: plain(name, value, EXPERTS, **THEIR_EXPERTS) for name, value in OF_EXPERTS.items()},
     "num_experts": plain("num_experts", 8),
+    "mtp_num_layers": plain("mtp_num_layers", 2, ROPE),
     "moe_layer_freq": (EXPERTS, THEIR_EXPERTS | {"moe_layer_freq": 2}, r"Pass --moe-layer-freq \[1, 0, 1.*"),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
     "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
@@ -66,7 +68,6 @@ PARTS = {
     "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 7.0,
     "use_mup": True,
-    "mtp_num_layers": 1,
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_gate": True,
     "moe_latent_size": 64,
@@ -99,6 +100,7 @@ LATE = {
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
     "add_bias_linear": "--disable-bias-linear --add-qkv-bias",
     "num_experts": EXPERTS,
+    "mtp_num_layers": FURTHER,
 }
 
 

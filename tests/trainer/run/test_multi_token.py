@@ -99,6 +99,7 @@ RESUMED = {
     "other depth, tied": (1, "", 2, "", 2e-6),
     "other replicas": (2, f"{UNTIED} {SMOOTH}", 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
     "other tensor ranks": (1, SMOOTH, 4, f"{DEEP} {WIDE}", 2e-6),
+    "loss on a stage of its own": (1, UNTIED, 4, f"{LAYOUT} Et|t*3|mm|L", 2e-6),
     "same": (2, UNTIED, 2, "", 0.0),
 }
 
@@ -112,3 +113,79 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
     found = numbers(train(readers, f"{flags} {cut}"))
     for name, expected in numbers(whole).items():
         assert found[name] == pytest.approx(expected[3:], rel=tolerance, abs=0.0)
+
+
+ONE = "--mtp-num-layers 1 --position-embedding-type rope"
+DEEPSEEK = (  # as published for DeepSeek-V3, on 16 ranks with two stages each
+    "--num-layers 61 --untie-embeddings-and-output-weights --pipeline-model-parallel-size 16 --global-batch-size 32 "
+    "--pipeline-model-parallel-layout Et*3|(tt|)*29m|L"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "tied_stage"), [("Et*3|(tt|)*29m|L", 16, 30), ("Et*3|(tt|)*29t|mL", 32, None)]
+)
+def test_layouts_say_where_further_layers_are(layout, ranks, tied_stage):
+    """The published layout of DeepSeek-V3 leaves the loss to a stage of its own; programs know which stage has a copy of
+    the embedding."""
+    flags = DEEPSEEK.replace("16", str(ranks)).replace("Et*3|(tt|)*29m|L", layout)
+    if "29t" in layout:
+        flags = flags.replace("61", "62")
+    args = arguments(f"{ONE} {flags}", world_size=ranks)
+    assert args.schedule.tied_embeddings and args.schedule.tied_stage == tied_stage
+    program = args.schedule.build((32,))
+    with_copies = {
+        rank for rank, row in enumerate(program.rows) if any(each.kind.name == "REDUCE_EMBED" for each in row)
+    }
+    stage = 31 if tied_stage is None else tied_stage
+    assert with_copies == {0, stage % ranks}
+
+
+def test_no_further_layers_share_no_embedding():
+    """0 layers are none."""
+    args = arguments(f"--mtp-num-layers 0 --pipeline-model-parallel-size 2 {UNTIED}", world_size=2)
+    assert args.mtp_num_layers is None and not args.schedule.tied_embeddings
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--mtp-loss-scaling-factor 0.3", "--mtp-num-layers is not; give both, or neither"),
+        ("--mtp-num-layers -1", "--mtp-num-layers -1 must be at least 0"),
+        ("--mtp-num-layers 1", "where learned positions are; add --position-embedding-type rope"),
+        (f"{ONE} --calculate-per-token-loss", "is not that of --calculate-per-token-loss; leave one of the two out"),
+        (f"{ONE} {UNTIED} --freeze-training", "would freeze with the first layers; leave out the flags that freeze"),
+        (
+            f"{ONE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            "one by one, not --recompute-num-layers 2 at once; give 1, or use --recompute-method block",
+        ),
+        (
+            f"{ONE} {UNTIED} {DEEP} --pipeline-schedule pipedream --clip-grad 0",
+            "the embedding of --mtp-num-layers 1 would part; use flush or 2bw",
+        ),
+        (f"{ONE} {DEEP} --pipeline-model-parallel-layout Ett|ttL", "write E, 4 times t, 1 times m and L"),
+        (f"{ONE} {DEEP} --pipeline-model-parallel-layout Ett|mttL", "decoder layers must be placed before MTP layers"),
+        (
+            f"{ONE} --mtp-num-layers 2 {DEEP} --pipeline-model-parallel-layout Ett|tt|m|mL",
+            "must be in the same one virtual",
+        ),
+        (
+            f"{ONE} {DEEP} --pipeline-model-parallel-layout Ett|tt|m|L",
+            "three stages would share the embedding; write mL",
+        ),
+        (
+            f"{ONE} {UNTIED} {LAYOUT.replace('4', '3')} E|tt|tt|m||L",
+            "has stages between m and L, which hold nothing; write m|L",
+        ),
+        (
+            f"{ONE} {UNTIED} {DEEP} --pipeline-model-parallel-layout Ett|tt|m|L --pipeline-schedule l2l",
+            "weights on the host are updated where the first and the last stage share an embedding",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(flags, reason):
+    """In one sentence, with the remedy."""
+    ranks = next((size for size in (2, 3) if f"-parallel-size {size}" in flags), 1)
+    with pytest.raises(ValueError) as error:
+        arguments(flags, world_size=ranks)
+    assert reason in str(error.value) and "\n" not in str(error.value)

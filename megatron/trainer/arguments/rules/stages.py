@@ -100,7 +100,9 @@ def stage_of_further_layers(args: argparse.Namespace) -> int | None:
         return -1
     layout = _layout(args).layout
     in_order = [held for chunk in zip(*layout, strict=True) for held in chunk]
-    return next(stage for stage, held in enumerate(in_order) if any(each.name == "mtp" for each in held)) - len(in_order)
+    return next(stage for stage, held in enumerate(in_order) if any(each.name == "mtp" for each in held)) - len(
+        in_order
+    )
 
 
 def tied_stage(args: argparse.Namespace) -> int | None:

@@ -44,6 +44,11 @@ def drop_unread_output_weight(model: nn.Module) -> None:
         model.output_layer.weight = None
 
 
+def predict_next_token_only(model: nn.Module) -> None:
+    """Make a whole model leave its layers of multi-token prediction out, which have labels to predict in a training."""
+    model.mtp_process, model.config.mtp_num_layers = False, None
+
+
 class MultiTokenLosses:
     """The losses of multi-token prediction of a stage; only the stage with the output layer has any.
 
