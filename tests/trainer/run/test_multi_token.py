@@ -1,4 +1,4 @@
-"""Runs with multi-token prediction: the same numbers however the job is cut, losses in the log, checkpoints, refusals."""
+"""Runs with multi-token prediction: equal numbers however the job is cut, losses in the log, checkpoints, refusals."""
 
 import functools
 
@@ -126,8 +126,8 @@ DEEPSEEK = (  # as published for DeepSeek-V3, on 16 ranks with two stages each
     ("layout", "ranks", "tied_stage"), [("Et*3|(tt|)*29m|L", 16, 30), ("Et*3|(tt|)*29t|mL", 32, None)]
 )
 def test_layouts_say_where_further_layers_are(layout, ranks, tied_stage):
-    """The published layout of DeepSeek-V3 leaves the loss to a stage of its own; programs know which stage has a copy of
-    the embedding."""
+    """The published layout of DeepSeek-V3 leaves the loss to a stage of its own; programs know which stage has a copy
+    of the embedding."""
     flags = DEEPSEEK.replace("16", str(ranks)).replace("Et*3|(tt|)*29m|L", layout)
     if "29t" in layout:
         flags = flags.replace("61", "62")
@@ -139,6 +139,29 @@ def test_layouts_say_where_further_layers_are(layout, ranks, tied_stage):
     }
     stage = 31 if tied_stage is None else tied_stage
     assert with_copies == {0, stage % ranks}
+
+
+def test_programs_say_which_stage_has_the_copy(tmp_path):
+    """A file whose rows add up the embedding's gradients of another stage than the layout's is refused; with the right
+    one, it is the schedule's program."""
+    flags = f"{ONE} {UNTIED} --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|ttt|m|L"
+    program = arguments(flags, world_size=4).schedule.build((8,))
+    file, other = tmp_path / "rows.csv", tmp_path / "other.csv"
+    file.write_text(program.to_csv())
+    assert "# tied_stage: 2" in program.to_csv()
+    args = arguments(f"{flags} --pipeline-program {file}", world_size=4)
+    assert args.schedule.program.rows == program.rows and args.schedule.tied_stage == 2
+    last = flags.replace("Et|ttt|m|L", "Et|tt|t|mL")
+    other.write_text(arguments(last, world_size=4).schedule.build((8,)).to_csv())
+    assert "tied_stage" not in other.read_text()
+    with pytest.raises(
+        ValueError, match="and the last, and layers of multi-token prediction are on stage 2; write # t"
+    ):
+        arguments(f"{flags} --pipeline-program {other}", world_size=4)
+    with pytest.raises(
+        ValueError, match="of the first stage and 2, and layers of multi-token prediction are on stage 3"
+    ):
+        arguments(f"{last} --pipeline-program {file}", world_size=4)
 
 
 def test_no_further_layers_share_no_embedding():

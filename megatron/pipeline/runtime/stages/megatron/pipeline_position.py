@@ -122,9 +122,8 @@ def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Paramete
     for model in map(unwrap_model, chunks):
         is_first, looks_up = getattr(model, "pre_process", False), getattr(model, "mtp_process", False)
         ties = getattr(model, "share_embeddings_and_output_weights", False)
-        if looks_up or (ties and getattr(model, "post_process", False)):
-            copies.append(model.shared_embedding_or_output_weight())
-        elif is_first and (ties or getattr(getattr(model, "config", None), "mtp_num_layers", None)):
+        is_copied = ties or getattr(getattr(model, "config", None), "mtp_num_layers", None)
+        if looks_up or (is_first and is_copied) or (ties and getattr(model, "post_process", False)):
             copies.append(model.shared_embedding_or_output_weight())
     return copies
 

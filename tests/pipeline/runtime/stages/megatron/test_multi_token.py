@@ -12,7 +12,7 @@ from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
 from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
-from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, FP16, SPREAD, Outcomes, Row, check, marked
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, FP16, SPREAD, Outcomes, Row, check, marked
 
 FURTHER = {"further": 1, "position": "rope"}
 FLUSH = FURTHER | {"schedule": "flush", "batches": (4,) * 4}
