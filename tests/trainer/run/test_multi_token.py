@@ -39,14 +39,18 @@ def check(results: list[dict], expected: list[dict], tolerance: float) -> None:
 
 CUTS = {
     "dropout": (2, f"{UNTIED} --adam-eps 1e-5 --pipeline-schedule 2bw", "", 2e-6),
+    "l2l": (2, f"{UNTIED} {SMOOTH} --pipeline-schedule l2l", "", 2e-6),
+    "another rate": (2, f"{UNTIED} {SMOOTH} --decoupled-lr 5e-3", "", 2e-6),
+    "a stage of their own, predicted": (
+        4, f"{UNTIED} {SMOOTH} --pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1",
+        f"{LAYOUT} Et|t*3|mm|L", 2e-6,
+    ),
     "predicted, tied": (2, f"{SMOOTH} --pipeline-schedule 2bw --2bw-provisional uniform "
                         "--2bw-provisional-microbatches 1", "", 2e-6),
-    "l2l": (2, f"{UNTIED} {SMOOTH} --pipeline-schedule l2l", "", 2e-6),
     "Muon": (2, f"{UNTIED} {SMOOTH} --optimizer muon --muon-fp32-matmul-prec high --disable-bias-linear", "", 2e-6),
     "experts": (2, f"{UNTIED} {SMOOTH} --num-experts 4 --moe-aux-loss-coeff 1e-2", "", 2e-6),
     "tensor ranks": (4, f"{SMOOTH} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 2e-6),
     "replicas": (4, f"{UNTIED} {SMOOTH}", f"{DEEP} --use-distributed-optimizer", 2e-6),
-    "another rate": (2, f"{UNTIED} {SMOOTH} --decoupled-lr 5e-3", "", 2e-6),
     "recomputed": (2, f"{UNTIED} {SMOOTH} --recompute-granularity full --recompute-method uniform "
                    "--recompute-num-layers 1", "", 2e-6),
     "zbv": (2, f"{UNTIED} {SMOOTH}", "--pipeline-schedule zbv", 2e-6),
@@ -54,17 +58,13 @@ CUTS = {
     "a stage of their own, beside the first": (
         2, f"{UNTIED} {SMOOTH}", f"--pipeline-schedule interleaved {LAYOUT.replace('4', '2')} Et|t*3|mm|L", 2e-6
     ),
-    "a stage of their own, predicted": (
-        4, f"{UNTIED} {SMOOTH} --pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1",
-        f"{LAYOUT} Et|t*3|mm|L", 2e-6,
-    ),
     "a stage of their own, tensor ranks": (
         6, f"{UNTIED} {SMOOTH}", f"{WIDE} {LAYOUT.replace('4', '3')} Et|tttmm|L --pipeline-schedule zb-h1", 2e-6
     ),
 }  # fmt: skip
 
 
-@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=10)
+@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=4)
 def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     """Losses of all tokens, and weights, are those of one rank, but for the order in which the embedding's gradients
     are added up."""
@@ -72,8 +72,7 @@ def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
 
 
 def test_losses_of_further_tokens_are_reported():
-    """The log and the metrics have them for training, and not for evaluations; instructions that recompute count each
-    microbatch once."""
+    """The log and the metrics have them for training, and not for evaluations; recomputing changes nothing."""
     last = train(1, f"{FURTHER} {UNTIED} --eval-iters 1 --eval-interval 3")[-1]
     line = next(line for line in last["lines"] if "iteration        6/" in line)
     assert " mtp_1 loss: 4." in line and " mtp_2 loss: 4." in line
@@ -104,7 +103,7 @@ RESUMED = {
 }
 
 
-@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=3)
+@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=2)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
     """Weights and moments, in both versions of 2bw; the copy of the embedding is stored once."""
     flags = f"{FURTHER} {flags} --pipeline-schedule 2bw --load {tmp_path}"

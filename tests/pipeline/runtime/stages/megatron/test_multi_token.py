@@ -1,5 +1,7 @@
 """Multi-token prediction trains as in one process: its losses, and the embedding that two stages share."""
 
+import itertools
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -8,9 +10,16 @@ from megatron import backend
 
 backend.install()
 
+from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
-from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.megatron_model import (
+    Case,
+    forward_step,
+    gpt_model,
+    parallel,
+    training_data,
+)
 from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, FP16, SPREAD, Outcomes, Row, check, marked
 
@@ -58,12 +67,34 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses of all tokens, norms and weights are those of a plain loop that scales the losses of further tokens anew
     before each backward; so are both copies of the embedding."""
     check(outcomes[name, layout], TABLE[name].allowed)
+
+
+def masks_of_embeddings(**options) -> list[torch.Tensor]:
+    """Where the outputs of the embedding are 0, for each time that a forward of one microbatch calls it; twice."""
+    case, found = Case(**options), []
+    with parallel(case):
+        model = gpt_model(case)
+        dropout = SeededDropout(model, seed=1234)
+        model.embedding.register_forward_hook(lambda module, inputs, output: found.append(output == 0))
+        for _ in range(2):
+            with dropout.microbatch(0):
+                forward_step(case)(training_data(case, 0), model)
+    return found
+
+
+def test_embeddings_of_further_tokens_draw_masks_of_their_own():
+    """The module is that of the first embedding; its masks depend on who calls it, and on nothing else."""
+    options = FURTHER | {"further": 2, "dropout": 0.5}
+    [masks] = workers.run(1, f"{__name__}:masks_of_embeddings", **options)
+    first, again = masks[:3], masks[3:]
+    assert all(torch.equal(*each) for each in zip(first, again, strict=True))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(first, 2))
 
 
 @pytest.mark.parametrize("uniform", [pytest.param(True, marks=pytest.mark.full), False])
