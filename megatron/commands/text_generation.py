@@ -87,6 +87,8 @@ def load_model(args: TrainConfig) -> tuple:
 
     Raises ValueError if the checkpoint or the tokenizer cannot be loaded.
     """
+    from megatron.core.utils import unwrap_model
+    from megatron.pipeline.runtime.stages.megatron.multi_token import predict_next_token_only
     from megatron.trainer.checkpoint.checkpoint import load_checkpoint
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
@@ -102,6 +104,7 @@ def load_model(args: TrainConfig) -> tuple:
 
     chunks = build_chunks(provider_of, core_config.transformer_config(args))
     load_checkpoint(RunParts(chunks), args=args)
+    predict_next_token_only(unwrap_model(chunks[0]))
     return chunks[0].eval(), tokenizer, min(vocab_size(args, tokenizer), args.padded_vocab_size)
 
 

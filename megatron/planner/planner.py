@@ -122,7 +122,7 @@ class Planner:
         if configuration.sharding is not None:
             self.layers(configuration)
             return sharded_memory(self.model, self.software.of(configuration), configuration)
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
 
@@ -182,7 +182,7 @@ class Planner:
         if configuration.sharding is not None:
             assert self.cost_model is not None
             return sharded_time(self.cost_model, configuration, is_slowed=bool(verdict.slowed))
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         costs = self.costs(configuration, schedule, layers, verdict)
         return (simulated if simulate else priced)(costs, configuration, schedule)
 

@@ -141,6 +141,18 @@ def test_stages_of_the_training_run_do_not_matter(tmp_path):
     assert found[0] == found[1] and len(found[0]) == 20
 
 
+@pytest.mark.full
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    """A model that was trained with them continues as the same model without."""
+    found = []
+    for flags in ("", "--mtp-num-layers 2"):
+        folder = str(tmp_path / flags)
+        workers.run(1, CASES + "save_model", directory=folder, flags=f"--position-embedding-type rope {flags}")
+        flags = ["--ckpt-step", 5, "--prompt", PROMPT, "--temperature", 0, "--num-tokens", 8]  # 5: as initialised
+        found.append(continued(folder, *flags)["tokens"])
+    assert found[0] == found[1] and len(found[0]) == 8
+
+
 def test_sampled_text_follows_the_seed(checkpoint):
     """The same seed gives the same text, another seed another; the prompt may come from standard input."""
     flags = ["--temperature", 0.9, "--top-k", 50, "--top-p", 0.95, "--num-tokens", 40]

@@ -186,8 +186,13 @@ def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
 
 
 def _shape(job: Job, profile: Profile | None, tensor: int) -> Architecture:
-    """The model; its vocabulary as the profile has it, which asked the tokenizer, unless it is said to be another."""
+    """The model; its vocabulary as the profile has it, which asked the tokenizer, unless it is said to be another.
+
+    Raises ValueError for a model with parts that no profile has.
+    """
     shape = job.shape(tensor)
+    if profile is not None and shape.further is not None:
+        raise ValueError("--predict-from knows no layers of multi-token prediction; leave it, or --mtp-num-layers, out")
     if profile is None or job.vocab_size not in (None, vocab_size_of(profile)):
         return shape
     rows = shape_of(profile, num_layers=shape.num_layers, tensor=tensor).vocabulary_size

@@ -79,7 +79,7 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
         num_microbatches=num_microbatches,
         activations=exchanged(sends, schedule.num_ranks),
         evictions=tuple(sum(each.kind in EVICTIONS for each in row) / num_batches for row in rows),
-        ends=ends_of(placement),
+        ends=ends_of(placement, schedule.tied_stage),
         pair_of_rank=pairs,
     )
 
@@ -107,9 +107,10 @@ def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[fl
     return tuple(found)
 
 
-def ends_of(rank_of_stage: Sequence[int]) -> tuple[int, int] | None:
-    """The ranks of the first and the last stage; None: the first and the last rank."""
-    ends = rank_of_stage[0], rank_of_stage[-1]
+def ends_of(rank_of_stage: Sequence[int], tied_stage: int | None = None) -> tuple[int, int] | None:
+    """The ranks of the two stages that may share an embedding, the first and `tied_stage` (None: the last); None: the
+    first and the last rank."""
+    ends = rank_of_stage[0], rank_of_stage[-1 if tied_stage is None else tied_stage]
     return None if ends == (0, max(rank_of_stage)) else ends
 
 

@@ -89,6 +89,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "recompute": _flag,
     "not_recomputed": _integers,
     "tied_embeddings": _flag,
+    "tied_stage": _integer,
     "data_parallel": _flag,
     "global_norm": _flag,
     "residency": Residency.parse,
@@ -103,7 +104,7 @@ _NOTES: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "
 
 
 # The keys that are written only if their value is given and not empty. Zero microbatches are a value.
-_OF_FEW = ("edges", "not_recomputed", "residency", "unread", "provisional_microbatches", "reduce_partial")
+_OF_FEW = ("edges", "not_recomputed", "tied_stage", "residency", "unread", "provisional_microbatches", "reduce_partial")
 
 
 def _write_value(value: Any) -> str:

@@ -34,6 +34,7 @@ class Extent:
         not_recomputed: the stages without recompute in a program that recomputes.
         tied_embeddings, data_parallel, global_norm: whether the update chain has to reduce over tied embeddings, over
             replicas, and for a global norm.
+        tied_stage: the stage that shares the first one's embedding; None: the last.
         residency: how the program keeps its weights on the host; None: they live on the device.
         unread: if the weights predict, for each stage the number of backwards of a batch that stand after the
             prediction from that batch; empty if `provisional_microbatches` gives the number that each prediction reads.
@@ -52,6 +53,7 @@ class Extent:
     recompute: bool = False
     not_recomputed: tuple[int, ...] = ()
     tied_embeddings: bool = False
+    tied_stage: int | None = None
     data_parallel: bool = False
     global_norm: bool = True
     residency: Residency | None = None
@@ -111,13 +113,18 @@ class Extent:
         batch, newest = (self.first_batch + bisect_right(self._batch_starts, each) - 1 for each in (microbatch, behind))
         return self.weights.version_of(batch, newest=newest)
 
+    @property
+    def tied_stages(self) -> tuple[int, int]:
+        """The two stages that share an embedding if embeddings are tied."""
+        return 0, self.num_stages - 1 if self.tied_stage is None else self.tied_stage
+
     def reduces_embeddings(self, rank: int) -> bool:
         """Whether a rank has a REDUCE_EMBED in each chain.
 
         The optimizer of a rank with both ends of tied embeddings adds up their gradients itself. With weights on the
         host it cannot: the gradient of one end has gone to the host long before the other gradient exists.
         """
-        ends = {self.rank_of_stage[0], self.rank_of_stage[-1]}
+        ends = {self.rank_of_stage[stage] for stage in self.tied_stages}
         apart = len(ends) > 1 or (self.residency is not None and self.num_stages > 1)
         return self.tied_embeddings and apart and rank in ends
 
@@ -174,13 +181,12 @@ class Extent:
 
     def reads_ties(self, stage: int) -> bool:
         """Whether the predictions of a stage read a gradient of tied embeddings of which another rank has a part."""
-        last = self.num_stages - 1
         reads = self.provisional_microbatches != 0
-        return reads and self.tied_embeddings and self.crosses(0, last) and stage in (0, last)
+        return reads and self.tied_embeddings and self.crosses(*self.tied_stages) and stage in self.tied_stages
 
     def num_read_of_ties(self, batch: int) -> int:
         """Return how many backwards of a batch the predictions of tied embeddings read: the smaller of both ends."""
-        return min(self.num_read(0, batch), self.num_read(self.num_stages - 1, batch))
+        return min(self.num_read(stage, batch) for stage in self.tied_stages)
 
     @property
     def entry_versions(self) -> tuple[int, ...]:

@@ -159,6 +159,16 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
         "one stage",
     ),
     (
+        lambda s, o: s.tied_stage is not None and not (s.tied_embeddings and 0 < s.tied_stage < s.num_stages),
+        "tied_stage {s.tied_stage} is none of the {s.num_stages} stages that could share the first one's embedding; "
+        "give one, with tied_embeddings",
+    ),
+    (
+        lambda s, o: s.residency is not None and s.tied_stage not in (None, s.num_stages - 1),
+        "weights on the host are updated where the first and the last stage share an embedding, not stage "
+        "{s.tied_stage}; drop tied_stage, or keep weights on the device",
+    ),
+    (
         lambda s, o: s.weights.updates_alone and s.tied_embeddings,
         "under {s.name_of_weights} every stage updates at its own time, so the first and the last one cannot share an "
         "embedding; untie the embeddings, or use flush or 2bw",

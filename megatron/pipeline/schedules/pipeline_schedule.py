@@ -103,7 +103,8 @@ class PipelineSchedule(ABC):
         recompute: a recompute precedes each backward.
         balance: saved activations move between the stages of a pair.
         splits_backward: backwards are computed in halves, I and W.
-        tied_embeddings: the first and the last stage share an embedding.
+        tied_embeddings: the first and another stage share an embedding.
+        tied_stage: that other stage; None: the last.
         data_parallel: the pipeline has replicas.
         provisional_microbatches: if the weights predict, the number of microbatches that each prediction reads; None:
             all whose backwards are done.
@@ -130,6 +131,7 @@ class PipelineSchedule(ABC):
     balance: bool
     splits_backward: bool
     tied_embeddings: bool
+    tied_stage: int | None
     data_parallel: bool
     provisional_microbatches: int | None
     reduce_partial: bool

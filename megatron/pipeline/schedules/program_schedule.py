@@ -120,6 +120,7 @@ class ProgramSchedule(PipelineSchedule):
     pairs = property(attrgetter("program.pairs"))
     recompute = property(attrgetter("program.recompute"))
     tied_embeddings = property(attrgetter("program.tied_embeddings"))
+    tied_stage = property(attrgetter("program.tied_stage"))
     data_parallel = property(attrgetter("program.data_parallel"))
     provisional_microbatches = property(attrgetter("program.provisional_microbatches"))
     reduce_partial = property(attrgetter("program.reduce_partial"))
@@ -364,7 +365,7 @@ def _agreed(program: Program, stated: Collection[str], asked: Mapping[str, bool 
         says = getattr(program, name)
         if wanted is None or says == wanted:
             continue
-        is_moot = name == "tied_embeddings" and program.rank_of_stage[0] == program.rank_of_stage[-1]
+        is_moot = name == "tied_embeddings" and not program.crosses(*program.tied_stages)
         is_left = name not in stated and not has_updates and not says
         if not (is_moot or is_left):
             raise OtherRun(name, wanted, f"the program {_SAYS[name][says]}; write it for this run")

@@ -55,7 +55,8 @@ class Schedule(PipelineSchedule):
         extra_warmup: start twice as many forwards ahead, to hide transfers (only for order 1f1b).
         balance: move saved activations between the stages of a pair, so that all stages save about as much (BPipe).
             Frozen stages save nothing and take no part.
-        tied_embeddings: the first and the last stage share an embedding, so their gradients of it are added up.
+        tied_embeddings: the first and another stage share an embedding, so their gradients of it are added up.
+        tied_stage: that other stage; None: the last.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
         norm_decides: an update depends on all stages together, for example because gradients are clipped by their norm
             or because a loss scale may overflow.
@@ -83,6 +84,7 @@ class Schedule(PipelineSchedule):
     extra_warmup: bool = False
     balance: bool = False
     tied_embeddings: bool = False
+    tied_stage: int | None = None
     data_parallel: bool = False
     norm_decides: bool = False
     residency: Residency | None = None
@@ -161,6 +163,11 @@ class Schedule(PipelineSchedule):
     def num_ranks(self) -> int:
         """The number of ranks of the pipeline, Megatron's p."""
         return max(self.rank_of_stage) + 1
+
+    @property
+    def tied_ranks(self) -> tuple[int, int]:
+        """The ranks of the two stages that share an embedding if embeddings are tied."""
+        return self.rank_of_stage[0], self.rank_of_stage[-1 if self.tied_stage is None else self.tied_stage]
 
     @property
     def graph(self) -> StageGraph:

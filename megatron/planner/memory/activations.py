@@ -205,16 +205,19 @@ class Activations:
 
     def by_stage(self, layers: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
         """`saved`, `workspace` and `deferred` of each stage. `layers`: the number of layers of each stage."""
-        with_experts = self.shape.layers_with_experts(layers)
+        with_experts, further = self.shape.layers_with_experts(layers), self.shape.further_of_stages(len(layers))
         saved, workspace, deferred = (
-            by_stage(count, layers, with_experts) for count in (self.saved, self.workspace, self.deferred)
+            by_stage(count, layers, with_experts, further) for count in (self.saved, self.workspace, self.deferred)
         )
         return saved, workspace, deferred
 
-    def saved(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
+    def saved(
+        self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0, further: int = 0
+    ) -> float:
         """Bytes that a stage keeps of a microbatch from its forward to its backward.
 
-        `with_experts`: the number of its layers that have experts.
+        `with_experts`: the number of its layers that have experts. `further`: the number of its layers of multi-token
+        prediction, which do not count as layers.
         """
         if self.setting.recompute.whole_stage:
             return 0.0 if is_first else self.boundary
@@ -222,10 +225,14 @@ class Activations:
         if is_first:
             total += self._embedding_mask + self._patches
         if is_last:
-            total += self.head
-        return total
+            total += self._heads
+        if further and self.setting.recompute.method == "uniform":  # "block" recomputes none of these layers
+            return total + further * (2 * self.boundary + self._embedding_mask)
+        return total + further * (self._joined + self._further_layer(self.setting.recompute.modules))
 
-    def workspace(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
+    def workspace(
+        self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0, further: int = 0
+    ) -> float:
         """Bytes that a backward holds beside saved activations.
 
         They are the activations recomputed at once, without their saved input, and the larger of two parts: the
@@ -233,9 +240,12 @@ class Activations:
         """
         recompute, full = self.setting.recompute, self._largest_layer(frozenset(), num_layers, with_experts)
         if recompute.whole_stage:
-            total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self.head
+            total = num_layers * full + is_first * (self._embedding_mask + self._patches) + is_last * self._heads
+            total += further * (self._joined + self._further_layer(frozenset()))
         elif recompute.method == "uniform":
             total = max(0.0, min(recompute.num_layers, num_layers) * full - self.boundary)
+            if further:
+                total = max(total, self._joined + self._further_layer(frozenset()) - 2 * self.boundary)
         elif recompute.method == "block":
             total = (full - self.boundary) * (num_layers > 0)
         else:
@@ -244,7 +254,9 @@ class Activations:
         handed = max((num_layers > 0) * self._keys_of_others, self._copies if with_experts else 0.0)
         return total + max(is_last * self.logits_gradient, handed)
 
-    def deferred(self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0) -> float:
+    def deferred(
+        self, num_layers: float, *, is_first: bool, is_last: bool, with_experts: float = 0, further: int = 0
+    ) -> float:
         """Bytes that a stage keeps of a microbatch between the halves of a split backward, for gradients of weights:
         inputs of linear layers and of the output layer, and gradients of their outputs."""
         shape, setting = self.shape, self.setting
@@ -256,9 +268,15 @@ class Activations:
         if shape.latents:
             shared += shape.latents.query_rank + shape.latents.key_rank
         layer = e * (shared / self._shared + gathered + split / setting.tensor)
-        head = e * (h / self._shared + shape.output_rows / setting.tensor)
+        head = (1 + shape.num_further) * e * (h / self._shared + shape.output_rows / setting.tensor)
+        joining = e * (2 * h / self._shared + h / setting.tensor)
+        if further:
+            num_layers, with_experts = num_layers + further, with_experts + further * shape.further_have_experts
         return self.tokens * (
-            num_layers * layer + (with_experts and with_experts * self._deferred_to_experts) + is_last * head
+            further * joining
+            + num_layers * layer
+            + (with_experts and with_experts * self._deferred_to_experts)
+            + is_last * head
         )
 
     @property
@@ -285,6 +303,23 @@ class Activations:
         dense = 3 * e * h if self.shape.masked_head else 0  # BERT's dense layer, its GELU and norm
         width = (self.setting.residual_bytes * h + e * h + dense) / self._shared
         return self.tokens * (width + _FP32 * self.shape.output_rows / self.setting.tensor)
+
+    @property
+    def _heads(self) -> float:
+        """Bytes of `head` for the next token and for each further one, whose layer ends with a norm of its own."""
+        return (1 + self.shape.num_further) * self.head
+
+    @property
+    def _joined(self) -> float:
+        """Bytes that a layer of multi-token prediction saves before its transformer layer: what both norms read, the
+        two vectors that it joins, and the mask of its embedding."""
+        h, setting = self.shape.hidden_size, self.setting
+        width = 2 * (setting.residual_bytes + setting.input_bytes) * h
+        return self.tokens * width / self._shared + self._embedding_mask
+
+    def _further_layer(self, recomputed: frozenset[str]) -> float:
+        """Bytes of the transformer layer of one layer of multi-token prediction."""
+        return self._layers(recomputed, 1, int(self.shape.further_have_experts))
 
     @property
     def logits_gradient(self) -> float:
@@ -451,7 +486,10 @@ class Activations:
 
 
 def by_stage(
-    count: Callable[..., float], layers: Sequence[float], with_experts: Sequence[float] | None = None
+    count: Callable[..., float],
+    layers: Sequence[float],
+    with_experts: Sequence[float] | None = None,
+    further: Sequence[int] | None = None,
 ) -> list[float]:
     """Bytes of each stage, computed by a method of `Activations` such as `saved`.
 
@@ -459,11 +497,15 @@ def by_stage(
         count: the method.
         layers: the number of layers of each stage.
         with_experts: the number of layers with experts of each stage; None: 0.
+        further: the number of layers of multi-token prediction of each stage; None: 0.
     """
-    others = with_experts or (0,) * len(layers)
+    others, more = with_experts or (0,) * len(layers), further or (0,) * len(layers)
     kinds = [
-        (each, other, stage == 0, stage == len(layers) - 1)
-        for stage, (each, other) in enumerate(zip(layers, others, strict=True))
+        (each, other, stage == 0, stage == len(layers) - 1, its_more)
+        for stage, (each, other, its_more) in enumerate(zip(layers, others, more, strict=True))
     ]
-    by_kind = {kind: count(kind[0], with_experts=kind[1], is_first=kind[2], is_last=kind[3]) for kind in set(kinds)}
+    by_kind = {
+        kind: count(kind[0], with_experts=kind[1], is_first=kind[2], is_last=kind[3], further=kind[4])
+        for kind in set(kinds)
+    }
     return [by_kind[kind] for kind in kinds]

@@ -123,6 +123,20 @@ class Decoder:
         return next(stage for stage, end in enumerate(accumulate(layers)) if end >= self.first)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherLayers:
+    """Layers of multi-token prediction: each is a transformer layer as the last one, behind a matrix that joins the
+    layer before with the embedding of a later token, and has a loss of its own.
+
+    Attributes:
+        count: their number.
+        stage: the stage that has them, counted from the end: -1 is the last. It has a copy of the embedding.
+    """
+
+    count: int
+    stage: int = -1
+
+
 @lru_cache(maxsize=256)
 def _of_stages(experts: Experts, layers: tuple[float, ...]) -> tuple[float, ...]:
     first = [experts._first(num_layers) for num_layers in accumulate(layers, initial=0)]
@@ -202,6 +216,7 @@ class Architecture:
         latents: of which queries, keys and values are made; None: they are projections of the residual stream.
         sinks: each head has a learned sink.
         windows: of layers in which tokens attend to few tokens; None: no layer has any.
+        further: the layers of multi-token prediction; None: there are none.
     """
 
     num_layers: int
@@ -233,10 +248,38 @@ class Architecture:
     latents: Latents | None = None
     sinks: bool = False
     windows: Windows | None = None
+    further: FurtherLayers | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None:
             self.experts.check_layers(self.num_layers)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the first and another stage, where these are two, have copies of one embedding."""
+        return self.tied_embeddings or self.further is not None
+
+    @property
+    def num_further(self) -> int:
+        """The number of layers of multi-token prediction."""
+        return 0 if self.further is None else self.further.count
+
+    @property
+    def further_have_experts(self) -> bool:
+        """Whether these layers have experts, as the last layer."""
+        return self.experts is not None and self.experts.of_stages((self.num_layers - 1, 1))[1] > 0
+
+    def tied_stages(self, num_stages: int) -> tuple[int, int]:
+        """The two stages that share an embedding if `shares_embedding`."""
+        stage = -1 if self.further is None else self.further.stage
+        return 0, max(0, num_stages + stage)
+
+    def further_of_stages(self, num_stages: int) -> tuple[int, ...]:
+        """The number of layers of multi-token prediction of each stage."""
+        found = [0] * num_stages
+        if self.further is not None:
+            found[max(self.further.stage, -num_stages)] = self.further.count
+        return tuple(found)
 
     @classmethod
     def gpt3(
@@ -349,6 +392,10 @@ class Architecture:
         if self.decoder is not None:
             ends *= self.decoder.sequence_length / self.sequence_length
         layers = self.num_layers * self._products_of_layer
+        if self.further is not None:
+            matrices = self.active_matrices if self.further_have_experts else self.layer_matrices
+            each = matrices + 2 * self.query_width * self.sequence_length + 2 * h * h + h * self.output_rows
+            layers += self.further.count * each
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 
     def forward_operations(self, num_layers: float, num_sequences: int) -> float:

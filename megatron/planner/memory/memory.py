@@ -70,15 +70,16 @@ def communicator_bytes(
     tied_embeddings: bool,
     sums_over_tensor: bool,
     moves: bool,
+    tied_stages: tuple[int, int] = (0, -1),
 ) -> tuple[float, ...]:
     """Bytes of NCCL's buffers by rank of a pipeline. Only communicators that a rank uses have buffers.
 
-    `moves`: saved activations move between the ranks of some pair, so that all pairs connect. The other arguments are
-    those of `chain_of_rank`.
+    `moves`: saved activations move between the ranks of some pair, so that all pairs connect. `tied_stages`: those that
+    share an embedding if embeddings are tied. The other arguments are those of `chain_of_rank`.
     """
     links = _link_bytes(rank_of_stage, moves)
     degrees = {"tensor": tensor, "pipeline": len(links), "data": data}
-    ends = rank_of_stage[0], rank_of_stage[-1]
+    ends = rank_of_stage[tied_stages[0]], rank_of_stage[tied_stages[1]]
     sums = {"tied_embeddings": tied_embeddings, "sums_over_tensor": sums_over_tensor, "ends": ends}
     return tuple(own + buffer_bytes(chain_of_rank(rank, **degrees, **sums)) for rank, own in enumerate(links))
 
@@ -199,6 +200,7 @@ def estimate_memory(
     activations = activations_of(shape, setting)
     parameters = stage_parameters(shape, setting.tensor, layers, setting.expert_degrees)
     of_experts = stage_expert_parameters(shape, layers, setting.expert_degrees)
+    further = shape.further_of_stages(len(layers))
     saved, workspace, deferred = activations.by_stage(layers)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
@@ -208,8 +210,9 @@ def estimate_memory(
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(
-            demand.rank_of_stage, tensor=setting.tensor, data=state.data, tied_embeddings=shape.tied_embeddings,
+            demand.rank_of_stage, tensor=setting.tensor, data=state.data, tied_embeddings=shape.shares_embedding,
             sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.evicts),
+            tied_stages=shape.tied_stages(len(layers)),
         )  # fmt: skip
     result = []
     for rank, stages in enumerate(stages_by_rank(demand.rank_of_stage)):
@@ -250,7 +253,8 @@ def estimate_memory(
             activations=whole,
             deferred=between,
             workspace=max(copies, in_a_forward, *recomputed),
-            transfers=(demand.receives_ahead[rank] + sides + unread) * boundary + moving,
+            transfers=(demand.receives_ahead[rank] + sides + unread) * boundary * _outputs(shape, stages, further)
+            + moving,
             communicators=communicators[rank],
             step=step + (iterating if versions == 1 else 0.0),
         )
@@ -287,8 +291,16 @@ def estimate_memory(
 
 def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
     """The number of copies of a tied embedding on the given stages: the first and the last stage have one each."""
-    ends = {0, len(layers) - 1}
-    return len(ends & set(stages)) if shape.tied_embeddings and len(ends) > 1 else 0
+    ends = {*shape.tied_stages(len(layers))}
+    return len(ends & set(stages)) if shape.shares_embedding and len(ends) > 1 else 0
+
+
+def _outputs(shape: Architecture, stages: Sequence[int], further: Sequence[int]) -> int:
+    """How many outputs of layers a stage hands to the next one, at most of the given stages: behind layers of
+    multi-token prediction, theirs, too."""
+    last = len(further) - 1
+    hands_on = any(further[stage] for each in stages for stage in (each - 1, each) if 0 <= stage < last)
+    return 1 + shape.num_further * hands_on
 
 
 def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:

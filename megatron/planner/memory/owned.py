@@ -23,20 +23,23 @@ def fullest_part(
     """
     if shape.experts is not None:
         return 1 / state.data
-    parts = tuple((layers[stage], stage == 0, stage == len(layers) - 1) for stage in stages)
+    further = shape.further_of_stages(len(layers))
+    parts = tuple((layers[stage], stage == 0, stage == len(layers) - 1, further[stage]) for stage in stages)
     return _fullest_part(state, shape, tensor, parts)
 
 
 @lru_cache(maxsize=4096)
 def _fullest_part(
-    state: TrainingState, shape: Architecture, tensor: int, stages: tuple[tuple[int, bool, bool], ...]
+    state: TrainingState, shape: Architecture, tensor: int, stages: tuple[tuple[int, bool, bool, int], ...]
 ) -> float:
-    """`stages`: the number of layers of each stage, whether it is the first, and whether it is the last."""
+    """`stages`: the number of layers of each stage, whether it is the first, whether it is the last, and the number of
+    its layers of multi-token prediction."""
     sizes: list[float] = []
     pinned = []
-    for num_layers, is_first, is_last in stages:
-        for kind, count in parameters(shape, tensor, num_layers, is_first=is_first, is_last=is_last):
-            if kind == _EMBEDDING and shape.tied_embeddings:
+    for num_layers, is_first, is_last, further in stages:
+        of_stage = parameters(shape, tensor, num_layers, is_first=is_first, is_last=is_last, further=further)
+        for kind, count in of_stage:
+            if kind == _EMBEDDING and shape.shares_embedding:
                 pinned.append(len(sizes))
             sizes.append(state.optimizer(count, num_versions=1, matrices=count if kind == _MATRIX else 0, part=1.0))
     held = [0.0] * state.data
@@ -45,19 +48,21 @@ def _fullest_part(
     return max(held) / sum(held) if sizes else 1 / state.data
 
 
-_MATRIX, _EMBEDDING, _OTHER = "matrix", "embedding", "other"
+_MATRIX, _EMBEDDING, _OUTPUT, _OTHER = "matrix", "embedding", "output", "other"
 
 
 def parameters(
-    shape: Architecture, tensor: int, num_layers: int, *, is_first: bool, is_last: bool
+    shape: Architecture, tensor: int, num_layers: int, *, is_first: bool, is_last: bool, further: int = 0
 ) -> Iterator[tuple[str, int]]:
-    """(kind, elements on one of `tensor` ranks) of each parameter of a stage without experts."""
+    """(kind, elements on one of `tensor` ranks) of each parameter of a stage without experts, whose `further` last
+    layers are those of multi-token prediction."""
     h, wide = shape.hidden_size, shape.ffn_hidden_size * (2 if shape.gated else 1)
-    projected, norm = (
-        shape.query_width + shape.key_width + shape.value_width,
-        [(_OTHER, shape.hidden_size)] * shape.norm_vectors,
-    )
-    for _ in range(num_layers):
+    projected = shape.query_width + shape.key_width + shape.value_width
+    norm = [(_OTHER, shape.hidden_size)] * shape.norm_vectors
+    for _ in range(further):
+        yield from norm * 3
+        yield _MATRIX, 2 * h * h // tensor
+    for _ in range(num_layers + further):
         yield from ((_MATRIX, rows * columns // tensor) for rows, columns in shape.attention_matrices)
         yield from ((_MATRIX, h * width // tensor) for width in (wide, shape.ffn_hidden_size))
         yield from [(_OTHER, shape.num_attention_heads // tensor)] * shape.sinks
@@ -70,7 +75,8 @@ def parameters(
         if shape.qk_norm:
             yield from ((_OTHER, width) for width in normalized_widths(shape) for _ in range(shape.norm_vectors))
     others = []
-    if is_first and shape.vocabulary_size:
+    copies = further > 0 and not (shape.tied_embeddings and is_last)
+    if (is_first or copies) and shape.vocabulary_size:
         yield _EMBEDDING, shape.vocabulary_size // tensor * h
     if is_first:
         others += [shape.num_positions * h, shape.num_token_types * h, shape.class_token * h]
@@ -78,7 +84,7 @@ def parameters(
     if is_last:
         yield from norm
         if shape.output_rows and not (shape.tied_embeddings and is_first):
-            yield _EMBEDDING, shape.output_rows // tensor * h
+            yield _EMBEDDING if shape.tied_embeddings else _OUTPUT, shape.output_rows // tensor * h
         others += [shape.num_classes * h, shape.num_classes] + [h * h, h] * shape.pooler
         if shape.masked_head:
             others += [h * h, h, shape.output_rows // tensor]

@@ -61,6 +61,18 @@ def normalized_widths(shape: Architecture) -> tuple[int, ...]:
     return tuple(each for each in (latents.query_rank, latents.key_rank) if each)
 
 
+def further_parameters(shape: Architecture, tensor: int) -> int:
+    """Parameters of one layer of multi-token prediction on one of `tensor` ranks, without routed experts: three norms,
+    the matrix that joins two vectors, and a transformer layer."""
+    layer = routing_layer_parameters if shape.further_have_experts else layer_parameters
+    return 3 * shape.norm_vectors * shape.hidden_size + joining_matrix(shape, tensor) + layer(shape, tensor)
+
+
+def joining_matrix(shape: Architecture, tensor: int) -> int:
+    """Elements of the matrix of a layer of multi-token prediction before its transformer layer, on one rank."""
+    return 2 * shape.hidden_size * shape.hidden_size // tensor
+
+
 def expert_parameters(shape: Architecture, degrees: ExpertDegrees) -> int:
     """Parameters of the routed experts of one layer on one rank."""
     experts = shape.experts
@@ -93,14 +105,28 @@ def stage_matrices(
     if shape.decoder is not None:
         crossing = zip(layers, shape.decoder.of_stages(layers), strict=True)
         return tuple(count * of_layer + own * (shape.projections // tensor) for count, own in crossing)
+    further = shape.further_of_stages(len(layers))
+    joining = [count * joining_matrix(shape, tensor) for count in further]
     if shape.experts is None:
-        return tuple(count * of_layer for count in layers)
+        return tuple(
+            (count + more) * of_layer + matrix for count, more, matrix in zip(layers, further, joining, strict=True)
+        )
     dense = shape.projections + shape.mlp_matrices(shape.experts.shared_ffn_hidden_size)
     own = degrees or ExpertDegrees(tensor=tensor)
     routed = shape.experts.count // own.parallel * (shape.mlp_matrices(shape.experts.ffn_hidden_size) // own.tensor)
+    with_experts = _all_with_experts(shape, layers)
     return tuple(
-        (count - some) * of_layer + some * (dense // tensor + routed)
-        for count, some in zip(layers, shape.layers_with_experts(layers), strict=True)
+        (count + more - some) * of_layer + some * (dense // tensor + routed) + matrix
+        for count, more, some, matrix in zip(layers, further, with_experts, joining, strict=True)
+    )
+
+
+def _all_with_experts(shape: Architecture, layers: Sequence[int]) -> tuple[int, ...]:
+    """The number of layers with experts of each stage, those of multi-token prediction included."""
+    further = shape.further_of_stages(len(layers))
+    return tuple(
+        some + more * shape.further_have_experts
+        for some, more in zip(shape.layers_with_experts(layers), further, strict=True)
     )
 
 
@@ -143,6 +169,7 @@ def largest_parameter(shape: Architecture, tensor: int, *, is_first: bool, is_la
     if shape.experts is not None:  # an upper bound: whole experts
         of_layer = max(of_layer, shape.hidden_size * shape.experts.ffn_hidden_size * (2 if shape.gated else 1))
     rows = [shape.output_rows // tensor, shape.num_classes, shape.pooler * shape.hidden_size] if is_last else []
+    of_layer = max(of_layer, joining_matrix(shape, tensor) if shape.num_further else 0)
     if is_first:
         rows += [shape.vocabulary_size // tensor, shape.num_positions, shape.patch_elements]
     return max([of_layer, *(each * shape.hidden_size for each in rows)])
@@ -158,6 +185,9 @@ def stage_parameters(
         degrees: how experts are split over ranks; None: each tensor rank has a part of every expert.
     """
     last, of_layer = len(layers) - 1, layer_parameters(shape, tensor)
+    further = shape.further_of_stages(len(layers))
+    of_further = further_parameters(shape, tensor) if shape.further else 0
+    copy = shape.vocabulary_size // tensor * shape.hidden_size
     with_experts = shape.layers_with_experts(layers)
     routing = routing_layer_parameters(shape, tensor) - of_layer if shape.experts else 0
     experts = stage_expert_parameters(shape, layers, degrees or ExpertDegrees(tensor=tensor))
@@ -169,6 +199,8 @@ def stage_parameters(
         + experts[stage]
         + (embedding_parameters(shape, tensor) if stage == 0 else 0)
         + (head_parameters(shape, tensor, holds_embedding=last == 0) if stage == last else 0)
+        + further[stage] * of_further
+        + (copy if further[stage] and stage > 0 and not (shape.tied_embeddings and stage == last) else 0)
         for stage, count in enumerate(layers)
     )
 
@@ -188,7 +220,7 @@ def stage_expert_parameters(shape: Architecture, layers: Sequence[int], degrees:
     if shape.experts is None:
         return (0,) * len(layers)
     of_layer = expert_parameters(shape, degrees)
-    return tuple(count * of_layer for count in shape.layers_with_experts(layers))
+    return tuple(count * of_layer for count in _all_with_experts(shape, layers))
 
 
 _FP32 = 4

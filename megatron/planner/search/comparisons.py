@@ -36,7 +36,7 @@ def fastest_without_pipeline(
     planner = planner_of(1)
     if planner.cluster.is_cpu or space.num_gpus == 1 or not isinstance(planner.cost_model, FirstPrinciples):
         return None
-    if planner.model.experts is not None:  # the model of split weights has no experts
+    if planner.model.experts is not None or planner.model.further is not None:  # the model of split weights has none
         return None
     scopes = [each for each in space.scopes if training.saves_scores or each is not SCOPES[1]]
     if not scopes:

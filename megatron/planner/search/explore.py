@@ -216,7 +216,7 @@ class _Degrees:
             return f"{wanted} {does} into {parts}{_on_replicas(choice.data)}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
         try:
-            schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+            schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         except ValueError as error:
             return rules.clause(error)
         return rules.refuse_batch(schedule, count) or count * per_round
@@ -259,7 +259,7 @@ class _Degrees:
                         seconds[mapping], fits = each.estimate.seconds, f"recompute {scope.value} fits"
                 yield each
             replicas = trial.data * (trial.context or 1)
-            waits = trial.single_gradient_buffer and (replicas > 1 or self.model.tied_embeddings)  # may be slower
+            waits = trial.single_gradient_buffer and (replicas > 1 or self.model.shares_embedding)  # may be slower
             if kept and not moves and not waits and self.space.early_stopping and self._fits_easily(trial):
                 stops = f"recompute {scope.value} fits"
 

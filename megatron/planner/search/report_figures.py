@@ -115,7 +115,7 @@ def time_parts(estimate: Estimate, planner: Planner) -> dict[str, float]:
     busy = (1 - estimate.bubble) * estimate.seconds
     if configuration.is_hosted or configuration.sharding is not None:
         return {COMPUTED: busy, WAITS: estimate.seconds - busy}
-    schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
+    schedule = configuration.pipeline_schedule(tied_embeddings=planner.model.shares_embedding)
     layers = planner.layers(configuration)
     costs = planner.costs(configuration, schedule, layers, estimate.verdict)
     stages, m = StageTimes(costs, schedule), configuration.num_microbatches
@@ -206,7 +206,7 @@ def timeline_figures(rows: Sequence[Row]) -> str:
 
 
 def _schedule(each: Kept, planner: Planner) -> PipelineSchedule:
-    return each.estimate.configuration.pipeline_schedule(tied_embeddings=planner.model.tied_embeddings)
+    return each.estimate.configuration.pipeline_schedule(tied_embeddings=planner.model.shares_embedding)
 
 
 def _least(schedule: PipelineSchedule) -> int:

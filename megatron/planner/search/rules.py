@@ -86,8 +86,11 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
     if weights.updates_alone:
         if p == 1:
             return f"on one stage {schedule} is {name_of(PLAIN)} with batches of one microbatch"
-        if model.tied_embeddings:
-            return f"{schedule} updates stages apart, and the embeddings are tied"
+        if model.shares_embedding:
+            shared = (
+                "the embeddings are tied" if model.tied_embeddings else "layers that predict further tokens copy one"
+            )
+            return f"{schedule} updates stages apart, and {shared}"
         if training.clips_gradients:
             return f"{schedule} updates stages apart, and gradients are clipped to a global norm"
         if training.scales_loss:

@@ -31,7 +31,7 @@ from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links, Rates, Ring, gathers_shown, num_buckets, reductions_shown
 from megatron.planner.time.stage_times import moving_parts
 from megatron.planner.time.traffic import CutModel
-from megatron.planner.time.work import LayerWork, Work
+from megatron.planner.time.work import Joining, LayerWork, Work
 
 Works = tuple[LayerWork, LayerWork | None]
 """The work of a layer without experts, and of a layer with experts if the model has such layers."""
@@ -85,15 +85,16 @@ class FirstPrinciples:
             return self._trained_by(software).costs(configuration, layers)
         works = self._works_of(configuration)
         work = works[0]
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         links = self._links_of(configuration, layers, schedule)
         forward = self._of_layers(layers, works, links, lambda each: each.forward)
         backward = self._of_layers(
             layers, works, links, lambda each: each.backward + each.recomputed(configuration.recompute)
         )
-        for stage, ends in ((0, work.embedding), (len(layers) - 1, work.head)):
-            forward[stage] += self._seconds(ends[0], links)
-            backward[stage] += self._seconds(ends[1], links)
+        outputs = 1 + self.model.num_further
+        for stage, ends, times in ((0, work.embedding, 1), (len(layers) - 1, work.head, outputs)):
+            forward[stage] += times * self._seconds(ends[0], links)
+            backward[stage] += times * self._seconds(ends[1], links)
         halves = self._halves(configuration, layers, works, links) if schedule.splits_backward else {}
         boundary = self._boundary(configuration)
         rates = [self._rate(*ends, links) for ends in pairwise(schedule.rank_of_stage)]
@@ -138,7 +139,7 @@ class FirstPrinciples:
         return num_bytes / self._rates.memory
 
     def _links_alone(self, configuration: Configuration) -> Links:
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         return self._links_of(configuration, (self.model.num_layers,), schedule)
 
     # --- seconds
@@ -150,12 +151,19 @@ class FirstPrinciples:
         plain, with_experts = works
         seconds = self._seconds(part(plain), links)
         if with_experts is None:
-            return [count * seconds for count in layers]
-        others = self._seconds(part(with_experts), links)
-        counts = self.model.layers_with_experts(layers)
-        return [
-            (count - of_these) * seconds + of_these * others for count, of_these in zip(layers, counts, strict=True)
-        ]
+            found, last = [count * seconds for count in layers], seconds
+        else:
+            others = self._seconds(part(with_experts), links)
+            counts = self.model.layers_with_experts(layers)
+            found = [
+                (count - of_these) * seconds + of_these * others for count, of_these in zip(layers, counts, strict=True)
+            ]
+            last = others if self.model.further_have_experts else seconds
+        if self.model.further is None:
+            return found
+        each = last + self._seconds(part(Joining(plain)), links)
+        further = self.model.further_of_stages(len(layers))
+        return [count + more * each for count, more in zip(found, further, strict=True)]
 
     def _pieces(self, configuration: Configuration, links: Links) -> Pieces:
         work = self._works_of(configuration)[0]
@@ -178,7 +186,7 @@ class FirstPrinciples:
         }
         found["backward_input"][0] += self._seconds(work.embedding[1], links)
         for name, half in zip(found, work.head_halves, strict=True):
-            found[name][-1] += self._seconds(half, links)
+            found[name][-1] += (1 + self.model.num_further) * self._seconds(half, links)
         return found
 
     @property
@@ -230,7 +238,7 @@ class FirstPrinciples:
             num_microbatches=m,
             activations=exchanged({ends: count * m for ends, count in crossing.items()}, schedule.num_ranks),
             evictions=tuple(m * part * schedule.num_virtual_stages for part in moving_parts(schedule)),
-            ends=ends_of(placement),
+            ends=ends_of(placement, schedule.tied_stage),
         )
         setting = self.software.activation_setting(configuration)
         cut = CutModel(model=self.model, setting=setting, schedule=schedule, layers=layers)
@@ -260,16 +268,18 @@ class FirstPrinciples:
         if not configuration.preset.balance:
             return [0.0] * len(layers)
         activations = Activations(self.model, self.software.activation_setting(configuration))
-        return by_stage(activations.saved, layers, self.model.layers_with_experts(layers))
+        return by_stage(
+            activations.saved, layers, self.model.layers_with_experts(layers), self.model.further_of_stages(len(layers))
+        )
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
         """Return whether the first and the last stage share an embedding and are on different ranks."""
-        return self.model.tied_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
+        return schedule.tied_embeddings and len({*schedule.tied_ranks}) > 1
 
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
         if not self._reduces_embedding(schedule):
             return 0.0
-        last, first = schedule.rank_of_stage[-1], schedule.rank_of_stage[0]
+        first, last = schedule.tied_ranks
         return self._embedding_bytes(configuration) / self._rate(last, first, links)
 
     def _embedding_bytes(self, configuration: Configuration) -> int:
@@ -371,9 +381,11 @@ class FirstPrinciples:
                 + sent / self._rates.of_link(links.tensor, links, within=self.constants.tensor_efficiency)
             )
             longest = max(longest, seconds[-1] * work.longest / work.operations)
-        with_experts = self.model.layers_with_experts(layers)
+        with_experts, further = self.model.layers_with_experts(layers), self.model.further_of_stages(len(layers))
+        last = seconds[-1 if self.model.further_have_experts else 0]  # without the matrix that joins two vectors
         whole = [
-            (count - some) * seconds[0] + some * seconds[-1] for count, some in zip(layers, with_experts, strict=True)
+            (count - some) * seconds[0] + some * seconds[-1] + more * last
+            for count, some, more in zip(layers, with_experts, further, strict=True)
         ]
         if not state.owns_parameters:
             return whole

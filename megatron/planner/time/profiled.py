@@ -170,7 +170,7 @@ class ProfiledCosts:
             return self._table(configuration, layers, self._times(configuration, layers, configuration.num_gpus))
         counts = range(1, configuration.pipeline + 1)
         at_work = {count: self._times(configuration, layers, count * group) for count in counts}
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         # If batches do not drain, simulate so many that fill and drain do not affect the middle one.
         around = schedule.settling_batches
         program = schedule.build((configuration.num_microbatches,) * (1 + 2 * around))
@@ -193,7 +193,7 @@ class ProfiledCosts:
 
     def _times(self, configuration: Configuration, layers: Sequence[int], working: int) -> Times:
         """Return the seconds of each cost and stage while `working` processes compute throughout."""
-        splits = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).splits_backward
+        splits = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding).splits_backward
         times = {}
         for stage, count in enumerate(layers):
             seconds = self._blocks.stage(
@@ -267,7 +267,7 @@ class ProfiledCosts:
         working: int,
         seconds: Callable[[UpdateTime], float],
     ) -> float:
-        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings)
+        schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         return self._blocks.update(
             _place(stage, len(layers)), layers[stage], tensor=configuration.tensor, weights=schedule.weights,
             working=working, seconds=seconds,
@@ -336,8 +336,8 @@ class ProfiledCosts:
             share = 0.5 if configuration.distributed_optimizer and not owns else 1.0
             counts = stage_parameters(self.model, t, layers)
             found["reduce_grad"] = [share * self._blocks.all_reduce(d, count * size) for count in counts]
-        placement = configuration.pipeline_schedule(tied_embeddings=self.model.tied_embeddings).rank_of_stage
-        if self.model.tied_embeddings and placement[0] != placement[-1]:
+        placement = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding).rank_of_stage
+        if self.model.shares_embedding and placement[0] != placement[-1]:
             rows = embedding_parameters(self.model, t) - self._positions
             found["reduce_embed"] = self._blocks.all_reduce(2, rows * size)
         if configuration.num_gpus > 1:

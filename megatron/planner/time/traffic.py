@@ -55,7 +55,7 @@ class CutModel:
             ),
             data=tuple(float(gradient_bytes * sum(parameters[stage] for stage in own)) for own in self._trained),
             tensor=tuple(counts.num_microbatches * self._reduced(own) for own in stages_by_rank(ranks)),
-            embedding=float(embedding) if model.tied_embeddings and ranks[0] != ranks[-1] else 0.0,
+            embedding=float(embedding) if self._shares_embedding else 0.0,
             ends=counts.ends,
             pair_of_rank=counts.pair_of_rank,
         )
@@ -74,6 +74,11 @@ class CutModel:
         """
         operations = self.model.forward_operations(max(self.layers), self.setting.micro_batch_size)
         return operations / self.setting.tensor / (teraflops * _TERA)
+
+    @property
+    def _shares_embedding(self) -> bool:
+        first, other = (self.schedule.rank_of_stage[each] for each in self.model.tied_stages(len(self.layers)))
+        return self.model.shares_embedding and first != other
 
     @property
     def _saved(self) -> list[float]:

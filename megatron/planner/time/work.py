@@ -454,6 +454,38 @@ class LayerWork:
         )  # fmt: skip
 
 
+class Joining:
+    """The work of a layer of multi-token prediction before its transformer layer: an embedding, two norms, and the
+    product that joins both vectors. `layer`: the work of a transformer layer."""
+
+    def __init__(self, layer: LayerWork) -> None:
+        self._layer, h = layer, layer.shape.hidden_size
+        self._product = Work(operations=4.0 * layer.tokens * h * h / layer.t, calls=1)
+        gathered = layer._all_reduce / 2 * (layer.t > 1)
+        self._around = Work(traffic=12 * layer.e * h * layer.tokens / layer.shared, kernels=6, exchanged=gathered,
+                            collectives=float(layer.t > 1))  # fmt: skip
+
+    @property
+    def forward(self) -> Work:
+        return self._layer.embedding[0] + self._product + self._around
+
+    @property
+    def backward(self) -> Work:
+        return self.backward_input + self.backward_weight
+
+    @property
+    def backward_weight(self) -> Work:
+        h = self._layer.shape.hidden_size
+        return self._product + Work(traffic=self._layer._accumulated(2 * h * h / self._layer.t))
+
+    @property
+    def backward_input(self) -> Work:
+        return self._layer.embedding[1] + self._product + self._around
+
+    def recomputed(self, scope: RecomputeScope) -> Work:
+        return self._product + self._around if scope is RecomputeScope.LAYER else Work()
+
+
 def _rest(whole: Work, weight: Work) -> Work:
     """Return the I of a backward whose W is `weight`. I has the other transfers of `whole`, and hides none of them."""
     exchanged = whole.exchanged + whole.overlapped - weight.exchanged

@@ -290,5 +290,5 @@ def predicted_seconds(profile: Profile, configuration: Configuration, *, num_lay
     # Of the cluster a profile needs nothing: it was taken there.
     planner = Planner(model, Cluster(gpu="cpu", nodes=1, gpus_per_node=configuration.num_gpus))
     costs = ProfiledCosts(profile, model).costs(configuration, planner.layers(configuration))
-    schedule = configuration.pipeline_schedule(tied_embeddings=model.tied_embeddings)
+    schedule = configuration.pipeline_schedule(tied_embeddings=model.shares_embedding)
     return simulated(costs, configuration, schedule).seconds

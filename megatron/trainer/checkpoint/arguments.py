@@ -66,6 +66,7 @@ WITHOUT_IT = {
     "window_size": None,
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
+    "mtp_num_layers": 0,
 }
 _LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -76,7 +77,6 @@ _NOT_BUILT_HERE = {
     "no_rope_freq": (None,),
     "softmax_scale": (None,),
     "use_mup": (None, False),
-    "mtp_num_layers": (None, 0),
     "moe_router_enable_expert_bias": (None, False),
     "moe_shared_expert_gate": (None, False),
     "moe_latent_size": (None,),

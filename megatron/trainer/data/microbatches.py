@@ -22,6 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -32,12 +33,14 @@ class Field:
 
     Attributes:
         stages: the stages that need the tensor: "first", "last" or "all".
+        also: a further stage that needs it, counted from the end: -1 is the last one.
         shape: (microbatch size, sequence length) -> shape of the tensor.
         least_id: the smallest allowed token id; None if the tensor has no token ids.
     """
 
     name: str
     stages: str = "all"
+    also: int | None = None
     shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
@@ -48,6 +51,7 @@ class Field:
             self.stages == "all"
             or (self.stages == "first" and stage == 0)
             or (self.stages == "last" and stage == num_stages - 1)
+            or (self.also is not None and stage == num_stages + self.also)
         )
 
 
@@ -60,9 +64,10 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), and with
     `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position).
     """
+    further = stage_of_further_layers(args)
     fields = (
-        Field(name="tokens", stages="first", least_id=0),
-        Field(name="position_ids", stages="first"),
+        Field(name="tokens", stages="first", also=further, least_id=0),
+        Field(name="position_ids", stages="first", also=further),
         Field(name="labels", stages="last", least_id=0),
         Field(name="loss_mask", stages="last", dtype=torch.float32),
     )

@@ -94,6 +94,11 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
         options["recompute_modules"] = list(args.recompute_modules)
     if args.num_experts is not None:
         options |= _experts(args)
+    if args.mtp_num_layers is not None:
+        options |= {
+            "mtp_num_layers": args.mtp_num_layers,
+            "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
+        }
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     try:
         with warnings.catch_warnings():

@@ -20,18 +20,25 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 from megatron.pipeline.runtime.relay.host_store import to_host_memory
+from megatron.pipeline.runtime.stages.megatron.multi_token import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -39,6 +46,7 @@ from megatron.trainer.models.context_parallel import sharing_sequences
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
+_AFTER_LAYERS = 2  # streams behind those of the layers: of the output layer and of heads
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -73,6 +81,31 @@ def block_spec(args: TrainConfig, config: TransformerConfig) -> ModuleSpec | Tra
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=uses_engine, normalization=args.normalization)
     layers = [seeded_spec(args, each) for each in block.layer_specs]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=LayerNormImpl)
+
+
+class SeededMultiTokenLayer(MultiTokenPredictionLayer):
+    """A layer of multi-token prediction whose initial weights depend only on the run's seed and on its number."""
+
+    seed = 0
+
+    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
+        set_seeds(self.seed + _STREAM * (config.num_layers + _AFTER_LAYERS + layer_number))
+        super().__init__(config, submodules, layer_number, **options)
+
+
+def further_layers_spec(args: TrainConfig, config: TransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
+    """The specification of the layers of multi-token prediction of the stage that `config` describes, which have the
+    parts of the last layer; None if it has none."""
+    uses_engine, last = args.transformer_impl == "transformer_engine", layer_spec(args)
+    if args.num_experts is not None:
+        kinds = get_gpt_decoder_layer_specs(config, uses_engine, normalization=args.normalization)
+        last = kinds[-1]
+    last = dataclasses.replace(last, module=TransformerLayer)  # it draws on where `SeededMultiTokenLayer` begins
+    block = get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_engine)
+    if block is None:
+        return None
+    seeded = type("MultiTokenPredictionLayer", (SeededMultiTokenLayer,), {"seed": args.seed})
+    return MultiTokenPredictionBlockSubmodules([dataclasses.replace(each, module=seeded) for each in block.layer_specs])
 
 
 def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> ModuleSpec:
@@ -116,6 +149,7 @@ def gpt_model(
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=args.position_embedding_type,
+        mtp_block_spec=further_layers_spec(args, config) if config.mtp_num_layers else None,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
@@ -124,6 +158,9 @@ def gpt_model(
     )
     if post_process and not tied:
         draw_output_weight(args, config, model.output_layer.weight)
+    drop_unread_output_weight(model)
+    if model.mtp_process:  # a copy has the learning rate of the first stage's embedding
+        model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
     set_seeds(args.seed)
     return model
 

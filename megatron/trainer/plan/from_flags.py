@@ -21,7 +21,7 @@ from megatron.planner import (
     most,
 )
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Decoder, Experts
+from megatron.planner.memory.architecture import Decoder, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
@@ -30,6 +30,7 @@ from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 from megatron.trainer.arguments.rules.context import GATHER, RING
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
+from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -142,7 +143,13 @@ def architecture(args: TrainConfig) -> Architecture:
         latents=latents_of(args),
         sinks=args.softmax_type == "learnable",
         windows=windows_of(args),
+        further=None if args.mtp_num_layers is None else further_layers(args),
     )
+
+
+def further_layers(args: TrainConfig) -> FurtherLayers:
+    """The layers of multi-token prediction."""
+    return FurtherLayers(count=args.mtp_num_layers, stage=stage_of_further_layers(args))
 
 
 def experts(args: TrainConfig) -> Experts:

@@ -70,6 +70,8 @@ class Session:
                 f"tensor degree {max(self.tensors)} needs as many processes, and there are {self.processes}; raise "
                 "--processes, or lower --tensor-sizes"
             )
+        if "--mtp-num-layers" in self.argv:
+            raise ValueError("layers of multi-token prediction are not measured; leave --mtp-num-layers out")
         few, many = self.layers
         if not 1 <= few < many:
             raise ValueError(f"--layers {few} {many}: the second number has to be larger; give for example 1 3")

@@ -30,7 +30,7 @@ def forward_step(data_iterator, model):
     from megatron.trainer.data.microbatches import gpt_inputs, language_model_loss
 
     tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(next(data_iterator))
-    output = model(tokens, position_ids, attention_mask, labels=labels)
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(language_model_loss, loss_mask)
 
 

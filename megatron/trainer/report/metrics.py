@@ -84,6 +84,9 @@ def flops_per_sample(args: TrainConfig) -> float:
     weights = args.num_layers * (projections + mlp) + ends
     attended = windows.attended(args.seq_length) if windows else 1.0
     attention = args.num_layers * args.seq_length * width * attended
+    if args.mtp_num_layers is not None:  # each has a layer, a matrix that joins two vectors, and logits of its own
+        each = projections + mlp + 2 * args.hidden_size**2 + ends + args.seq_length * width
+        weights += args.mtp_num_layers * each
     return 6.0 * args.seq_length * (weights + attention)
 
 

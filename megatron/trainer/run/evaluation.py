@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
 from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.data import split_shares
@@ -21,9 +22,10 @@ def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[
     """
     sums: dict[str, tuple[float, float]] = {}
     num_microbatches = _num_microbatches(args)
+    of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # which nothing has without a backward
     for _ in range(args.eval_iters):
         for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
-            if name in ROUTER_LOSSES.values():  # routers have none without a backward
+            if name in of_backwards:
                 continue
             numerator, denominator = sums.get(name, (0.0, 0.0))
             sums[name] = (numerator + batch_sum, denominator + batch_count)

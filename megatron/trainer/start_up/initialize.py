@@ -94,7 +94,7 @@ def make_groups(args: TrainConfig) -> None:
         context_parallel_size=args.context_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if arrangement is not None and arrangement.pipelines_in_a_row else "tp-cp-ep-dp-pp",
-        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage),
+        get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage, args.schedule.tied_stage),
         get_position_embedding_ranks=lambda ranks: [ranks[rank_of_stage[0]]],
     )
 

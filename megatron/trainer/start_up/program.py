@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
 from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
 
 
 def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
-    """The losses of a GPT: that of its tokens, and those of its routers."""
+    """The losses of a GPT: that of its tokens, those of further tokens, and those of its routers."""
+    of_tokens = (LOSS, *loss_names(args.mtp_num_layers))
     if args.num_experts is None:
-        return (LOSS,)
+        return of_tokens
     factors = dict(zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=False))
     factors["z_loss"] = args.moe_z_loss_coeff
-    return (LOSS, *(name for kind, name in ROUTER_LOSSES.items() if factors.get(kind)))
+    return (*of_tokens, *(name for kind, name in ROUTER_LOSSES.items() if factors.get(kind)))
 
 
 ModelProvider = Callable[..., torch.nn.Module]

@@ -25,6 +25,9 @@ SHAPES = (
     f"{LATENT} --qk-layernorm --softmax-type learnable",
     "--softmax-type learnable --window-size 3,0 --group-query-attention --num-query-groups 2 --quick-geglu",
     "--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+    "--mtp-num-layers 2 --position-embedding-type rope",
+    "--mtp-num-layers 1 --position-embedding-type none --untie-embeddings-and-output-weights --disable-bias-linear "
+    "--swiglu",
 )
 
 
@@ -35,6 +38,7 @@ def counted_and_real(args, made, tensor: int, stage: int, model) -> tuple[tuple,
 
     shape, layers = from_flags.architecture(args), from_flags.layers_of_stages(made)
     ends = {"is_first": stage == 0, "is_last": stage == len(layers) - 1}
+    ends["further"] = shape.further_of_stages(len(layers))[stage]
     sizes = sorted(size for _, size in parameters(shape, tensor, layers[stage], **ends))
     real = sorted(each.numel() for each in model.parameters())
     return (stage_parameters(shape, tensor, layers)[stage], sizes), (num_parameters([model]), real)

@@ -81,22 +81,22 @@ def test_old_flags_name_the_new_ones(flags, remedy):
 def test_unknown_and_refused_flags_are_one_message():
     """Whoever brings a script reads at once all that has to go."""
     with pytest.raises(ValueError) as error:
-        parse_args(argv("--foo 1 --mtp-num-layers 8 --num-layer 2 --fp8-format hybrid --foo 2"))
+        parse_args(argv("--foo 1 --moe-latent-size 8 --num-layer 2 --fp8-format hybrid --foo 2"))
     first, *rest = str(error.value).splitlines()
     assert first == "4 flags cannot be used here"
-    starts = ["--foo is not", "--num-layer is not", "--mtp-num-layers 8: ", "--fp8-format hybrid: "]
+    starts = ["--foo is not", "--num-layer is not", "--moe-latent-size 8: ", "--fp8-format hybrid: "]
     assert all(line.strip().startswith(start) for line, start in zip(rest, starts, strict=True))
 
 
 def test_values_that_are_none_hide_no_other_refusal():
     """A word where a number belongs, a choice that there is none of, a missing value: beside what else has to go."""
     with pytest.raises(ValueError) as error:
-        parse_args(argv("--ckpt-format tar --seed one --foo 1 --mtp-num-layers 8 --lr --mtp-num-layers two --save"))
+        parse_args(argv("--ckpt-format tar --seed one --foo 1 --moe-latent-size 8 --lr --init-method-std two --save"))
     first, *rest = str(error.value).splitlines()
     assert first == "7 flags cannot be used here"
     starts = ["--ckpt-format: invalid choice: 'tar'", "--seed: 'one' is not a whole", "--lr: expected one argument",
-              "--mtp-num-layers: 'two' is not", "--save: expected one", "--foo is not",
-              "--mtp-num-layers 8: "]  # fmt: skip
+              "--init-method-std: 'two' is not", "--save: expected one", "--foo is not",
+              "--moe-latent-size 8: "]  # fmt: skip
     assert all(line.strip().startswith(start) for line, start in zip(rest, starts, strict=True))
 
 

@@ -196,5 +196,5 @@ def test_names_of_megatron_are_taken_over():
     saved = there(num_experts=4, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01)
     args = arguments.with_saved_arguments(argparse.Namespace(**{**vars(here()), "given": ()}), saved, "DIR")
     assert (args.moe_router_load_balancing_type, args.moe_aux_loss_coeff) == (["aux_loss"], [0.01])
-    with pytest.raises(CheckpointError, match="mtp_num_layers is 8 there"):
-        arguments.with_saved_arguments(args, there(mtp_num_layers=8), "DIR")
+    with pytest.raises(CheckpointError, match="moe_latent_size is 8 there"):
+        arguments.with_saved_arguments(args, there(moe_latent_size=8), "DIR")

@@ -21,6 +21,7 @@ GROUPS = {"group_query_attention": True, "num_query_groups": 4}
 SCALING = {"use_rope_scaling": True, "rope_scaling_factor": 32.0}
 
 
+FURTHER = ROPE + "--mtp-num-layers 1"
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 64 "
 OF_EXPERTS = dict(
     moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
@@ -73,6 +74,7 @@ FACTS = {
         "Leave --activation-func-clamp-value out",
     ),
     "num_experts": plain("num_experts", 8),
+    "mtp_num_layers": plain("mtp_num_layers", 2, ROPE),
     "moe_layer_freq": (EXPERTS, THEIR_EXPERTS | {"moe_layer_freq": 2}, r"Pass --moe-layer-freq \[1, 0, 1.*"),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),
     "apply_layernorm_1p": ("", {"layernorm_zero_centered_gamma": True}, "Pass --apply-layernorm-1p"),
@@ -92,7 +94,6 @@ PARTS = {
     "no_rope_freq": 4,
     "qk_l2_norm": True,
     "use_mup": True,
-    "mtp_num_layers": 1,
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_gate": True,
     "moe_latent_size": 64,
@@ -130,6 +131,7 @@ LATE = {
     "window_size": WINDOW,
     "glu_linear_offset": GATED + "--glu-linear-offset 1",
     "activation_func_clamp_value": GATED + "--activation-func-clamp-value 7",
+    "mtp_num_layers": FURTHER,
 }
 
 

@@ -24,6 +24,7 @@ from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
 _DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside of every fork
@@ -52,6 +53,7 @@ class SeededDropout:
         self._context_rank = parallel_state.get_context_parallel_rank()
         self._generator = torch.Generator(device=backend.device())
         self._sample: int | None = None
+        self._embedding_number = _EMBEDDING_NUMBER
         self.active = _draws(model)
         if self.active:
             self._register(model)
@@ -67,8 +69,11 @@ class SeededDropout:
                 module.register_forward_pre_hook(self._hook(*module.dropout_place))
                 seeded.append(name)
             elif isinstance(module, LanguageModelEmbedding):
-                module.register_forward_pre_hook(self._hook("embedding", _EMBEDDING_NUMBER))
+                module.register_forward_pre_hook(self._seed_embedding)
                 seeded.append(name)
+            elif isinstance(module, MultiTokenPredictionLayer):  # it embeds, too, with the same module
+                module.register_forward_pre_hook(self._number_embedding(module.layer_number))
+                module.register_forward_hook(self._number_embedding(_EMBEDDING_NUMBER))
         for name, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0 and not name.startswith(tuple(f"{s}." for s in seeded)):
                 raise ValueError(
@@ -98,6 +103,15 @@ class SeededDropout:
                 self._seed_all(stack, number)
 
         return seed_layer
+
+    def _seed_embedding(self, module: nn.Module, inputs: tuple) -> None:
+        self._hook("embedding", self._embedding_number)(module, inputs)
+
+    def _number_embedding(self, number: int):
+        def note(*_) -> None:
+            self._embedding_number = number
+
+        return note
 
     def _seed_all(self, stack: str, number: int) -> None:
         """Seed the tracker's states and the device's generator. Inside a fork the generator holds the forked state."""

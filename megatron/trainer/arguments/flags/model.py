@@ -98,6 +98,20 @@ class Model:
 MODEL = Group.of(Model, "model", Role.SHAPE)
 
 
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class MultiToken:
+    """Multi-token prediction: layers behind the others, each of which predicts one more of the tokens to come
+    (docs/multi_token_prediction.md)."""
+
+    mtp_num_layers: int | None = option(None, "Layers that predict further tokens. Default, and 0: none.")
+    mtp_loss_scaling_factor: float = option(
+        0.1, "Factor of the mean of their losses beside that of the next token.", roles=Role.SAVED
+    )
+
+
+MULTI_TOKEN = Group.of(MultiToken, "multi-token prediction", Role.SHAPE)
+
+
 # --- BERTs ------------------------------------------------------------------------------------------------------------
 
 NUM_TOKEN_TYPES = 2

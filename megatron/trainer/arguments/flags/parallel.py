@@ -145,7 +145,8 @@ class Distributed:
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
-        "What each stage holds, divided by |: E embedding, t layer, L loss; t*3 is ttt and (tt|)*2 is tt|tt|. "
+        "What each stage holds, divided by |: E embedding, t layer, m layer of multi-token prediction, L loss; t*3 is "
+        "ttt and (tt|)*2 is tt|tt|. "
         "The schedule says which rank has which stages; interleaved deals them out in turn. For example "
         "'Et|(tt|)*2tL'.",
         metavar="LAYOUT",

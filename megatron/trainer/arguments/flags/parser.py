@@ -32,6 +32,7 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
     attention.ATTENTION,
+    model.MULTI_TOKEN,
     experts.EXPERTS,
     parallel.PIPELINE,
     parallel.DISTRIBUTED,

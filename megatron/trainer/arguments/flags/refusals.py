@@ -65,13 +65,6 @@ REFUSED = Group(
             "an old flag; use --moe-router-num-groups and --moe-router-group-topk.",
             takes=None,
         ),
-        refused(
-            "--mtp-num-layers",
-            "multi-token prediction is not supported; leave the flag out.",
-            takes=None,
-            kind=integer,
-            neutral=(0,),
-        ),
         *_list(
             _FP8,
             "--fp8-format",

@@ -191,26 +191,34 @@ class BatchSizes:
 
 
 def parse_layout(
-    text: str, *, num_ranks: int, num_layers: int, placement: Callable[[int, int], Sequence[int]]
+    text: str,
+    *,
+    num_ranks: int,
+    num_layers: int,
+    placement: Callable[[int, int], Sequence[int]],
+    num_further: int | None = None,
 ) -> PipelineParallelLayerLayout:
     """What megatron.core reads from `text`, for a pipeline of `num_ranks` ranks and a model of `num_layers` layers.
 
-    `placement`, of `PLACEMENTS`, says which rank holds which stage.
+    `placement`, of `PLACEMENTS`, says which rank holds which stage. `num_further`: layers of multi-token prediction;
+    None: there are none.
 
     Raises:
         ValueError: a letter that it does not know, a number of stages that the ranks do not divide, or not exactly
-            the embedding at the beginning, `num_layers` layers and the loss at the end; a rank with nothing at all.
+            the embedding at the beginning, `num_layers` layers, the further ones in one stage, and the loss at the end;
+            a rank with nothing at all.
     """
     from megatron.core.transformer.enums import LayerType  # imports torch
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     try:
         layout = PipelineParallelLayerLayout(text, num_ranks)
-        layout.validate_layer_layout(num_layers=num_layers, mtp_num_layers=None)
+        layout.validate_layer_layout(num_layers=num_layers, mtp_num_layers=num_further)
     except (AssertionError, IndexError) as error:
+        further = f", {num_further} times m" if num_further else ""
         raise ValueError(
-            f"--pipeline-model-parallel-layout {text}: {error}; write E, {num_layers} times t and L, with | between "
-            f"stages, as many as {num_ranks} ranks divide"
+            f"--pipeline-model-parallel-layout {text}: {error}; write E, {num_layers} times t{further} and L, with | "
+            f"between stages, as many as {num_ranks} ranks divide"
         ) from error
     if LayerType.embedding not in layout.layout[0][0] or LayerType.loss not in layout.layout[-1][-1]:
         raise ValueError(

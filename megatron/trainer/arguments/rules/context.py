@@ -42,6 +42,12 @@ _REFUSALS: tuple[_Row, ...] = (
         ),
     ),
     (
+        lambda args: args.mtp_num_layers,
+        lambda args: (
+            f": the next tokens of --mtp-num-layers {args.mtp_num_layers} lie with other ranks; leave one of them out"
+        ),
+    ),
+    (
         lambda args: args.seq_length % (2 * args.context_parallel_size) != 0,
         lambda args: (
             f" gives each rank two parts of a sequence, and --seq-length {args.seq_length} is not divisible by "

@@ -199,6 +199,36 @@ def recompute(args: argparse.Namespace) -> None:
         raise ValueError("--pipeline-recompute and --recompute-granularity full do the same; keep one")
 
 
+def multi_token(args: argparse.Namespace) -> None:
+    """Check the flags of multi-token prediction. 0 layers are none."""
+    args.mtp_num_layers = args.mtp_num_layers or None
+    if args.mtp_num_layers is None:
+        if "mtp_loss_scaling_factor" in args.given:
+            raise ValueError("--mtp-loss-scaling-factor is given, and --mtp-num-layers is not; give both, or neither")
+        return
+    asked = f"--mtp-num-layers {args.mtp_num_layers}"
+    if args.position_embedding_type == "learned_absolute":
+        raise ValueError(
+            f"{asked}: its layers embed tokens away from the first stage, where learned positions are; add "
+            "--position-embedding-type rope"
+        )
+    if args.calculate_per_token_loss:
+        raise ValueError(
+            f"{asked}: fewer tokens have a loss of a later token than of the next one, so that the mean over "
+            "microbatches, which is trained, is not that of --calculate-per-token-loss; leave one of the two out"
+        )
+    if args.freeze_training or args.elastic_pipeline or args.activation_cache is not None:
+        raise ValueError(
+            f"{asked}: the embedding, of which its layers have a copy, would freeze with the first layers; leave out "
+            "the flags that freeze layers or change the pipeline"
+        )
+    if args.recompute_method == "uniform" and args.recompute_num_layers > 1:
+        raise ValueError(
+            f"{asked}: megatron.core recomputes its layers one by one, not --recompute-num-layers "
+            f"{args.recompute_num_layers} at once; give 1, or use --recompute-method block"
+        )
+
+
 RULES = (
     required,
     ranges,
@@ -211,4 +241,5 @@ RULES = (
     sequence_parallel,
     precision,
     recompute,
+    multi_token,
 )

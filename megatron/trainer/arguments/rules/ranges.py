@@ -122,6 +122,8 @@ RANGES = (
             "mscale_all_dim",
             "glu_linear_offset",
             "num_experts",
+            "mtp_num_layers",
+            "mtp_loss_scaling_factor",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
             "pipeline_2bw_provisional_microbatches",

@@ -17,6 +17,7 @@ from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
 from megatron.trainer.arguments.rules import optimizer
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
 from megatron.trainer.arguments.rules.schedule import relay, residency_of
+from megatron.trainer.arguments.rules.stages import tied_stage
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "load_hf", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
@@ -186,7 +187,8 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
         data_parallel=reduced > 1,
-        tied_embeddings=not args.untie_embeddings_and_output_weights and has_copies,
+        tied_embeddings=shares_embedding(args) and has_copies,
+        tied_stage=tied_stage(args) if has_copies else None,
         residency=residency,
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
@@ -206,6 +208,12 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
         balance=args.balance_activations,
         data_parallel=num_replicas(args) > 1,
     )
+
+
+def shares_embedding(args: argparse.Namespace) -> bool:
+    """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
+    or layers of multi-token prediction look tokens up."""
+    return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
 
 
 def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
@@ -238,6 +246,11 @@ def _updates_alone(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{choice_of(args).flag} updates each stage by itself, before the tokens of a batch are counted, so "
             "--calculate-per-token-loss has no divisor; leave it out"
+        )
+    if args.mtp_num_layers is not None and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"{choice_of(args).flag} gives first and last stage different delays, so that the copies of the embedding "
+            f"of --mtp-num-layers {args.mtp_num_layers} would part; use flush or 2bw"
         )
     if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
         raise ValueError(

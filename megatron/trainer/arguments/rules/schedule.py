@@ -74,6 +74,7 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
 
 def _read(args: argparse.Namespace) -> ProgramSchedule:
     ties = not args.untie_embeddings_and_output_weights and args.architecture not in CLASSIFIERS
+    ties = ties or bool(args.mtp_num_layers)
     try:
         return read_schedule(
             args.pipeline_program,

@@ -100,7 +100,49 @@ def _layout(args: argparse.Namespace):
         num_ranks=args.pipeline_model_parallel_size,
         num_layers=args.num_layers,
         placement=choice_of(args).placement,
+        num_further=args.mtp_num_layers,
     )
+
+
+def stage_of_further_layers(args: argparse.Namespace) -> int | None:
+    """The stage with the layers of multi-token prediction, counted from the end: -1, or -2 where the layout of a model
+    leaves the loss to a stage of its own; None if there are no such layers."""
+    if args.mtp_num_layers is None:
+        return None
+    if args.pipeline_model_parallel_layout is None:
+        return -1
+    layout = _layout(args).layout
+    in_order = [held for chunk in zip(*layout, strict=True) for held in chunk]
+    return next(stage for stage, held in enumerate(in_order) if any(each.name == "mtp" for each in held)) - len(
+        in_order
+    )
+
+
+def tied_stage(args: argparse.Namespace) -> int | None:
+    """The stage that shares the first one's embedding, where that is not the last."""
+    stage = stage_of_further_layers(args)
+    return None if stage in (None, -1) else num_stages(args) + stage
+
+
+def further_layers(args: argparse.Namespace) -> None:
+    """Check that the layers of multi-token prediction are where the stage with the loss takes them."""
+    stage, of_program = stage_of_further_layers(args), args.program and args.program.tied_stage
+    if args.program is not None and args.mtp_num_layers is not None and of_program != tied_stage(args):
+        raise ValueError(
+            f"--pipeline-program {args.pipeline_program} adds up the gradients of the embedding of the first stage and "
+            f"{'the last' if of_program is None else of_program}, and layers of multi-token prediction are on stage "
+            f"{num_stages(args) + stage}; write # tied_stage: {num_stages(args) + stage} into it"
+        )
+    if stage is None or stage == -1:
+        return
+    layout = f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}"
+    if stage < -2:
+        raise ValueError(f"{layout} has stages between m and L, which hold nothing; write m|L, or mL")
+    if not args.untie_embeddings_and_output_weights:
+        raise ValueError(
+            f"{layout} leaves m and L to two stages, so that three stages would share the embedding; write mL, or add "
+            "--untie-embeddings-and-output-weights"
+        )
 
 
 def _stages_in_layout(args: argparse.Namespace) -> int:
@@ -234,4 +276,4 @@ def _layers_of_stages(args: argparse.Namespace) -> set[int]:
     return {count // (v or 1) for count in (first, last, rest if middle else None) if count is not None}
 
 
-RULES = (layer_list, virtual_stages, layers, recomputed_chunks)
+RULES = (layer_list, virtual_stages, layers, further_layers, recomputed_chunks)

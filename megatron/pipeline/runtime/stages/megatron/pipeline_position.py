@@ -25,6 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.runtime.stages.megatron.multi_token import stage_of_layers
 
 _RANK, _SIZE = "_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 _NUM_VIRTUAL = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
@@ -37,11 +38,14 @@ class StageLayout(PipelineParallelLayerLayout):
     Args:
         layers: the number of layers of each stage.
         stage: the stage for which questions are answered.
+        further: the stage with layers of multi-token prediction, and the number of these.
     """
 
-    def __init__(self, layers: Sequence[int], stage: int) -> None:
+    def __init__(self, layers: Sequence[int], stage: int, further: tuple[int, int] | None = None) -> None:
         held = [[LayerType.decoder] * count for count in layers]
         held[0] = [LayerType.embedding, *held[0]]
+        if further is not None:
+            held[further[0]] += [LayerType.mtp] * further[1]
         held[-1] = [*held[-1], LayerType.loss]
         super().__init__(held, len(layers))
         self._stage = stage
@@ -77,7 +81,9 @@ def config_of_stage(config: TransformerConfig, stage: int, layers: Sequence[int]
     own.virtual_pipeline_model_parallel_size = None
     own.num_layers_in_first_pipeline_stage = own.num_layers_in_last_pipeline_stage = None
     own.account_for_embedding_in_pipeline_split = own.account_for_loss_in_pipeline_split = False
-    own.pipeline_model_parallel_layout = StageLayout(layers, stage)
+    with_further = stage_of_layers(config, len(layers))
+    further = None if with_further is None else (with_further, config.mtp_num_layers)
+    own.pipeline_model_parallel_layout = StageLayout(layers, stage, further)
     return own
 
 
@@ -99,20 +105,25 @@ def at_stage(stage: int, num_stages: int, *, builds: bool = False) -> Iterator[N
         vars(parallel_state).update(real)
 
 
-def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int]) -> list[int]:
-    """The ranks of the first and the last stage of a pipeline, for `parallel_state.initialize_model_parallel`."""
-    return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1]]})
+def embedding_ranks(ranks: Sequence[int], rank_of_stage: Sequence[int], tied_stage: int | None = None) -> list[int]:
+    """The ranks of the two stages of a pipeline that may share an embedding, the first and `tied_stage` (None: the
+    last), for `parallel_state.initialize_model_parallel`."""
+    return sorted({ranks[rank_of_stage[0]], ranks[rank_of_stage[-1 if tied_stage is None else tied_stage]]})
 
 
 def tied_embeddings(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """This rank's copies of the embedding that the first and the last stage share, in the order of the stages.
+    """This rank's copies of the embedding that two stages share, in the order of the stages.
 
-    There are two copies if the rank has both stages, and none if the embedding is not shared.
+    These are the first stage, and the last one if its output layer is the embedding, or the one with layers of
+    multi-token prediction, which look tokens up. There are two copies if the rank has both stages, and none if the
+    embedding is not shared.
     """
     copies = []
     for model in map(unwrap_model, chunks):
-        at_an_end = getattr(model, "pre_process", False) or getattr(model, "post_process", False)
-        if at_an_end and getattr(model, "share_embeddings_and_output_weights", False):
+        is_first, looks_up = getattr(model, "pre_process", False), getattr(model, "mtp_process", False)
+        ties = getattr(model, "share_embeddings_and_output_weights", False)
+        is_copied = ties or getattr(getattr(model, "config", None), "mtp_num_layers", None)
+        if looks_up or (is_first and is_copied) or (ties and getattr(model, "post_process", False)):
             copies.append(model.shared_embedding_or_output_weight())
     return copies
 

@@ -58,7 +58,8 @@ def weights_of_both_ends(model: torch.nn.Module) -> frozenset[torch.nn.Parameter
     both, the gradients are added in the same order, so the result has the same bits.
     """
     inner = unwrap_model(model)
-    has_both = all(getattr(inner, name, False) for name in ("pre_process", "post_process"))
+    looks_up = getattr(inner, "pre_process", False) or getattr(inner, "mtp_process", False)
+    has_both = looks_up and getattr(inner, "post_process", False)
     if not has_both or not getattr(inner, "share_embeddings_and_output_weights", False):
         return frozenset()
     return frozenset((inner.shared_embedding_or_output_weight(),))

@@ -36,6 +36,7 @@ from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKEN
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.multi_token import MultiTokenLosses, stage_of_layers
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.router_losses import ROUTER_LOSSES, RouterLosses
@@ -161,15 +162,15 @@ class MegatronStage:
         self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
         self._first_sample = micro_batch_size * parallel_state.get_data_parallel_rank()
         self._is_last = self.index == self.num_stages - 1
-        spec = self._edge(seq_length, micro_batch_size)
-        self.input_spec = None if self.index == 0 else spec
-        self.output_spec = None if self._is_last else spec
+        self.input_spec = None if self.index == 0 else self._edge(self.index - 1, seq_length, micro_batch_size)
+        self.output_spec = None if self._is_last else self._edge(self.index, seq_length, micro_batch_size)
         self._saved: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
         self._not_put_off = weights_of_both_ends(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
         self._router_losses = RouterLosses(model, takes=not {*ROUTER_LOSSES.values()}.isdisjoint(loss_names))
+        self._multi_token_losses = MultiTokenLosses(model, self._config)
 
     def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
         if memory is None:
@@ -184,12 +185,14 @@ class MegatronStage:
                 )
         return CapturedActivations(self.index, self.model, memory)
 
-    def _edge(self, seq_length: int, micro_batch_size: int) -> TensorSpec:
+    def _edge(self, source: int, seq_length: int, micro_batch_size: int) -> TensorSpec:
+        """What stage `source` sends. With layers of multi-token prediction it has their outputs behind its own."""
         config = self._config
         parts = parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1
         parts *= parallel_state.get_context_parallel_world_size()
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype or config.params_dtype
-        return TensorSpec((seq_length // parts, micro_batch_size, config.hidden_size), dtype)
+        outputs = 1 + (config.mtp_num_layers if stage_of_layers(config, self.num_stages) == source else 0)
+        return TensorSpec((outputs * (seq_length // parts), micro_batch_size, config.hidden_size), dtype)
 
     @property
     def num_saved(self) -> int:
@@ -238,6 +241,7 @@ class MegatronStage:
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
         self._router_losses.scale(scale / self._parts(microbatch))
+        self._multi_token_losses.scale(scale / self._parts(microbatch))
         with self._dropout.microbatch(self._sample(microbatch)):
             if self._is_last:
                 torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
@@ -363,6 +367,8 @@ class MegatronStage:
             with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
                 output, loss_function = self._forward_step(data, self.model)
             self._set_input_tensor(None)  # else the chunk would keep the input alive after the backward
+            if (further := self._multi_token_losses.take()) and record:
+                self._record(microbatch, further)
             return self._loss(microbatch, loss_function(output), record) if self._is_last else output
 
     def _autocast(self):

@@ -20,6 +20,7 @@ from megatron.pipeline.program.weight_policies import predicting
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PRESETS, Schedule
@@ -101,6 +102,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         weights=predicting(PRESETS[case.schedule].policy) if case.predict else PRESETS[case.schedule].policy,
         num_stages=case.p,
         stage=indices[0],
+        loss_names=("lm loss", *loss_names(case.further)),
         single_gradient_buffer=case.single_gradient_buffer,
         reduce_partial=case.reduce_partial,
         provisional_microbatches=case.provisional_microbatches,
@@ -119,6 +121,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
             evaluation_iterator=evaluation_data(case, replica),
             recompute=case.recompute,
             activation_memory=memory,
+            loss_names=("lm loss", *loss_names(case.further)),
         )
         for index, chunk in zip(indices, chunks, strict=True)
     ]
@@ -172,6 +175,7 @@ def _result(case: Case, stages: list[MegatronStage], update: MegatronWeightUpdat
         "batches": [
             {
                 "loss": r.losses["lm loss"],
+                "further": [r.losses[name] for name in loss_names(case.further)],
                 "norm": r.grad_norm,
                 "lr": r.learning_rate,
                 "overflow": r.overflow,
@@ -198,7 +202,7 @@ def engine_of(case: Case, stages: list[MegatronStage], update: MegatronWeightUpd
         num_virtual_stages=case.v,
         recompute=case.recompute,
         balance=case.balance,
-        tied_embeddings=case.tied,
+        tied_embeddings=case.tied or case.further > 0,
         data_parallel=case.d * case.cp > 1,
         extra_warmup=case.extra_warmup,
         predict=case.predict,
@@ -251,7 +255,9 @@ def deviation(case: Case, expected: dict, ranks: list[dict]) -> Deviation:
         assert len(result["batches"]) == len(expected["batches"])
         for ours, theirs in zip(result["batches"], expected["batches"], strict=True):
             assert (ours["overflow"], ours["scale"], ours["lr"]) == (theirs["overflow"], theirs["scale"], theirs["lr"])
-            worst.loss = max(worst.loss, _relative(ours["loss"], theirs["loss"]))
+            assert len(ours["further"]) == case.further
+            for our, their in zip((ours["loss"], *ours["further"]), (theirs["loss"], *theirs["further"]), strict=True):
+                worst.loss = max(worst.loss, _relative(our, their))
             if not theirs["overflow"]:
                 worst.norm = max(worst.norm, _relative(ours["norm"], theirs["norm"]))
     for version in ("newest", "older") if case.schedule in ("2bw", "3bw", "4bw") else ("newest",):

@@ -19,11 +19,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.program.edges import stages_of
+from megatron.pipeline.runtime.stages.megatron.multi_token import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
 from megatron.pipeline.schedules.placements import round_robin
@@ -90,6 +92,7 @@ class Case:
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     attention: tuple[tuple[str, object], ...] = ()  # fields of latents, windows, sinks, gates and YaRN
+    further: int = 0  # layers of multi-token prediction, on the last stage; not with learned positions
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
 
     @property
@@ -125,7 +128,7 @@ class Case:
             return 0
         if name.startswith("encoder.final") and self.t5:
             return self.stage_of_layer(self.layers // 2 - 1)
-        if ".layers." not in name:
+        if ".layers." not in name or name.startswith("mtp"):
             return self.p - 1
         before = self.layers // 2 if self.t5 and name.startswith("decoder") else 0
         return self.stage_of_layer(before + int(name.split(".layers.")[1].split(".")[0]) - 1)
@@ -173,6 +176,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         gradient_accumulation_fusion=case.fused,
         calculate_per_token_loss=case.per_token,
         **(_experts(case) if case.experts else {}),
+        **({"mtp_num_layers": case.further, "mtp_loss_scaling_factor": 0.5} if case.further else {}),
     )
     config = (MLATransformerConfig if "kv_lora_rank" in own else TransformerConfig)(**options | own)
     for name, value in of_yarn.items():
@@ -239,7 +243,9 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         )
         local = sharing_sequences(local) if case.cp > 1 else local
         spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
-        model = GPTModel(transformer_layer_spec=spec, **options)
+        further = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage) if case.further else None
+        model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=further, **options)
+        drop_unread_output_weight(model)
     return _with_weights(case, model)
 
 
@@ -260,7 +266,7 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
     named = {}
     for name, param in model.named_parameters():
         parts = name.split(".")
-        if "layers" in parts:
+        if "layers" in parts and parts[0] != "mtp":
             position = parts.index("layers") + 1
             parts[position] = str(getattr(model, parts[0]).layers[int(parts[position])].layer_number)
         name = ".".join(parts).removeprefix("lm_head.")  # where megatron.core's T5 names its output layer first

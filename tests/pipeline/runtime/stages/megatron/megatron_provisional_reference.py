@@ -27,7 +27,9 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     _reported,
     loss_to_differentiate,
     make_optimizer,
-    scale_router_losses,
+    means,
+    scale_other_losses,
+    take_further_losses,
 )
 
 
@@ -52,7 +54,8 @@ def stage_of(case: Case, name: str) -> int:
 
 
 def _is_tied(case: Case, name: str) -> bool:
-    return case.tied and case.p > 1 and (name.startswith("embedding.word") or "output_layer" in name)
+    ties = (case.tied or case.further > 0) and name.startswith("embedding.word")
+    return case.p > 1 and (ties or (case.tied and "output_layer" in name))
 
 
 def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
@@ -107,7 +110,7 @@ def _reference(case: Case, original: Case) -> dict:
         replicas = [{} for _ in range(original.d)]
         partial = [{} for _ in range(original.d)]
         own = count // original.d
-        losses = []
+        losses, further = [], []
         for position in range(count):
             replica = position % original.d
             with torch.no_grad():
@@ -117,8 +120,9 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 each = 1 if case.per_token else own
-                scale_router_losses(batch_scale / each)
+                scale_other_losses(batch_scale / each)
                 losses.append(_reported(result))
+                further.append(take_further_losses())
                 (loss_to_differentiate(case, result) / each).backward(torch.tensor(batch_scale))
             for name, param in params.items():
                 gradient = param.grad.float()
@@ -136,6 +140,7 @@ def _reference(case: Case, original: Case) -> dict:
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         mean = sum(total for total, _ in losses) / tokens
         results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        results[-1]["further"] = means(further)
         if waiting is not None:
             apply(batch - 1, *waiting)
             tokens_of_each = waiting[2]

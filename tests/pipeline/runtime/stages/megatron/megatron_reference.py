@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
@@ -53,13 +54,14 @@ def _reference(case: Case, original: Case) -> dict:
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
-        losses, parts = [], 1 if case.per_token else count // original.d
+        losses, further, parts = [], [], 1 if case.per_token else count // original.d
         for position in range(count):
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
                 result = loss_function(output)
-                scale_router_losses(batch_scale / parts)
+                scale_other_losses(batch_scale / parts)
                 losses.append(_reported(result))
+                further.append(take_further_losses())
                 (loss_to_differentiate(case, result) / parts).backward(torch.tensor(batch_scale))
             replica = replicas[position % original.d]
             for name, param in params.items():
@@ -89,6 +91,7 @@ def _reference(case: Case, original: Case) -> dict:
         results.append(
             {
                 "loss": sum(total for total, _ in losses) / sum(tokens for _, tokens in losses),
+                "further": means(further),
                 "norm": norm,
                 "lr": lr,
                 "overflow": overflow,
@@ -101,9 +104,20 @@ def _reference(case: Case, original: Case) -> dict:
     return {"batches": results, "newest": cast, "older": cast_older}
 
 
-def scale_router_losses(factor: float) -> None:
-    """What multiplies the auxiliary losses of routers in the backward that comes."""
+def scale_other_losses(factor: float) -> None:
+    """What multiplies the auxiliary losses of routers, and those of further tokens, in the backward that comes."""
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(factor))
+    MTPLossAutoScaler.set_loss_scale(torch.tensor(factor))
+
+
+def take_further_losses() -> list[float]:
+    """The losses of further tokens of the microbatch whose forward was the last, out of megatron.core's table."""
+    return MTPLossLoggingHelper.tracker.pop("values", torch.zeros(0)).tolist()
+
+
+def means(losses: list[list[float]]) -> list[float]:
+    """Of each loss, its mean over the microbatches."""
+    return [sum(each) / len(each) for each in zip(*losses, strict=True)]
 
 
 def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
