@@ -73,6 +73,7 @@ class Case:
     binary_head: bool = True  # of BERT
     balance: bool = False  # saved activations are captured, and move where there is something to move
     engine: bool = False  # Transformer Engine's layers
+    puts_off: bool = False  # these put weight gradients off
     predict: bool = False  # weights
     provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
     reduce_partial: bool = False
@@ -108,6 +109,12 @@ class Case:
 
 
 def transformer_config(case: Case) -> TransformerConfig:
+    config = _transformer_config(case)
+    config.delay_wgrad_compute = case.puts_off  # TransformerConfig itself allows it beside an overlap of experts alone
+    return config
+
+
+def _transformer_config(case: Case) -> TransformerConfig:
     return TransformerConfig(
         num_layers=case.layers,
         hidden_size=case.hidden,
@@ -188,8 +195,11 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
         model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
     else:
-        local = get_gpt_layer_local_spec(num_experts=case.experts or None, normalization=case.normalization)
-        spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
+        experts = {"num_experts": case.experts or None, "moe_grouped_gemm": config.moe_grouped_gemm}
+        if case.engine:
+            spec = get_gpt_layer_with_transformer_engine_spec(**experts)
+        else:
+            spec = get_gpt_layer_local_spec(**experts, normalization=case.normalization)
         model = GPTModel(transformer_layer_spec=spec, **options)
     with torch.no_grad():
         for name, param in global_names(model).items():
@@ -197,8 +207,16 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
     return model
 
 
+_NORMS_OF_ENGINE = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""What Transformer Engine's layers call norms that they have inside -> what megatron.core's own call them."""
+
+
 def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
-    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
+    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding, and
+    norms as in megatron.core's own layers."""
     named = {}
     stack = model.encoder if isinstance(model, BertModel) else model.decoder
     for name, param in model.named_parameters():
@@ -207,6 +225,8 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
             position = parts.index("layers") + 1
             parts[position] = str(stack.layers[int(parts[position])].layer_number)
         name = ".".join(parts)
+        for inside, alone in _NORMS_OF_ENGINE.items():
+            name = name.replace(inside, alone)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         named[name] = param
