@@ -70,7 +70,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
-            return TransformerConfig(
+            config = TransformerConfig(
                 num_layers=args.num_layers,
                 hidden_size=args.hidden_size,
                 ffn_hidden_size=args.ffn_hidden_size,
@@ -126,6 +126,9 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
             )
     except (AssertionError, ValueError) as error:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
+    # megatron.core lets layers put weight gradients off only beside its own overlap of experts' copies.
+    config.delay_wgrad_compute = args.transformer_impl == "transformer_engine" and args.schedule.splits_backward
+    return config
 
 
 def optimizer_config(args: TrainConfig) -> OptimizerConfig:

@@ -161,6 +161,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
         recompute=_recompute(args),
+        defers_gathered=args.transformer_impl == "transformer_engine",
     )
 
 
