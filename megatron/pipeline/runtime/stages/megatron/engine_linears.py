@@ -25,10 +25,19 @@ from megatron.pipeline.runtime.activations.weight_products import WeightProducts
 
 
 class EngineLinears:
-    """The layers of a model chunk that can put their weight gradients off; there may be none."""
+    """The layers of a model chunk that can put their weight gradients off; there may be none.
+
+    For a microbatch that megatron.core calls the first, which here is the first one ever, a layer overwrites
+    `main_grad` in place of adding to it, and keeps the weights that it has cast to FP8 for all others. But another
+    microbatch may have added before, and weights change. So layers are told that they do not know which is the first.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._modules = [each for each in unwrap_model(model).modules() if puts_off(each)]
+        modules = list(unwrap_model(model).modules())
+        self._modules = [each for each in modules if puts_off(each)]
+        for each in modules:
+            if hasattr(each, "disable_parameter_transpose_cache"):
+                each.disable_parameter_transpose_cache = True
 
     @contextmanager
     def putting_off(self, products: WeightProducts) -> Iterator[None]:

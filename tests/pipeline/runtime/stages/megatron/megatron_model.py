@@ -193,7 +193,9 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
     )
     if case.bert:
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
-        model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
+        local = bert_layer_specs.bert_layer_local_spec
+        spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if case.engine else local
+        model = BertModel(transformer_layer_spec=spec, **heads, **options)
     else:
         experts = {"num_experts": case.experts or None, "moe_grouped_gemm": config.moe_grouped_gemm}
         if case.engine:
