@@ -72,7 +72,8 @@ def _facts(trees: dict[str, ast.Module]) -> dict:
         "fp8_workspaces_in": sorted(
             each.name
             for each in ast.walk(base)
-            if isinstance(each, ast.FunctionDef) and any(_is_attribute(inner, "_fp8_workspaces") for inner in ast.walk(each))
+            if isinstance(each, ast.FunctionDef)
+            and any(_is_attribute(inner, "_fp8_workspaces") for inner in ast.walk(each))
         ),
         "marks_skip_backward_post_hook": sorted(
             path for path, tree in trees.items() if _values(tree, "skip_backward_post_hook")
@@ -109,7 +110,9 @@ def _is_attribute(node: ast.AST, name: str) -> bool:
 
 def _values(tree: ast.AST, name: str) -> list[str]:
     """What is assigned to a variable or an attribute of that name, without the name of the record that it stands in."""
-    found = [ast.unparse(each.value) for each in ast.walk(tree) if isinstance(each, ast.Assign) and name in _names(each)]
+    found = [
+        ast.unparse(each.value) for each in ast.walk(tree) if isinstance(each, ast.Assign) and name in _names(each)
+    ]
     return list(dict.fromkeys(each.replace("ctx.", "").replace("bwd_args.", "").replace("self.", "") for each in found))
 
 

@@ -8,7 +8,9 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_DATA = json.loads(Path(__file__).parents[1].joinpath("transformer_engine.json").read_text(encoding="utf-8"))["releases"]
+_DATA = json.loads(Path(__file__).parents[1].joinpath("transformer_engine.json").read_text(encoding="utf-8"))[
+    "releases"
+]
 
 
 def with_signatures() -> list[str]:

@@ -63,7 +63,9 @@ def test_layers_of_transformer_engine_where_they_can():
     asked = f"{P2} {ZB_H1} --transformer-impl transformer_engine"
     with pytest.raises(ValueError, match=r"splits backwards into I and W, and layers of .* from 2.3.0 on; use --tr"):
         arguments(asked, world_size=2, platform=OLD)
-    with pytest.raises(ValueError, match=r"--tp-comm-overlap computes gradients .* puts them off; leave one of the two"):
+    with pytest.raises(
+        ValueError, match=r"--tp-comm-overlap computes gradients .* puts them off; leave one of the two"
+    ):
         arguments(f"{P2} {ZB_H1} {TENSOR} --tp-comm-overlap", world_size=4, platform=GPU)
 
 

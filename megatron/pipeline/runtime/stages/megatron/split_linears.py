@@ -94,7 +94,9 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
 
 def _require_halves(modules: Iterable[torch.nn.Module]) -> None:
     """Raise ValueError if a module is a linear layer of Transformer Engine whose backward computes both halves."""
-    foreign = {type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__)) and not puts_off(each)}
+    foreign = {
+        type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__)) and not puts_off(each)
+    }
     if foreign:
         raise ValueError(
             f"the schedule splits backwards into I and W, and the model has {', '.join(sorted(foreign))} of Transformer "

@@ -36,15 +36,18 @@ class DotProductAttention(torch.nn.Module):
         if repeats > 1:
             key_layer = key_layer.repeat_interleave(repeats, dim=2)
             value_layer = value_layer.repeat_interleave(repeats, dim=2)
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query_layer, key_layer, value_layer))
-        scores = query @ key.transpose(2, 3) * self.softmax_scale
+        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query_layer, key_layer, value_layer))
+        scores = query.new_empty(query.shape[0], sequence, key.shape[1])
+        scores = torch.baddbmm(scores, query, key.transpose(1, 2), beta=0.0, alpha=self.softmax_scale)
+        scores = scores.unflatten(0, (batch, heads))
         mask = self._mask(attn_mask_type or self.attn_mask_type, attention_mask, scores)
         if mask is not None:
             scores = scores.masked_fill(mask, _MASKED)
         weights = torch.softmax(scores.float(), dim=-1).to(value.dtype)
         with self._random_numbers():
             weights = torch.nn.functional.dropout(weights, self.attention_dropout, self.training)
-        return (weights @ value).permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        result = torch.bmm(weights.flatten(0, 1), value)
+        return result.transpose(0, 1).reshape(sequence, batch, -1)
 
     @staticmethod
     def _mask(kind: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
