@@ -21,8 +21,8 @@ case has a default group of its own; it, and megatron.core's groups, are destroy
 close.
 
 Workers run on the CPU unless `device="cuda"`: GPUs are hidden from them, so results are the same on any machine. With
-`device="engine"` they run on the CPU, and megatron.core finds the stand-in of Transformer Engine (tests/stand_ins): they
-have a server of their own, since megatron.core looks for it when it is imported.
+`device="engine"` they run on the CPU, and megatron.core finds the stand-in of Transformer Engine (tests/stand_ins):
+they have a server of their own, since megatron.core looks for it when it is imported.
 """
 
 import atexit

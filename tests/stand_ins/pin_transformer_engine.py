@@ -2,9 +2,9 @@
 
     python tests/stand_ins/pin_transformer_engine.py CHECKOUT v2.3 v2.6 v2.18
 
-reads each release of a git checkout with `ast`, runs nothing of it, and writes `transformer_engine.json`: by version the
-commit, the signatures of what megatron.core calls, with the file of each, and facts of the code that our runtime relies
-on. Releases behind `--facts` get no signatures.
+reads each release of a git checkout with `ast`, runs nothing of it, and writes `transformer_engine.json`: by version
+the commit, the signatures of what megatron.core calls, by file, and facts of the code that our runtime relies on.
+Releases behind `--facts` get no signatures.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CALLED = {
 
 
 def pinned(read: Callable[[str], str | None]) -> tuple[dict, dict]:
-    """(file -> name -> signature, facts) of a release; `read`: a path under `transformer_engine/pytorch` -> its text."""
+    """(file -> name -> signature, facts) of a release; `read`: path under `transformer_engine/pytorch` -> text."""
     trees = {path: ast.parse(text) for path in CALLED if (text := read(path)) is not None}
     signatures = {
         path: {name: _signature(found) for name in CALLED[path] if (found := _function(tree, name)) is not None}

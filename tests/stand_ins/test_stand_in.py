@@ -1,4 +1,4 @@
-"""The stand-in of Transformer Engine has the signatures of the releases that it behaves like, and raises for the rest."""
+"""The stand-in of Transformer Engine has the signatures of its releases, and raises for the rest."""
 
 import ast
 import importlib.util
@@ -72,7 +72,7 @@ def made(**arguments) -> torch.nn.Module:
 def test_what_it_does_not_have_raises(monkeypatch):
     """Arguments of the release that it does not know, arguments of a newer release, FP8, and fused operators."""
     assert made(save_original_input=False) is not None
-    with pytest.raises(NotImplementedError, match="Linear.__init__ has no save_original_input, which is True"):
+    with pytest.raises(NotImplementedError, match=r"Linear.__init__ has no save_original_input, which is True"):
         made(save_original_input=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
         made(no_such_argument=1)
@@ -89,8 +89,8 @@ def test_what_it_does_not_have_raises(monkeypatch):
 
 @pytest.mark.parametrize(("version", "expected"), [(OLDEST, 5.0), (_release.newest(), 1.0)])
 def test_backward_dw_assigns_past_autograd(monkeypatch, version, expected):
-    """Old releases leave a gradient that is there, and lose their own; the newest one replaces it. A bias is set only if
-    it has none.
+    """Old releases leave a gradient that is there, and lose their own; the newest one replaces it. A bias is set only
+    if it has none.
     """
     monkeypatch.setattr(_release, "_version", version)
     layer = made(delay_wgrad_compute=True)

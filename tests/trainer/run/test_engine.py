@@ -1,4 +1,4 @@
-"""Runs with Transformer Engine's layers, on the stand-in of tests/stand_ins, equal runs of one process with local ones."""
+"""Runs with Transformer Engine's layers, those of tests/stand_ins, equal runs of one process with local ones."""
 
 from unittest import mock
 

@@ -2,7 +2,9 @@
 
 from .._release import missing
 
-Recipe, Format, DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling = missing(
-    "Recipe", "Format", "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-)  # fmt: skip
+Recipe, Format, DelayedScaling, Float8CurrentScaling = missing(
+    "Recipe", "Format", "DelayedScaling", "Float8CurrentScaling"
+)
+Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling = missing(
+    "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"
+)

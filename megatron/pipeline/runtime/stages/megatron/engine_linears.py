@@ -41,7 +41,7 @@ class EngineLinears:
 
     @contextmanager
     def putting_off(self, products: WeightProducts) -> Iterator[None]:
-        """While the context is active, backwards postpone weight gradients; at its end they are listed in `products`."""
+        """While the context is active, backwards postpone weight gradients; at its end `products` lists them."""
         before = [module.wgrad_store.context.qsize() for module in self._modules]
         yield
         for module, count in zip(self._modules, before, strict=True):

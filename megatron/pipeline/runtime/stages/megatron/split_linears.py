@@ -99,9 +99,9 @@ def _require_halves(modules: Iterable[torch.nn.Module]) -> None:
     }
     if foreign:
         raise ValueError(
-            f"the schedule splits backwards into I and W, and the model has {', '.join(sorted(foreign))} of Transformer "
-            "Engine, whose backward computes both; build it with delay_wgrad_compute (Transformer Engine 2.3 or later) "
-            "or with --transformer-impl local, or take a schedule with whole backwards."
+            f"the schedule splits backwards into I and W, and the model has {', '.join(sorted(foreign))} of "
+            "Transformer Engine, whose backward computes both; build it with delay_wgrad_compute (Transformer Engine "
+            "2.3 or later) or with --transformer-impl local, or take a schedule with whole backwards."
         )
 
 

@@ -41,7 +41,9 @@ TABLE = {
     "zb-h1, full recompute": Row(
         HALVES | {"schedule": "zb-h1", "recompute_granularity": "full", "dropout": 0.1}, layouts=TWO
     ),
-    "zb-h1, recompute instructions": Row(HALVES | {"schedule": "zb-h1", "recompute": True, "dropout": 0.1}, layouts=TWO),
+    "zb-h1, recompute instructions": Row(
+        HALVES | {"schedule": "zb-h1", "recompute": True, "dropout": 0.1}, layouts=TWO
+    ),
     "zb-h1, tied": Row(HALVES | {"schedule": "zb-h1", "tied": True}, layouts=TWO, allowed=CLOSE),
     "zb-h1, replicas": Row(
         HALVES | {"schedule": "zb-h1", "distributed_optimizer": True}, layouts=((1, 1, 2),), allowed=CLOSE

@@ -61,8 +61,8 @@ class _LinearModule(TransformerEngineBaseModule):
     weight_names, bias_names = ["weight"], ["bias"]
 
     def _set_up(
-        self, in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias, return_bias,
-        parallel_mode, delay_wgrad_compute,
+        self, in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias,
+        return_bias, parallel_mode, delay_wgrad_compute,
     ) -> None:  # fmt: skip
         self.tp_group, self.tp_size = tp_group, tp_size if tp_group is None else tp_group.size()
         self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
@@ -102,8 +102,8 @@ class _LinearModule(TransformerEngineBaseModule):
 class Linear(_LinearModule):
     @pinned
     def __init__(
-        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None, tp_size=1,
-        get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
+        self, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
+        tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True, return_bias=False,
         params_dtype=None, parallel_mode=None, device="cuda", ub_name=None, delay_wgrad_compute=False,
     ):  # fmt: skip
         TransformerEngineBaseModule.__init__(self)
@@ -119,10 +119,10 @@ class Linear(_LinearModule):
 class LayerNormLinear(_LinearModule):
     @pinned
     def __init__(
-        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False, tp_group=None,
-        tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm", return_bias=False,
-        params_dtype=None, parallel_mode=None, zero_centered_gamma=False, device="cuda", ub_name=None,
-        delay_wgrad_compute=False,
+        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
+        return_bias=False, params_dtype=None, parallel_mode=None, zero_centered_gamma=False, device="cuda",
+        ub_name=None, delay_wgrad_compute=False,
     ):  # fmt: skip
         TransformerEngineBaseModule.__init__(self)
         self._set_up(in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_group, tp_size, bias,
