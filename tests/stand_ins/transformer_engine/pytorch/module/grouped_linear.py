@@ -51,8 +51,9 @@ class GroupedLinear(TransformerEngineBaseModule):
     @pinned
     def __init__(
         self, num_gemms, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
-        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
-        return_bias=False, params_dtype=None, parallel_mode=None, device="cuda", ub_name=None, delay_wgrad_compute=False,
+        tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None,
+        bias=True, return_bias=False, params_dtype=None, parallel_mode=None, device="cuda", ub_name=None,
+        delay_wgrad_compute=False,
     ):  # fmt: skip
         TransformerEngineBaseModule.__init__(self)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
