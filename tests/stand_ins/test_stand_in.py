@@ -76,7 +76,7 @@ def test_what_it_does_not_have_raises(monkeypatch):
         made(save_original_input=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
         made(no_such_argument=1)
-    with pytest.raises(NotImplementedError, match="has no FP8"), pytorch.fp8.fp8_autocast(enabled=True):
+    with pytest.raises(NotImplementedError, match="has no recipes"), pytorch.fp8.fp8_autocast(fp8_recipe="delayed"):
         pass
     with pytest.raises(NotImplementedError, match="has no Sequential"):
         pytorch.ops.Sequential()
@@ -125,6 +125,17 @@ def test_the_first_microbatch_overwrites():
         layer(torch.ones(1, 2), is_first_microbatch=is_first).sum().backward()
         assert layer.weight.main_grad.unique().tolist() == [expected]
         assert layer.weight.grad.isnan().all() and layer.weight.grad_added_to_main_grad
+
+
+def test_in_fp8_the_first_microbatch_is_cast_for_all():
+    """Weights that were changed since count again only for a first microbatch, or where it is not said which is."""
+    layer, ones = made(bias=False), torch.ones(1, 2)
+    outputs = []
+    with pytorch.fp8.fp8_autocast():
+        for value, is_first in ((1.01, True), (2.0, False), (2.0, None), (2.0, True)):
+            layer.weight.data.fill_(value)
+            outputs.append(layer(ones, is_first_microbatch=is_first)[0, 0].item())
+    assert outputs == [2.0, 2.0, 4.0, 4.0]  # 1.01 is 1 in e4m3
 
 
 SOURCES = {

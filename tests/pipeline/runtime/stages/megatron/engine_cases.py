@@ -1,11 +1,12 @@
 """What the ranks of the tests of Transformer Engine's layers run, on the stand-in of tests/stand_ins."""
 
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
-from tests.pipeline.runtime.stages.megatron import fused_accumulation
+from tests.pipeline.runtime.stages.megatron import fused_accumulation, megatron_reference
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
 TWO = [Microbatch(index, 0, index, 2) for index in (0, 1)]
@@ -15,6 +16,27 @@ def train(**options) -> dict:
     """`cases.train`, with fused accumulation in megatron.core's own output layer, too, where the case asks for it."""
     with fused_accumulation.stand_in() if options.get("fused") else nullcontext():
         return cases.train(**options)
+
+
+def train_in_fp8(**options) -> dict:
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    with fp8_autocast():
+        return train(**options)
+
+
+def reference_in_fp8(**options) -> dict:
+    """The plain loop, in which layers cast their weights for each microbatch."""
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    def model(case: cases.Case) -> torch.nn.Module:
+        made = cases.gpt_model(case)
+        for module in made.modules():
+            module.disable_parameter_transpose_cache = True
+        return made
+
+    with fp8_autocast(), mock.patch.object(megatron_reference, "gpt_model", model):
+        return megatron_reference.reference(**options)
 
 
 def gradients(

@@ -14,7 +14,8 @@ backend.install()
 
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import engine_cases, split_cases
-from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, SPREAD, Outcomes, Row, check, marked
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
 
 ENGINE = {"engine": True, "layers": 4, "hidden": 16, "batches": (4,) * 3}
 HALVES = ENGINE | {"puts_off": True}
@@ -69,6 +70,21 @@ def outcomes():
 def test_layers_of_the_engine_train_as_those_of_core(outcomes, name, layout):
     """Losses, norms and weights of both versions: bit-equal, where the sums run in the same order."""
     check(outcomes[name, layout], TABLE[name].allowed)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_weights_in_fp8_are_those_of_their_batch(schedule):
+    """Layers keep no cast weights: nobody tells them a batch's first microbatch, and two batches have others."""
+    options = ENGINE | {"schedule": schedule, "engine": True}
+    results = workers.run(2, f"{engine_cases.__name__}:train_in_fp8", device="engine", p=2, **options)
+    [expected] = workers.run(1, f"{engine_cases.__name__}:reference_in_fp8", device="engine", **options)
+    check((Case(p=2, **options), expected, results), EXACT)
+
+
+def test_halves_in_bf16_are_whole_backwards():
+    case, options = f"{split_cases.__name__}:deviations", HALVES | {"dtype": "bfloat16", "p": 2}
+    for each in workers.run(2, case, device="engine", whole="flush", split="zb-h1", **options):
+        assert each == {"numbers": 0.0, "weights": 0.0, "decisions": 0.0}
 
 
 def test_halves_of_two_batches_at_once():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._release import fact, pinned
+from ..fp8 import FP8GlobalStateManager, rounded
 
 _dummies: dict[tuple, Tensor] = {}
 
@@ -62,6 +63,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         self.fp8, self.fp8_calibration, self.fp8_meta = False, False, {"fp8_checkpoint": False}
         self.wgrad_store: WeightGradStore | None = None
+        self._fp8_workspaces: dict[str, Tensor] = {}
         self._hooks_of_late_gradients: list[Callable[[], None]] = []
 
     @pinned
@@ -74,6 +76,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
         if self.use_bias:
             set_gradient(self.bias, bias_grad, fact("bias_grad_is_set"))
         self._run_hooks()
+
+    def cast(self, weight: Tensor, is_first_microbatch: bool | None, name: str = "weight") -> Tensor:
+        """The weight as the product takes it: in FP8 rounded, and kept for the microbatches after the first."""
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return weight
+        if is_first_microbatch is None:
+            return rounded(weight)
+        if is_first_microbatch or name not in self._fp8_workspaces:
+            self._fp8_workspaces.setdefault(name, torch.empty_like(weight.detach())).copy_(rounded(weight.detach()))
+        return self._fp8_workspaces[name]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook) -> None:
         self._hooks_of_late_gradients.append(wgrad_accumulation_and_reduce_hook)

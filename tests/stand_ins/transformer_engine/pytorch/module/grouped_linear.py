@@ -4,12 +4,15 @@ import torch
 from torch import Tensor
 
 from ..._release import fact, pinned
+from ..fp8 import FP8GlobalStateManager
 from .base import Accumulation, TransformerEngineBaseModule, WeightGradStore, mark_tensor_parallel, set_gradient
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input: Tensor, splits: list[int], module, is_first_microbatch, *parameters: Tensor) -> Tensor:
+        if FP8GlobalStateManager.is_fp8_enabled():
+            raise NotImplementedError("the stand-in's GroupedLinear has no FP8")
         weights, biases = parameters[: module.num_gemms], parameters[module.num_gemms :]
         ctx.save_for_backward(input, *weights)
         ctx.splits, ctx.module, ctx.sums_biases = splits, module, bool(biases)

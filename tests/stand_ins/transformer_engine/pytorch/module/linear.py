@@ -14,14 +14,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor, input: Tensor, bias: Tensor | None, module, is_first_microbatch) -> Tensor:
+        cast = module.cast(weight, is_first_microbatch)
         ctx.save_for_backward(input, weight)
+        ctx.cast = None if cast is weight else cast
         ctx.module, ctx.sums_bias = module, bias is not None
         ctx.accumulation = Accumulation(weight, module.fuse_wgrad_accumulation, is_first_microbatch)
         store = module.wgrad_store
         ctx.store = store if fact("chooses_store_in") == "backward" or store.delay_wgrad_compute() else None
         if module.gathers_input:
             input = gather_first_dimension(input, module.tp_group)
-        output = torch.nn.functional.linear(input, weight, bias)
+        output = torch.nn.functional.linear(input, cast, bias)
         if module.parallel_mode == "row" and module.tp_size > 1:
             reduce = scatter_sum_first_dimension if module.sequence_parallel else sum_of
             output = reduce(output, module.tp_group)
@@ -35,7 +37,7 @@ class _Linear(torch.autograd.Function):
             grad = gather_first_dimension(grad, module.tp_group)
         input_grad = weight_grad = bias_grad = None
         if ctx.needs_input_grad[1]:
-            input_grad = grad.matmul(weight)
+            input_grad = grad.matmul(weight if ctx.cast is None else ctx.cast)
             if module.parallel_mode == "column" and module.tp_size > 1:
                 reduce = scatter_sum_first_dimension if module.sequence_parallel else sum_of
                 input_grad = reduce(input_grad, module.tp_group)
