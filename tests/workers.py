@@ -20,7 +20,9 @@ stacks of all their threads), the processes and their children are killed, and t
 case has a default group of its own; it, and megatron.core's groups, are destroyed afterwards. Engines are the case's to
 close.
 
-Workers run on the CPU unless `device="cuda"`: GPUs are hidden from them, so results are the same on any machine.
+Workers run on the CPU unless `device="cuda"`: GPUs are hidden from them, so results are the same on any machine. With
+`device="engine"` they run on the CPU, and megatron.core finds the stand-in of Transformer Engine (tests/stand_ins):
+they have a server of their own, since megatron.core looks for it when it is imported.
 """
 
 import atexit
@@ -33,6 +35,7 @@ import importlib
 import itertools
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import pickle
 import random
@@ -43,6 +46,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from unittest import mock
 
 MAX_PROCESSES = 8
 START_TIMEOUT_S = 120.0
@@ -50,8 +54,11 @@ GRACE_S = 3.0  # after the first failure: time for the other ranks to report the
 SEED = 1234
 _REPOSITORY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-_contexts = {device: multiprocessing.get_context(how) for device, how in (("cpu", "forkserver"), ("cuda", "spawn"))}
+_HOW = {"cpu": "forkserver", "engine": "forkserver", "cuda": "spawn"}
+_contexts = {device: multiprocessing.get_context(how) for device, how in _HOW.items()}
 _contexts["cpu"].set_forkserver_preload(["tests.preloaded"])
+_engine_server = multiprocessing.forkserver.ForkServer()
+_engine_server.set_forkserver_preload(["tests.preloaded"])
 _pools: "collections.OrderedDict[tuple[int, str], _Pool]" = collections.OrderedDict()  # least recently used first
 
 
@@ -122,7 +129,8 @@ class _Pool:
                 process = context.Process(
                     target=_serve, args=(rank, world_size, theirs, self._stacks_path(rank)), name=f"rank {rank}"
                 )
-                process.start()
+                with _server_of(device):
+                    process.start()
                 theirs.close()
                 self._connections.append(ours)
                 self._processes.append(process)
@@ -225,6 +233,14 @@ class _Pool:
             return ""
 
 
+def _server_of(device: str) -> contextlib.AbstractContextManager:
+    """While it is active, processes are forked from the server of that device; multiprocessing knows one."""
+    if device != "engine":
+        return contextlib.nullcontext()
+    connect = _engine_server.connect_to_new_process
+    return mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", connect)
+
+
 @contextlib.contextmanager
 def _worker_environment(device: str):
     """The environment that workers inherit, or the server does from which they are forked.
@@ -233,8 +249,9 @@ def _worker_environment(device: str):
     its module goes on without it.
     """
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [_REPOSITORY, os.environ.get("PYTHONPATH")]))
-    if device == "cpu":
+    stand_ins = os.path.join(_REPOSITORY, "tests", "stand_ins") if device == "engine" else None
+    wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [_REPOSITORY, stand_ins, os.environ.get("PYTHONPATH")]))
+    if device != "cuda":
         wanted["CUDA_VISIBLE_DEVICES"] = ""
     saved = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)

@@ -99,6 +99,9 @@ LOOKS_UP_GRADIENTS = "2.6.0"
 `main_grad` in the backward. Older versions read it in the forward (2.0 to 2.5), or from the weight that the autograd
 graph has saved, which need not be the parameter (1.x)."""
 
+PUTS_GRADIENTS_OFF = "2.3.0"
+"""The first Transformer Engine whose linear layers can put weight gradients off (`delay_wgrad_compute`)."""
+
 
 def installed_version() -> str:
     """The installed version of Transformer Engine; "0.0" if it has no package metadata, as when built from source."""
@@ -112,3 +115,8 @@ def engine_keeps_main_grad(version: str) -> bool:
     """Whether this version of Transformer Engine ("2.5.0+a1b2c3") adds gradients to the buffer that was current in the
     forward."""
     return Version(version) < Version(LOOKS_UP_GRADIENTS)
+
+
+def engine_puts_off(version: str) -> bool:
+    """Whether the layers of this version of Transformer Engine can put weight gradients off."""
+    return Version(version) >= Version(PUTS_GRADIENTS_OFF)

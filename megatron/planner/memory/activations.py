@@ -164,6 +164,8 @@ class ActivationSetting:
         gathers_keys: context parallel ranks gather keys and values of whole sequences; else they pass keys and values
             around a ring.
         experts: how experts are split over ranks; None: each tensor rank has a part of every expert.
+        defers_gathered: what is kept for W has the gathered inputs of column-parallel layers, as Transformer Engine
+            keeps them; else W gathers them again.
     """
 
     tensor: int = 1
@@ -182,6 +184,7 @@ class ActivationSetting:
     context: int = 1
     gathers_keys: bool = False
     experts: ExpertDegrees | None = None
+    defers_gathered: bool = False
 
     @property
     def expert_degrees(self) -> ExpertDegrees:
@@ -261,7 +264,7 @@ class Activations:
         inputs of linear layers and of the output layer, and gradients of their outputs."""
         shape, setting = self.shape, self.setting
         h, e, gate = shape.hidden_size, setting.element_bytes, 2 if shape.gated else 1
-        shared = 2 * h  # inputs of column-parallel layers, which W gathers
+        shared = 2 * h * (self._shared if setting.defers_gathered else 1)  # inputs of column-parallel layers
         gathered = 2 * h  # gradients of outputs of row-parallel layers
         split = (1 + gate) * shape.ffn_hidden_size + shape.result_width
         split += sum(rows for rows, _ in shape.attention_matrices[:-1])

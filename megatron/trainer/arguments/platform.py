@@ -5,11 +5,14 @@ Pure: the machine is described by a record, so that the CUDA cases are tested wi
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from megatron.pipeline.check import queue_environment
-from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS, PUTS_GRADIENTS_OFF
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
 from megatron.trainer.arguments.rules.context import GATHER, RING
 
@@ -20,12 +23,14 @@ class Platform:
 
     Attributes:
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
+        engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
     """
 
     is_cuda: bool
     has_transformer_engine: bool
     has_apex: bool
     engine_keeps_main_grad: bool = False
+    engine_puts_off: bool = True
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
@@ -127,21 +132,15 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     """Yields a note where the schedule decides."""
     can_use_engine = platform.is_cuda and platform.has_transformer_engine
     splits = args.schedule.splits_backward
+    needs = f"{choice_of(args).flag} splits backwards into I and W"
+    hinders = _what_hinders_halves(args.program, platform) if splits else None
     if args.transformer_impl is None:
-        plain = splits or args.reset_attention_mask
+        plain = hinders or args.reset_attention_mask
         args.transformer_impl = "transformer_engine" if can_use_engine and not plain else "local"
-        if can_use_engine and splits:
-            yield (
-                f"transformer_impl is local: {choice_of(args).name} splits backwards into I and W, which Transformer "
-                "Engine's layers compute in one"
-            )
+        if can_use_engine and hinders:
+            yield f"transformer_impl is local: {needs}, and {hinders}"
         elif can_use_engine and plain:
             yield f"transformer_impl is local: Transformer Engine's causal attention reads no mask, and {_RESETS}"
-    elif args.transformer_impl == "transformer_engine" and splits:
-        raise ValueError(
-            f"--transformer-impl transformer_engine computes a backward in one, and "
-            f"{choice_of(args).flag} splits it into I and W; use --transformer-impl local, or another schedule"
-        )
     elif args.transformer_impl == "transformer_engine" and args.reset_attention_mask:
         raise ValueError(
             f"--transformer-impl transformer_engine has a causal attention that reads no mask, and {_RESETS}; use "
@@ -150,6 +149,33 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"
         raise ValueError(f"--transformer-impl transformer_engine needs {missing}; use --transformer-impl local")
+    elif args.transformer_impl == "transformer_engine" and hinders:
+        raise ValueError(
+            f"--transformer-impl transformer_engine does not go with these halves: {needs}, and {hinders}; use "
+            "--transformer-impl local, or another schedule"
+        )
+    if args.transformer_impl == "transformer_engine" and splits and args.tp_comm_overlap:
+        raise ValueError(
+            f"--tp-comm-overlap computes gradients of weights beside copies, and {needs}, which puts them off; leave "
+            "one of the two out"
+        )
+
+
+def _what_hinders_halves(program: ProgramSchedule | None, platform: Platform) -> str | None:
+    """Why Transformer Engine's layers cannot follow I and W; None: they can. `program`: of a user's file."""
+    if not platform.engine_puts_off:
+        return f"layers of Transformer Engine can put weight gradients off from {PUTS_GRADIENTS_OFF} on"
+    for row in program.program.rows if program is not None else ():
+        waiting: dict[int, list[int]] = defaultdict(list)  # stage -> microbatches, in the order of their I
+        for each in row:
+            if each.kind is Kind.BACKWARD_INPUT:
+                waiting[each.stage].append(each.microbatch)
+            elif each.kind is Kind.BACKWARD_WEIGHT and (first := waiting[each.stage].pop(0)) != each.microbatch:
+                return (
+                    f"its {each} stands before the W of microbatch {first}, whose I was first, while each layer of "
+                    "Transformer Engine keeps what it puts off in a queue, first in, first out"
+                )
+    return None
 
 
 # --- CUDA_DEVICE_MAX_CONNECTIONS, judged for the job that the flags describe ------------------------------------------

@@ -161,9 +161,12 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 **_attention(args),
                 **options,
             )
-        return _with_yarn(args, made)
+        config = _with_yarn(args, made)
     except (AssertionError, ValueError) as error:
         raise ValueError(f"megatron.core refuses this model: {error}") from error
+    # megatron.core lets layers put weight gradients off only beside its own overlap of experts' copies.
+    config.delay_wgrad_compute = args.transformer_impl == "transformer_engine" and args.schedule.splits_backward
+    return config
 
 
 def optimizer_config(args: TrainConfig) -> OptimizerConfig:

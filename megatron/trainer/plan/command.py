@@ -145,7 +145,7 @@ class Job:
         them."""
         asked = {name: getattr(self.priced, name) for name in ("gathers_keys", "dispatcher", "overlaps_experts")}
         whole = replace(from_flags.software(self._alone), **asked)
-        if self._given.transformer_impl is not None or self._alone.transformer_impl == "local":
+        if self._given.transformer_impl or self._alone.transformer_impl == "local" or self.platform.engine_puts_off:
             return whole
         return replace(whole, with_halves=from_flags.software(replace(self._alone, transformer_impl="local")))
 

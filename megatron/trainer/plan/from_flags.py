@@ -181,6 +181,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         recompute=_recompute(args),
         context=args.context_parallel_size,
         gathers_keys=gathers_keys(args),
+        defers_gathered=args.transformer_impl == "transformer_engine",
     )
 
 

@@ -19,7 +19,11 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.failure import agreement
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
-from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, installed_version
+from megatron.pipeline.start_up.late_weights import (
+    engine_keeps_main_grad,
+    engine_puts_off,
+    installed_version,
+)
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
@@ -37,6 +41,7 @@ def this_platform() -> Platform:
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
+        engine_puts_off=engine_puts_off(installed_version()),
     )
 
 

@@ -1,8 +1,7 @@
 """What a microbatch saves: the papers' formulas, and what megatron.core's layers really save."""
 
-from dataclasses import replace
-
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -209,7 +208,11 @@ def test_layers_save_as_much_as_estimated(tensor):
 @pytest.mark.parametrize("exchange", ["all_gather", pytest.param("a2a", marks=pytest.mark.full)])
 def test_ranks_that_share_sequences_save_as_much_as_estimated(exchange):
     """Gathered keys and values are whole, shared heads are parts."""
-    cases = [f"{flags} --cp-comm-type {exchange}" for flags in CASES if not re.search("groups 1|latent|softmax|window", flags)]
+    cases = [
+        f"{flags} --cp-comm-type {exchange}"
+        for flags in CASES
+        if not re.search("groups 1|latent|softmax|window", flags)
+    ]
     case = "tests.planner.memory.test_activations:capture_case"
     for rank in workers.run(2, case, tensor=1, cases=cases, context=2):
         for flags, (estimated, captured) in zip(cases, rank, strict=True):

@@ -1,6 +1,6 @@
 """What waits for W: its bytes, and the moment at which a rank holds most."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
@@ -43,13 +43,15 @@ def test_bytes_of_a_layer_by_hand():
 
 def test_bytes_over_tensor_ranks():
     """What is cut by heads or columns is divided. Of the rest, with split sequences, inputs wait in parts until W
-    gathers them; gradients that I has gathered are whole."""
+    gathers them, or gathered, as Transformer Engine keeps them; gradients that I has gathered are whole."""
     cut, whole = (7 + 9 - 4) * H, 2 * H
     for split in (False, True):
         setting = ActivationSetting(micro_batch_size=1, tensor=4, sequence_parallel=split)
         inputs = 2 * H / (4 if split else 1)
         found = Activations(SHAPE, setting).deferred(1, is_first=False, is_last=False)
         assert found == pytest.approx(2 * S * (cut / 4 + inputs + whole))
+        gathered = Activations(SHAPE, replace(setting, defers_gathered=True)).deferred(1, is_first=False, is_last=False)
+        assert gathered == pytest.approx(2 * S * (cut / 4 + 2 * H + whole))
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,5 +1,7 @@
 """A job's arguments for a configuration are those that its command line says."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
@@ -52,23 +54,27 @@ def test_no_namespace_changes_another():
 ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
 
 
-def test_halves_are_trained_by_other_layers():
-    """Where Transformer Engine trains whole backwards, megatron.core's own layers train split ones, which keep scores:
-    in the program's namespace and in what the planner takes for it. Who asks for the engine is refused."""
+def test_halves_are_trained_by_the_same_layers():
+    """Transformer Engine trains split backwards, too: in the program's namespace and in what the planner takes for it.
+    Where the installed one cannot, megatron.core's own layers do, which keep scores; who asks for it is refused."""
     words = WORDS.replace("BertWordPieceLowerCase --vocab-file v", "NullTokenizer --vocab-size 100").split()
-    job = Job.read(words, architecture="gpt", platform=ENGINE)
     whole, split = (
         Configuration(pipeline=2, micro_batch_size=1, global_batch_size=8, schedule=name) for name in ("flush", "zb-h1")
     )
+    job = Job.read(words, architecture="gpt", platform=ENGINE)
+    assert job.arguments(whole).transformer_impl == job.arguments(split).transformer_impl == "transformer_engine"
+    assert job.software.of(split) is job.software and job.software.flash_attention
+    old = replace(ENGINE, engine_puts_off=False)
+    job = Job.read(words, architecture="gpt", platform=old)
     assert job.arguments(whole).transformer_impl == "transformer_engine"
     assert job.arguments(split).transformer_impl == "local" and job.refusal(split) is None
     assert job.software.of(whole) is job.software and job.software.flash_attention
     other = job.software.of(split)
     assert not other.flash_attention and other.activation_setting(split).saves_scores
-    local = Job.read([*words, "--transformer-impl", "local"], architecture="gpt", platform=ENGINE)
+    local = Job.read([*words, "--transformer-impl", "local"], architecture="gpt", platform=old)
     assert local.software.of(split) is local.software
-    asked = Job.read([*words, "--transformer-impl", "transformer_engine"], architecture="gpt", platform=ENGINE)
-    assert "--transformer-impl transformer_engine computes a backward in one" in asked.refusal(split)
+    asked = Job.read([*words, "--transformer-impl", "transformer_engine"], architecture="gpt", platform=old)
+    assert "can put weight gradients off from 2.3.0 on" in asked.refusal(split)
 
 
 SCRIPT = (

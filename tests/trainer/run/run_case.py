@@ -236,10 +236,15 @@ def placed_case(**options) -> dict:
         return train_case(**options)
 
 
-def train(num_ranks: int, flags: str = "", *, case: str = "train_case", **options) -> list[dict]:
-    """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise."""
+def train(
+    num_ranks: int, flags: str = "", *, case: str = "train_case", function: str | None = None, **options
+) -> list[dict]:
+    """`train_case` on `num_ranks` ranks, all of them pipeline stages unless the flags say otherwise.
+
+    `function`: "module:name" of a case that is not here.
+    """
     if "--pipeline-model-parallel-size" not in flags:
         flags += f" --pipeline-model-parallel-size {num_ranks}"
     if not any(name in flags for name in ("--mock-data", "--data-path", "data-args-path", "--train-data")):
         flags += f" {data_flags()}"
-    return workers.run(num_ranks, f"tests.trainer.run.run_case:{case}", flags=flags, **options)
+    return workers.run(num_ranks, function or f"tests.trainer.run.run_case:{case}", flags=flags, **options)

@@ -1,5 +1,7 @@
 """Schedules that split backwards, from flags to losses: one process's results, what is counted, and refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,15 +46,42 @@ def test_a_resumed_run_goes_on_and_says_what_is_kept(tmp_path):
     assert any("between I and W (MiB): " in line for line in whole[-1]["lines"])
 
 
-def test_layers_whose_backward_is_one_are_left_out_or_refused():
-    """Where Transformer Engine is there, its layers are the default of other schedules, and of these those of
-    megatron.core, with a note; asked for by name they are refused.
+OLD = replace(GPU, engine_puts_off=False)
+
+
+def test_layers_of_transformer_engine_where_they_can():
+    """They are the default of these schedules, too, from the release on that puts weight gradients off; before it those
+    of megatron.core are, with a note. Asked for by name an old one is refused, and so is the overlap of its copies.
     """
     args = parse_args(argv(f"{P2} {ZB_H1}"))
     validate_args(args, world_size=2)
-    notes = resolve_platform(args, GPU)
+    notes = resolve_platform(args, OLD)
     assert args.transformer_impl == "local"
-    assert any("transformer_impl is local: zb-h1 splits backwards" in note for note in notes)
-    assert arguments(P2, world_size=2, platform=GPU).transformer_impl == "transformer_engine"
-    with pytest.raises(ValueError, match="splits it into I and W; use --transformer-impl local"):
-        arguments(f"{P2} {ZB_H1} --transformer-impl transformer_engine", world_size=2, platform=GPU)
+    assert any("transformer_impl is local: --pipeline-schedule zb-h1 splits backwards" in note for note in notes)
+    for flags in (P2, f"{P2} {ZB_H1}"):
+        assert arguments(flags, world_size=2, platform=GPU).transformer_impl == "transformer_engine"
+    asked = f"{P2} {ZB_H1} --transformer-impl transformer_engine"
+    with pytest.raises(ValueError, match=r"splits backwards into I and W, and layers of .* from 2.3.0 on; use --tr"):
+        arguments(asked, world_size=2, platform=OLD)
+    with pytest.raises(
+        ValueError, match=r"--tp-comm-overlap computes gradients .* puts them off; leave one of the two"
+    ):
+        arguments(f"{P2} {ZB_H1} {TENSOR} --tp-comm-overlap", world_size=4, platform=GPU)
+
+
+@pytest.mark.parametrize("turn", [True, False])
+def test_programs_have_w_in_the_order_of_i_for_the_queues_of_transformer_engine(tmp_path, turn):
+    """A layer's queue gives what it was given first; a program with another order is for megatron.core's layers."""
+    halves = ["0I0@0", "0I1@0", "0W0@0", "0W1@0"] if turn else ["0I0@0", "0I1@0", "0W1@0", "0W0@0"]
+    cells = ["0F0@0", "0F1@0", *halves]
+    path = tmp_path / "program.csv"
+    path.write_text("# batches: 2\n# weights: flush\n" + ",".join(cells) + "\n")
+    flags = f"--pipeline-program {path} --micro-batch-size 1 --global-batch-size 2"
+    args = parse_args(argv(flags))
+    validate_args(args, world_size=1)
+    notes = resolve_platform(args, GPU)
+    assert args.transformer_impl == ("transformer_engine" if turn else "local")
+    assert turn or any("its 0W1@0 stands before the W of microbatch 0" in note for note in notes)
+    if not turn:
+        with pytest.raises(ValueError, match="0W1@0 stands before the W of microbatch 0, whose I was first"):
+            arguments(f"{flags} --transformer-impl transformer_engine", platform=GPU)

@@ -1,5 +1,7 @@
 """The backward of megatron.core's linear layers in two halves: I without the weight product, and W with it.
 
+Those of Transformer Engine do so by themselves (`engine_linears`).
+
 Problem: the backward of a linear layer in megatron.core computes the gradients of input and weight together.
 
 Solution: all linear layers of megatron.core (column-parallel, row-parallel, the output layer with its own or a given
@@ -25,6 +27,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute, unwrap_model
 from megatron.pipeline.runtime.activations.weight_products import Product, WeightProducts
+from megatron.pipeline.runtime.stages.megatron.engine_linears import puts_off
 
 _LINEAR = layers.LinearWithGradAccumulationAndAsyncCommunication
 
@@ -69,9 +72,15 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
     """Check that backwards of `model` can be split.
 
     Raises:
-        ValueError: a linear layer of Transformer Engine, or an option that cannot be combined with split backwards.
+        ValueError: a linear layer of Transformer Engine that does not put its weight gradients off, or an option that
+            cannot be combined with split backwards.
     """
-    _require_own_linears(unwrap_model(model).modules())
+    _require_halves(unwrap_model(model).modules())
+    if config.fp8:
+        raise ValueError(
+            "in FP8, layers of Transformer Engine compute the gradients of biases in I and expect them in W, which a "
+            "schedule with I and W does not follow; train in bf16, or take a schedule with whole backwards."
+        )
     if config.defer_embedding_wgrad_compute:
         raise ValueError(
             "defer_embedding_wgrad_compute puts off the output layer's weight gradients by itself, and a schedule with "
@@ -84,14 +93,16 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
         )
 
 
-def _require_own_linears(modules: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError if a module is a linear layer of Transformer Engine, whose backward computes both halves."""
-    foreign = sorted({type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__))})
+def _require_halves(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise ValueError if a module is a linear layer of Transformer Engine whose backward computes both halves."""
+    foreign = {
+        type(each).__name__ for each in modules if any(map(_is_foreign, type(each).__mro__)) and not puts_off(each)
+    }
     if foreign:
         raise ValueError(
-            f"the schedule splits backwards into I and W, and the model has {', '.join(foreign)} of Transformer "
-            "Engine, whose backward computes both; build it with --transformer-impl local, or take a schedule "
-            "with whole backwards."
+            f"the schedule splits backwards into I and W, and the model has {', '.join(sorted(foreign))} of "
+            "Transformer Engine, whose backward computes both; build it with delay_wgrad_compute (Transformer Engine "
+            "2.3 or later) or with --transformer-impl local, or take a schedule with whole backwards."
         )
 
 

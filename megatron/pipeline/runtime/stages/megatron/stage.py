@@ -35,6 +35,7 @@ from megatron.pipeline.runtime.activations.weight_products import DeferredProduc
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
+from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.multi_token import MultiTokenLosses, stage_of_layers
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
@@ -167,6 +168,7 @@ class MegatronStage:
         self._saved: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
         self._not_put_off = weights_of_both_ends(model)
+        self._engine_linears = EngineLinears(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
         self._router_losses = RouterLosses(model, takes=not {*ROUTER_LOSSES.values()}.isdisjoint(loss_names))
@@ -237,6 +239,10 @@ class MegatronStage:
 
         None on the first stage and on the stage `first_trained`.
         """
+        with self._engine_linears.at_once():
+            return self._backward(microbatch, output_grad)
+
+    def _backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         saved = self._saved.pop(microbatch.index)
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
@@ -262,8 +268,9 @@ class MegatronStage:
 
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         """Run `backward` without the weight products of linear layers, which `backward_weights` computes."""
-        with putting_off(self._products.begin(microbatch.index), but=self._not_put_off):
-            return self.backward(microbatch, output_grad)
+        products = self._products.begin(microbatch.index)
+        with putting_off(products, but=self._not_put_off), self._engine_linears.putting_off(products):
+            return self._backward(microbatch, output_grad)
 
     def backward_weights(self, microbatch: Microbatch) -> None:
         """Add the weight products of the microbatch to the shown gradient buffer."""

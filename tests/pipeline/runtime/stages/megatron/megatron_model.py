@@ -85,6 +85,7 @@ class Case:
     t5: bool = False  # half of the layers are the encoder's
     balance: bool = False  # saved activations are captured, and move where there is something to move
     engine: bool = False  # Transformer Engine's layers
+    puts_off: bool = False  # these put weight gradients off
     predict: bool = False  # weights
     provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
     reduce_partial: bool = False
@@ -181,6 +182,7 @@ def transformer_config(case: Case) -> TransformerConfig:
     config = (MLATransformerConfig if "kv_lora_rank" in own else TransformerConfig)(**options | own)
     for name, value in of_yarn.items():
         setattr(config, name, value)
+    config.delay_wgrad_compute = case.puts_off  # TransformerConfig itself allows it beside an overlap of experts alone
     return config
 
 
@@ -233,16 +235,15 @@ def _gpt_model(case: Case, config: TransformerConfig, vp_stage: int | None = Non
     )
     if case.bert:
         heads = {"num_tokentypes": 2 if case.binary_head else 0, "add_binary_head": case.binary_head}
-        model = BertModel(transformer_layer_spec=bert_layer_specs.bert_layer_local_spec, **heads, **options)
+        local = bert_layer_specs.bert_layer_local_spec
+        spec = bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if case.engine else local
+        model = BertModel(transformer_layer_spec=spec, **heads, **options)
     else:
-        local = get_gpt_layer_local_spec(
-            num_experts=case.experts or None,
-            normalization=case.normalization,
-            multi_latent_attention=config.multi_latent_attention,
-            qk_layernorm=config.qk_layernorm,
-        )
+        experts = {"num_experts": case.experts or None, "moe_grouped_gemm": config.moe_grouped_gemm}
+        kinds = {"multi_latent_attention": config.multi_latent_attention, "qk_layernorm": config.qk_layernorm}
+        local = get_gpt_layer_local_spec(**experts, **kinds, normalization=case.normalization)
         local = sharing_sequences(local) if case.cp > 1 else local
-        spec = get_gpt_layer_with_transformer_engine_spec() if case.engine else local
+        spec = get_gpt_layer_with_transformer_engine_spec(**experts, **kinds) if case.engine else local
         further = get_gpt_mtp_block_spec(config, spec, False, vp_stage=vp_stage) if case.further else None
         model = GPTModel(transformer_layer_spec=spec, mtp_block_spec=further, **options)
         drop_unread_output_weight(model)
@@ -261,8 +262,16 @@ def _with_weights(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+_NORMS_OF_ENGINE = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+"""What Transformer Engine's layers call norms that they have inside -> what megatron.core's own call them."""
+
+
 def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
-    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding."""
+    """Global name -> parameter: layers numbered over the pipeline, a tied output weight named as the embedding, and
+    norms as in megatron.core's own layers."""
     named = {}
     for name, param in model.named_parameters():
         parts = name.split(".")
@@ -270,6 +279,8 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
             position = parts.index("layers") + 1
             parts[position] = str(getattr(model, parts[0]).layers[int(parts[position])].layer_number)
         name = ".".join(parts).removeprefix("lm_head.")  # where megatron.core's T5 names its output layer first
+        for inside, alone in _NORMS_OF_ENGINE.items():
+            name = name.replace(inside, alone)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         named[name] = param

@@ -28,7 +28,18 @@ DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the 
 def reference(**options) -> dict:
     """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
     case = Case(**options)
-    single = replace(case, p=1, v=1, t=1, d=1, cp=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(
+        case,
+        p=1,
+        v=1,
+        t=1,
+        d=1,
+        cp=1,
+        sequence_parallel=False,
+        distributed_optimizer=False,
+        puts_off=False,
+        fused=False,
+    )
     with parallel(single):
         return _reference(single, case)
 

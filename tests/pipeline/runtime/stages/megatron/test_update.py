@@ -86,23 +86,16 @@ def reference_key(case: cases.Case) -> cases.Case:
     """The case of which this one is a layout."""
     kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
     return replace(
-        case,
-        p=kept,
-        t=1,
-        cp=1,
-        exchange="all_gather",
-        sequence_parallel=False,
-        distributed_optimizer=False,
-        recompute=False,
-        drains=(),
-    )
+        case, p=kept, t=1, cp=1, exchange="all_gather", sequence_parallel=False, distributed_optimizer=False,
+        recompute=False, drains=(), engine=False, puts_off=False, fused=False,
+    )  # fmt: skip
 
 
 class Outcomes:
     """Runs the cases of a table when they are asked for, each once, and the reference of each once."""
 
-    def __init__(self, table: dict[str, Row]) -> None:
-        self._table = table
+    def __init__(self, table: dict[str, Row], function: str = f"{cases.__name__}:train") -> None:
+        self._table, self._function = table, function
         self._references: dict[cases.Case, dict] = {}
         self._results: dict[tuple, tuple] = {}
 
@@ -111,7 +104,8 @@ class Outcomes:
         if key not in self._results:
             name, (p, t, d) = key
             case = cases.Case(**self._table[name].options, p=p, t=t, d=d)
-            results = workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
+            device = "engine" if case.engine else "cpu"
+            results = workers.run(case.num_ranks, self._function, timeout=200, device=device, **vars(case))
             self._results[key] = (case, self._reference(reference_key(case)), results)
         return self._results[key]
 

@@ -1,0 +1,92 @@
+"""What the ranks of the tests of Transformer Engine's layers run, on the stand-in of tests/stand_ins."""
+
+from contextlib import nullcontext
+from unittest import mock
+
+import torch
+
+from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
+from tests.pipeline.runtime.stages.megatron import fused_accumulation, megatron_reference
+from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
+
+TWO = [Microbatch(index, 0, index, 2) for index in (0, 1)]
+
+
+def train(**options) -> dict:
+    """`cases.train`, with fused accumulation in megatron.core's own output layer, too, where the case asks for it."""
+    with fused_accumulation.stand_in() if options.get("fused") else nullcontext():
+        return cases.train(**options)
+
+
+def train_in_fp8(**options) -> dict:
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    with fp8_autocast():
+        return train(**options)
+
+
+def reference_in_fp8(**options) -> dict:
+    """The plain loop, in which layers cast their weights for each microbatch."""
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+
+    def model(case: cases.Case) -> torch.nn.Module:
+        made = cases.gpt_model(case)
+        for module in made.modules():
+            module.disable_parameter_transpose_cache = True
+        return made
+
+    with fp8_autocast(), mock.patch.object(megatron_reference, "gpt_model", model):
+        return megatron_reference.reference(**options)
+
+
+def gradients(
+    order: tuple[str, ...], release: str | None = None, frozen: tuple[str, ...] = (), **options
+) -> tuple[dict[str, torch.Tensor], dict]:
+    """Gradients of two microbatches on the only stage, by name, after `order`, such as ("I0", "I1", "W0", "W1"); and
+    what had gradients before the first W, by name, and the bytes that were kept for W by then, and at the end.
+
+    `frozen`: parts of the names of parameters that are not trained.
+    """
+    from transformer_engine import _release
+
+    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
+    fused = fused_accumulation.stand_in() if case.fused else nullcontext()
+    with _release.release(release or _release.newest()), fused, cases.parallel(case):
+        (stage,), update = cases.build(case)
+        info, kept = BatchInfo(0, 2, 2 * case.micro_batch_size), {}
+        named = {name: each for name, each in cases.global_names(stage.model.module).items()}
+        for name, parameter in named.items():
+            if any(part in name for part in frozen):
+                parameter.requires_grad_(False)
+        stage.load_version(0)
+        update.begin_batch(info)
+        update.begin_backward(info)
+        if any(word[0] == "I" for word in order):
+            stage.split_backward()
+        for microbatch in TWO:
+            stage.forward(microbatch, None)
+        words = {"B": stage.backward, "I": stage.backward_input}
+        for word in order:
+            microbatch = TWO[int(word[1])]
+            if word[0] != "W":
+                words[word[0]](microbatch, None)
+                continue
+            if not kept:
+                kept["before W"] = {name for name, parameter in named.items() if parameter.main_grad.any()}
+                kept["bytes"] = [stage.deferred_bytes(each) for each in TWO]
+            stage.backward_weights(microbatch)
+        kept["bytes at the end"] = [stage.deferred_bytes(each) for each in TWO]
+        assert all(parameter.grad is None for parameter in named.values())
+        return {name: parameter.main_grad.clone() for name, parameter in named.items()}, kept
+
+
+def refusal_without_queues() -> str:
+    """What a stage says that is to split backwards of layers that put nothing off."""
+    case = cases.Case(batches=(1,), layers=1, engine=True)
+    with cases.parallel(case):
+        (stage,), _ = cases.build(case)
+        try:
+            stage.split_backward()
+        except ValueError as error:
+            return str(error)
+    return "nothing"

@@ -1,0 +1,170 @@
+"""Layers of Transformer Engine train as those of megatron.core, under every schedule, in whole backwards and in halves.
+
+They are those of a stand-in in plain torch (tests/stand_ins/transformer_engine), which says what it cannot know. The
+references are megatron.core's own layers with the same weights, in a plain loop of one process.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests import workers
+from tests.pipeline.runtime.stages.megatron import engine_cases, split_cases
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
+
+ENGINE = {"engine": True, "layers": 4, "hidden": 16, "batches": (4,) * 3}
+HALVES = ENGINE | {"puts_off": True}
+TWO, FOUR, V = ((2, 1, 1),), ((4, 1, 1),), {"v": 2}
+MODERN = {"swiglu": True, "normalization": "RMSNorm", "position": "rope"}
+SP = {"sequence_parallel": True}
+
+TABLE = {
+    "flush, fused": Row(ENGINE | {"schedule": "flush", "fused": True}, layouts=TWO),
+    "gpipe": Row(ENGINE | {"schedule": "gpipe"}, layouts=TWO),
+    "interleaved": Row(ENGINE | V | {"schedule": "interleaved", "drains": (1,)}, layouts=TWO),
+    "2bw, full recompute, fused": Row(
+        ENGINE | {"schedule": "2bw", "recompute_granularity": "full", "dropout": 0.1, "fused": True}, layouts=TWO
+    ),
+    "2bw, modern": Row(ENGINE | MODERN | {"schedule": "2bw", "clip": 0.5}, layouts=FOUR),
+    "2bw, recompute instructions": Row(ENGINE | {"schedule": "2bw", "recompute": True, "dropout": 0.1}, layouts=TWO),
+    "2bw, balanced (bpipe)": Row(ENGINE | {"schedule": "2bw", "balance": True}, layouts=FOUR),
+    "2bw, sequence parallel": Row(ENGINE | SP | {"schedule": "2bw"}, layouts=((2, 2, 1),), allowed=SPREAD),
+    "pipedream": Row(ENGINE | {"schedule": "pipedream", "batches": (1,) * 6}, layouts=TWO),
+    "bert": Row(ENGINE | {"schedule": "flush", "bert": True}, layouts=TWO),
+    "flush, layers that could put off": Row(HALVES | {"schedule": "flush"}, layouts=TWO),
+    "zb-h1": Row(HALVES | {"schedule": "zb-h1", "clip": 0.5}, layouts=TWO),
+    "zb-h1, modern, four stages": Row(HALVES | MODERN | {"schedule": "zb-h1"}, layouts=FOUR),
+    "zb-h1, full recompute": Row(
+        HALVES | {"schedule": "zb-h1", "recompute_granularity": "full", "dropout": 0.1}, layouts=TWO
+    ),
+    "zb-h1, recompute instructions": Row(
+        HALVES | {"schedule": "zb-h1", "recompute": True, "dropout": 0.1}, layouts=TWO
+    ),
+    "zb-h1, tied": Row(HALVES | {"schedule": "zb-h1", "tied": True}, layouts=TWO, allowed=CLOSE),
+    "zb-h1, replicas": Row(
+        HALVES | {"schedule": "zb-h1", "distributed_optimizer": True}, layouts=((1, 1, 2),), allowed=CLOSE
+    ),
+    "zb-h1, tensor parallel": Row(HALVES | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
+    "zb-h1, sequence parallel": Row(HALVES | SP | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
+    "zbv, fused": Row(HALVES | V | {"schedule": "zbv", "fused": True, "drains": (1,)}, layouts=TWO),
+    "zb-h1, experts": Row(HALVES | {"schedule": "zb-h1", "experts": 4, "swiglu": True}, layouts=TWO),
+}  # fmt: skip
+FULL = {
+    "interleaved", "pipedream", "zb-h1, recompute instructions", "zb-h1, tied", "zb-h1, replicas", "gpipe",
+    "2bw, recompute instructions", "zb-h1, tensor parallel", "zb-h1, modern, four stages",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE, f"{engine_cases.__name__}:train")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
+def test_layers_of_the_engine_train_as_those_of_core(outcomes, name, layout):
+    """Losses, norms and weights of both versions: bit-equal, where the sums run in the same order."""
+    check(outcomes[name, layout], TABLE[name].allowed)
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_weights_in_fp8_are_those_of_their_batch(schedule):
+    """Layers keep no cast weights: nobody tells them a batch's first microbatch, and two batches have others."""
+    options = ENGINE | {"schedule": schedule, "engine": True}
+    results = workers.run(2, f"{engine_cases.__name__}:train_in_fp8", device="engine", p=2, **options)
+    [expected] = workers.run(1, f"{engine_cases.__name__}:reference_in_fp8", device="engine", **options)
+    check((Case(p=2, **options), expected, results), EXACT)
+
+
+def test_halves_in_bf16_are_whole_backwards():
+    case, options = f"{split_cases.__name__}:deviations", HALVES | {"dtype": "bfloat16", "p": 2}
+    for each in workers.run(2, case, device="engine", whole="flush", split="zb-h1", **options):
+        assert each == {"numbers": 0.0, "weights": 0.0, "decisions": 0.0}
+
+
+def test_halves_of_two_batches_at_once():
+    """Under 2bw the first I of a batch stand before the last W of the one before, and each adds to its own buffer."""
+    options = HALVES | {"batches": (4,) * 5, "clip": 0.5, "fused": True}
+    case = f"{split_cases.__name__}:deviations"
+    for each in workers.run(2, case, device="engine", whole="2bw", split="2bw-split-late", p=2, **options):
+        assert each == {"numbers": 0.0, "weights": 0.0, "decisions": 0.0}
+
+
+def run(order: str, **options) -> tuple[dict, dict]:
+    case = f"{engine_cases.__name__}:gradients"
+    [found] = workers.run(1, case, device="engine", order=tuple(order.split()), **options)
+    return found
+
+
+def unlike(found: dict, expected: dict) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run("B0 B1")[0]
+
+
+TWO_AT_ONCE = "I0 I1 W0 W1"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("release", ["2.3.0", "2.6.0", None])
+def test_w_has_what_the_layers_put_off_and_i_all_else(whole, release, fused):
+    """Weights, and the biases that are added inside their product, have gradients after W, and not before; norms and
+    other biases after I. Two microbatches are put off at once. All releases, which set `.grad` in different ways.
+    """
+    split, kept = run(TWO_AT_ONCE, release=release, puts_off=True, fused=fused)
+    late = {name for name in whole if "linear" in name and (name.endswith("weight") or "qkv.bias" in name)}
+    assert kept["before W"] == whole.keys() - late - {"output_layer.weight"}
+    assert len(late) == 2 * (4 + 1)
+    assert not unlike(split, whole)
+    assert min(kept["bytes"]) > 0 and kept["bytes at the end"] == [0, 0]
+
+
+def test_what_is_kept_for_w_is_counted(whole):
+    """The factors in the queues, each storage once, beside those of megatron.core's output layer; as local layers."""
+    tokens, hidden, vocabulary = 16 * 2, 32, 64
+    of_layer = (1 + 3) + (1 + 1) + (1 + 2) + (2 + 1)  # inputs and outputs of its linears, in hidden sizes
+    _, kept = run(TWO_AT_ONCE, puts_off=True)
+    assert kept["bytes"] == [4 * tokens * (2 * of_layer * hidden + hidden + vocabulary)] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_whole_backwards_do_not_touch_the_queues(whole, fused):
+    """A whole backward between an I and its W gives the same gradients, added in another order."""
+    split, _ = run("I0 B1 W0", puts_off=True, fused=fused)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(split[name], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_weights_put_nothing_off(whole):
+    """Of a layer that is not trained nothing waits, and the gradients of the others do not change."""
+    frozen = ("layers.1.mlp.linear_fc1", "layers.2.self_attention.linear_qkv")
+    split, _ = run(TWO_AT_ONCE, puts_off=True, frozen=frozen)
+    for name, gradient in whole.items():
+        expected = torch.zeros_like(gradient) if any(part in name for part in frozen) else gradient
+        assert torch.equal(split[name], expected), name
+
+
+def test_grouped_experts_put_off_as_one_layer():
+    """The weights of all experts come with one `backward_dw`, with the bits of a whole backward."""
+    options = {"experts": 4, "swiglu": True, "router": (("moe_grouped_gemm", True),)}
+    assert not unlike(run(TWO_AT_ONCE, puts_off=True, **options)[0], run("B0 B1", **options)[0])
+
+
+def test_w_out_of_turn_is_an_error():
+    """A queue would give the gradients of another microbatch."""
+    with pytest.raises(workers.WorkerError, match="does not begin with the gradients of this W"):
+        run("I0 I1 W1 W0", puts_off=True)
+
+
+def test_layers_that_put_nothing_off_are_refused():
+    [said] = workers.run(1, f"{engine_cases.__name__}:refusal_without_queues", device="engine")
+    assert "build it with delay_wgrad_compute (Transformer Engine 2.3 or later)" in said

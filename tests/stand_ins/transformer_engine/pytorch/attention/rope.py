@@ -1,0 +1,22 @@
+"""Rotary positions."""
+
+import torch
+from torch import Tensor
+
+from ..._release import missing, pinned
+
+[apply_fused_qkv_rotary_pos_emb] = missing("apply_fused_qkv_rotary_pos_emb")
+
+
+@pinned
+def apply_rotary_pos_emb(t, freqs, interleaved=False, fused=False) -> Tensor:
+    """`t` [sequence, batch, heads, channels], of which the first are rotated by `freqs` [sequence, 1, 1, rotated]."""
+    rotated, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    freqs = freqs[: t.shape[0]]
+    if interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+        turned = torch.stack((-second, first), dim=-1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return torch.cat((rotated * freqs.cos().to(t.dtype) + turned * freqs.sin().to(t.dtype), rest), dim=-1)

@@ -1,0 +1,162 @@
+"""What linear layers have in common: the weight gradients that they put off, and the state that checkpoints save."""
+
+import queue
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..._release import fact, pinned
+from ..fp8 import FP8GlobalStateManager, rounded
+
+_dummies: dict[tuple, Tensor] = {}
+
+
+@pinned
+def get_dummy_wgrad(shape, dtype, zero=False) -> Tensor:
+    """What a backward returns in place of a gradient that it has added to `main_grad`: nobody may read it."""
+    key = (tuple(shape), dtype)
+    if key not in _dummies:
+        _dummies[key] = torch.empty(key[0], dtype=dtype)
+    return _dummies[key].fill_(0 if zero else float("nan")).detach()
+
+
+class WeightGradStore:
+    """First in, first out: (tensors, function) of the weight gradients that are put off."""
+
+    @pinned
+    def __init__(self, delay_wgrad_compute=False):
+        self.context = queue.Queue() if delay_wgrad_compute else None
+        self.enabled = delay_wgrad_compute
+
+    @pinned
+    def delay_wgrad_compute(self) -> bool:
+        return self.enabled
+
+    @pinned
+    def enable_delay_wgrad_compute(self) -> None:
+        self.enabled = True
+
+    @pinned
+    def disable_delay_wgrad_compute(self) -> None:
+        self.enabled = False
+
+    @pinned
+    def put(self, tensor_list, func) -> None:
+        assert self.enabled, "delay_wgrad_compute is not enabled"
+        self.context.put([tensor_list, func])
+
+    @pinned
+    def pop(self) -> tuple:
+        assert self.enabled, "delay_wgrad_compute is not enabled"
+        if self.context.empty():
+            raise RuntimeError("Pop empty queue")
+        tensors, function = self.context.get()
+        return function(*tensors), tensors
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    weight_names: list[str]
+    bias_names: list[str]
+
+    def __init__(self):
+        super().__init__()
+        self.fp8, self.fp8_calibration, self.fp8_meta = False, False, {"fp8_checkpoint": False}
+        self.wgrad_store: WeightGradStore | None = None
+        self._fp8_workspaces: dict[str, Tensor] = {}
+        self._hooks_of_late_gradients: list[Callable[[], None]] = []
+
+    @pinned
+    def backward_dw(self) -> None:
+        if self.wgrad_store is None or not self.wgrad_store.delay_wgrad_compute():
+            return
+        (weight_grad, bias_grad), _ = self.wgrad_store.pop()
+        if not self.fuse_wgrad_accumulation:
+            set_gradient(self.weight, weight_grad, fact("weight_grad_is_set"))
+        if self.use_bias:
+            set_gradient(self.bias, bias_grad, fact("bias_grad_is_set"))
+        self._run_hooks()
+
+    def cast(self, weight: Tensor, is_first_microbatch: bool | None, name: str = "weight") -> Tensor:
+        """The weight as the product takes it: in FP8 rounded, and kept for the microbatches after the first."""
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return weight
+        if is_first_microbatch is None:
+            return rounded(weight)
+        if is_first_microbatch or name not in self._fp8_workspaces:
+            self._fp8_workspaces.setdefault(name, torch.empty_like(weight.detach())).copy_(rounded(weight.detach()))
+        return self._fp8_workspaces[name]
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook) -> None:
+        self._hooks_of_late_gradients.append(wgrad_accumulation_and_reduce_hook)
+
+    def _run_hooks(self) -> None:
+        for hook in self._hooks_of_late_gradients if fact("calls_hooks") else ():
+            hook()
+
+    def _mark_late(self) -> None:
+        """Mark the parameters whose gradients `backward_dw` sets."""
+        if self.wgrad_store.delay_wgrad_compute() and fact("marks_skip_backward_post_hook"):
+            for name, parameter in self.named_parameters():
+                if name in (*self.weight_names, *self.bias_names):
+                    parameter.skip_backward_post_hook = True
+
+    def _draw(self, weight: Tensor, init_method, get_rng_state_tracker, rng_tracker_name: str | None) -> None:
+        if get_rng_state_tracker is None:
+            init_method(weight)
+            return
+        with get_rng_state_tracker().fork(*[rng_tracker_name] if rng_tracker_name else []):
+            init_method(weight)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing without FP8."""
+
+    def set_tensor_parallel_group(self, tp_group) -> None:
+        self.tp_group = tp_group
+
+    def get_extra_state(self) -> Tensor:
+        """Empty without FP8."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state) -> None:
+        assert state is None or not isinstance(state, Tensor) or state.numel() == 0, "FP8 state"
+
+
+def set_gradient(parameter: Tensor, gradient: Tensor | None, when: str) -> None:
+    """Assign a gradient, as the release does: always, or only where there is none. There has to be a gradient then."""
+    if when == "always" or parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def mark_tensor_parallel(parameter: Tensor, dimension: int) -> None:
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dimension, 1
+
+
+class Accumulation:
+    """Where the gradient of a weight goes: to `main_grad`, looked up when the release does, or to `.grad`."""
+
+    def __init__(self, weight: Tensor, fused: bool, is_first_microbatch: bool | None):
+        self._weight, self.is_fused = weight, fused
+        self._adds = not is_first_microbatch  # the first microbatch overwrites `main_grad`
+        early = fused and fact("main_grad_is_read_in") == "forward" and weight.requires_grad
+        self._early = weight.main_grad if early else None
+
+    def buffer(self) -> Tensor | None:
+        """Called in the backward."""
+        if not self.is_fused:
+            return None
+        return self._weight.main_grad if self._early is None else self._early
+
+    def product(self, buffer: Tensor | None, input: Tensor, output_grad: Tensor) -> Tensor:
+        gradient = output_grad.t().matmul(input)
+        if buffer is None:
+            return gradient
+        return buffer.add_(gradient) if self._adds else buffer.copy_(gradient)
+
+    def returned(self) -> Tensor | None:
+        """What the backward returns for a weight whose gradient is, or will be, in `main_grad`."""
+        if not hasattr(self._weight, "grad_added_to_main_grad"):
+            return None
+        self._weight.grad_added_to_main_grad = True
+        zero = getattr(self._weight, "zero_out_wgrad", False)
+        return get_dummy_wgrad(list(self._weight.main_grad.shape), self._weight.dtype, zero=zero)

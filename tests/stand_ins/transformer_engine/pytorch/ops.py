@@ -1,0 +1,3 @@
+from .._release import missing
+
+Sequential, FusibleOperation = missing("Sequential", "FusibleOperation")

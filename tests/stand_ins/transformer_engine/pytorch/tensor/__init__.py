@@ -1,0 +1,3 @@
+from ..._release import missing
+
+[QuantizedTensor] = missing("QuantizedTensor")
