@@ -62,8 +62,8 @@ def flops_per_sample(args: TrainConfig) -> float:
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
     products of [s, s] per head and layer; the causal half is not subtracted (as in Megatron-LM; Korthikanti et al.
-    2022, appendix A), and a window counts twice what it leaves. A BERT's dense layer before its output layer, a twelfth of a transformer layer, is left out; so
-    are the operations of a classifier on a single token.
+    2022, appendix A), and a window counts twice what it leaves. A BERT's dense layer before its output layer, a twelfth
+    of a transformer layer, is left out; so are the operations of a classifier on a single token.
     """
     heads, latents, windows = args.num_attention_heads, latents_of(args), windows_of(args)
     width = 2 * args.kv_channels * heads  # of queries and results

@@ -75,8 +75,8 @@ _Unread = make_dataclass(
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainConfig(
-    model.Model, attention.Attention, experts.Experts, parallel.Pipeline, parallel.Distributed, training.Freezing, training.Batch,
-    training.Regularization, training.LearningRate, training.Precision, training.Recompute, data.Data,
+    model.Model, attention.Attention, experts.Experts, parallel.Pipeline, parallel.Distributed, training.Freezing,
+    training.Batch, training.Regularization, training.LearningRate, training.Precision, training.Recompute, data.Data,
     data.Tokenizer, model.Bert,
     model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags, Derived, _Unread,
 ):  # fmt: skip

@@ -7,8 +7,8 @@ name.
 import argparse
 from collections.abc import Mapping
 
-from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags import attention, experts, model
+from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
