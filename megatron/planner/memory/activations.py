@@ -108,8 +108,8 @@ class Recompute:
     """The part of the forward that a backward recomputes, as set by Megatron's flags.
 
     Attributes:
-        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`, `mla_up_proj`; or `every_other_product` alone:
-            everything but the attention and every other matrix product.
+        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`, `mla_up_proj`; or
+            `every_other_product` alone: everything but the attention and every other matrix product.
         method: recomputes whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of
             each stage; None: no whole layers.
         num_layers: see `method`.

@@ -62,8 +62,9 @@ def flops_per_sample(args: TrainConfig) -> float:
 
     A multiplication by a weight matrix of n elements costs 2n per token forward and 4n backward. Attention adds two
     products of [s, s] per head and layer; the causal half is not subtracted (as in Megatron-LM; Korthikanti et al.
-    2022, appendix A), and a window counts twice what it leaves. A BERT's dense layer before its output layer, a twelfth
-    of a transformer layer, is left out; so are the operations of a classifier on a single token.
+    2022, appendix A), and a window counts twice what it leaves. Of experts those count that compute a token. A BERT's
+    dense layer before its output layer, a twelfth of a transformer layer, is left out; so are the operations of a
+    classifier on a single token.
     """
     if args.architecture == "t5":
         return _flops_of_t5(args)
@@ -75,7 +76,15 @@ def flops_per_sample(args: TrainConfig) -> float:
         width = heads * (latents.head + latents.rotated + latents.value)
         matrices = (*latents.matrices(args.hidden_size, heads), (args.hidden_size, heads * latents.value))
         projections = sum(rows * columns for rows, columns in matrices)
-    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    of_column = args.hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    mlp = args.ffn_hidden_size * of_column
+    if args.num_experts is not None:
+        pattern = args.moe_layer_freq
+        if isinstance(pattern, int):
+            pattern = [number % pattern == 0 for number in range(args.num_layers)]
+        columns = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+        chosen = columns * of_column + args.hidden_size * args.num_experts
+        mlp += sum(pattern) / args.num_layers * (chosen - mlp)
     ends = args.hidden_size * args.padded_vocab_size
     if args.architecture == "vit":
         ends = args.hidden_size * args.patch_dim**2 * args.num_channels

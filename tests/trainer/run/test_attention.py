@@ -9,8 +9,8 @@ from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import joined_weights, table, train
 
 LATENT = (
-    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
-    "--qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1 --position-embedding-type rope "
+    "--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 6 --qk-layernorm --rotary-scaling-factor 40 --mscale-all-dim 1 --position-embedding-type rope "
     "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights --clip-grad 0"
 )
 GATE = "--quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 7"
@@ -115,7 +115,7 @@ MLA = "--multi-latent-attention"
         ("--window-size 3,0 --reset-attention-mask", "keeps documents apart; leave one out"),
         ("--window-attn-skip-freq 2", "--window-attn-skip-freq is given, and --window-size is not; give both"),
         ("--window-size 3,0 --window-attn-skip-freq 1", "1 leaves no layer with a window; give 2 or more"),
-        ("--window-size 3,0 --window-attn-skip-freq [1,0]", "has 2 entries, and the model 4 layers; give a 1 or 0"),
+        ("--window-size 3,0 --window-attn-skip-freq [1,0]", "has 2 entries, and the model 4 layers; give a 1 or"),
         ("--window-size 3,0 --window-attn-skip-freq x", "--window-attn-skip-freq x is no pattern; give a number"),
         ("--glu-linear-offset 1", "--glu-linear-offset needs a gated MLP; add --quick-geglu or --swiglu"),
         ("--softmax-type learnable --init-method-xavier-uniform", "cannot draw; leave one out"),

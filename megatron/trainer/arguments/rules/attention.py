@@ -116,12 +116,13 @@ def _windows(args: argparse.Namespace) -> None:
         )
     if isinstance(pattern, int) and pattern < 2:
         raise ValueError(
-            f"--window-attn-skip-freq {pattern} leaves no layer with a window; give 2 or more, or leave --window-size out"
+            f"--window-attn-skip-freq {pattern} leaves no layer with a window; give 2 or more, or leave "
+            "--window-size out"
         )
     if isinstance(pattern, list) and (len(pattern) != args.num_layers or set(pattern) - {0, 1} or not any(pattern)):
         raise ValueError(
-            f"--window-attn-skip-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or 0 "
-            "for each layer, and at least one 1"
+            f"--window-attn-skip-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or "
+            "0 for each layer, and at least one 1"
         )
 
 

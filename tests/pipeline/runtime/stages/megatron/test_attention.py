@@ -1,5 +1,7 @@
 """Latent attention, windows, sinks, clamped gates and YaRN train as in one process, whatever the schedule."""
 
+from unittest import mock
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -10,7 +12,13 @@ backend.install()
 
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
-from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.megatron_model import (
+    Case,
+    forward_step,
+    gpt_model,
+    parallel,
+    training_data,
+)
 from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
 
@@ -25,7 +33,7 @@ LATENT = {
         ("original_max_position_embeddings", 8),
     ),
 }  # fmt: skip
-DIRECT = LATENT | {"attention": LATENT["attention"][:4] + (("q_lora_rank", None), ("rope_type", "rope"))}
+DIRECT = LATENT | {"attention": (*LATENT["attention"][:4], ("q_lora_rank", None), ("rope_type", "rope"))}
 SINKS = {
     "layers": 4,
     "swiglu": True,
@@ -78,7 +86,10 @@ TABLE = {
     "sinks, 2bw, experts": Row(SINKS | TWO_BW | EXPERTS, layouts=(TWO,)),
     "sinks, zb-h1": Row(SINKS | FLUSH | {"schedule": "zb-h1"}, layouts=(TWO,)),
 }  # fmt: skip
-FULL = {*TABLE}
+USUAL = {
+    "latents, 2bw", "latents, 2bw, tensor ranks", "latents, 2bw, experts, recomputed parts", "latents, zb-h1",
+    "sinks, 2bw, sequence parallel",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +97,39 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(4)
-@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights, sinks of heads included, are those of a plain loop."""
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
-@pytest.mark.parametrize("model", [LATENT, pytest.param(SINKS, marks=pytest.mark.full)], ids=["latents", "sinks"])
+@pytest.mark.full
+@pytest.mark.parametrize("model", [LATENT, SINKS], ids=["latents", "sinks"])
 def test_predictions_equal_one_process(model):
     """Provisional weights are those of the plain loop."""
     case = Case(**model | TWO_BW | {"predict": True}, p=2)
     [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
     check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+
+
+def put_off() -> tuple[set[str], set[str]]:
+    """Names of weights whose products a split backward puts off, and of those that have a gradient behind its I."""
+    from megatron.pipeline.runtime.stages.megatron.split_linears import putting_off
+
+    case = Case(**LATENT | FLUSH)
+    with parallel(case):
+        model = gpt_model(case)
+        names = {parameter: name.split(".")[-2] for name, parameter in model.named_parameters()}
+        late = mock.Mock()
+        output, loss = forward_step(case)(training_data(case, 0), model)
+        with putting_off(late):
+            loss(output)[0].backward()
+        called = {names[call.args[0]] for call in late.put_off.call_args_list}
+        return called, {name for parameter, name in names.items() if parameter.grad is not None}
+
+
+def test_products_of_latents_wait_for_their_w():
+    """All five linear layers of latents are split, the norms between them are not."""
+    ((late, early),) = workers.run(1, f"{__name__}:put_off")
+    assert late >= {f"linear_{name}" for name in ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")}
+    assert early >= {"q_layernorm", "kv_layernorm"} and not late & early
