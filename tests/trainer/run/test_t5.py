@@ -218,7 +218,7 @@ def test_the_two_stacks_belong_to_this_program():
     """A GPT has one number of layers and one length; the decoder has as many layers as the encoder."""
     from tests.trainer.arguments.command_line import arguments
 
-    with pytest.raises(ValueError, match="--encoder-num-layers belongs to pretrain_t5.py"):
+    with pytest.raises(ValueError, match=r"--encoder-num-layers belongs to pretrain_t5\.py"):
         arguments("--encoder-num-layers 2")
     args = t5_arguments(SMALL_T5.replace("--decoder-num-layers 2", ""))
     assert (args.num_layers, args.decoder_num_layers, args.seq_length) == (4, 2, 24)

@@ -142,8 +142,10 @@ class LossScale:
 
 
 def mean_loss(case: Case, reported: list[torch.Tensor]) -> float:
-    """The loss of a batch from those of its microbatches, each a mean, or a sum and a count. Of a T5, whose microbatches
-    have different numbers of tokens, the mean over all tokens."""
+    """The loss of a batch from those of its microbatches, each a mean, or a sum and a count.
+
+    Of a T5, whose microbatches have different numbers of tokens, the mean over all tokens.
+    """
     if case.t5:
         total, count = torch.stack(reported).double().sum(dim=0).tolist()
         return total / count
