@@ -52,6 +52,8 @@ def plain_loop(flags: str, delay: int) -> tuple[list[float], dict[str, torch.Ten
         )  # fmt: skip
         named = {name.removeprefix("lm_head."): value for name, value in numbered_names(model)}
         assert named.keys() == start.keys()
+        drawn = [start[f"{stack}.layers.1.self_attention.linear_qkv.weight"] for stack in ("encoder", "decoder")]
+        assert not torch.equal(*drawn), "layers of both stacks draw from streams of their own"
         masters = {name: start[name].detach().clone() for name in named}
         groups = [
             {"params": [value for value in masters.values() if value.dim() > 1], "weight_decay": args.weight_decay},
