@@ -17,11 +17,12 @@ from megatron import backend
 backend.install()
 
 from megatron.trainer.arguments.platform import require_attention_environment
-from megatron.trainer.programs import pretrain_bert, pretrain_gpt
+from megatron.trainer.programs import pretrain_bert, pretrain_gpt, pretrain_t5
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
 from tests.trainer.arguments.bert_command_line import SMALL_BERT, bert_arguments
 from tests.trainer.arguments.command_line import GPU, arguments, argv, configuration
+from tests.trainer.arguments.t5_command_line import SMALL_T5
 
 UNIFORM = "--recompute-granularity full --recompute-method uniform --recompute-num-layers"
 BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
@@ -71,6 +72,7 @@ CHOICES = (
 PROGRAMS = {
     "gpt": (argv(), {}, pretrain_gpt.program),
     "bert": (SMALL_BERT.split(), pretrain_bert.DEFAULTS, pretrain_bert.program),
+    "t5": (SMALL_T5.split(), pretrain_t5.DEFAULTS, pretrain_t5.program),
 }
 
 
@@ -129,7 +131,7 @@ def forward(stage, args) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "seed", "number"),
-    [("gpt", 0, 40), ("bert", 0, 20), pytest.param("gpt", 1, 600, marks=pytest.mark.full)],
+    [("gpt", 0, 40), ("bert", 0, 20), ("t5", 0, 60), pytest.param("gpt", 1, 600, marks=pytest.mark.full)],
 )
 def test_what_rules_let_through_is_built(one_rank_of_many, architecture, seed, number):
     """Random combinations, on a first and a last rank: each is refused by a rule, or megatron.core builds and computes

@@ -52,6 +52,8 @@ def plain_loop(flags: str, delay: int) -> tuple[list[float], dict[str, torch.Ten
         )  # fmt: skip
         named = {name.removeprefix("lm_head."): value for name, value in numbered_names(model)}
         assert named.keys() == start.keys()
+        drawn = [start[f"{stack}.layers.1.self_attention.linear_qkv.weight"] for stack in ("encoder", "decoder")]
+        assert not torch.equal(*drawn), "layers of both stacks draw from streams of their own"
         masters = {name: start[name].detach().clone() for name in named}
         groups = [
             {"params": [value for value in masters.values() if value.dim() > 1], "weight_decay": args.weight_decay},
@@ -218,7 +220,7 @@ def test_the_two_stacks_belong_to_this_program():
     """A GPT has one number of layers and one length; the decoder has as many layers as the encoder."""
     from tests.trainer.arguments.command_line import arguments
 
-    with pytest.raises(ValueError, match="--encoder-num-layers belongs to pretrain_t5.py"):
+    with pytest.raises(ValueError, match=r"--encoder-num-layers belongs to pretrain_t5\.py"):
         arguments("--encoder-num-layers 2")
     args = t5_arguments(SMALL_T5.replace("--decoder-num-layers 2", ""))
     assert (args.num_layers, args.decoder_num_layers, args.seq_length) == (4, 2, 24)

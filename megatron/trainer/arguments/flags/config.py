@@ -178,7 +178,7 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
 
 
 def edge_length(args: TrainConfig | argparse.Namespace) -> int:
-    """Tokens of the tensor that stages send each other: of a T5 those of the encoder and, behind them, the decoder's."""
+    """Tokens of the tensor that stages send each other: of a T5 the encoder's and, behind them, the decoder's."""
     return args.seq_length + (args.decoder_seq_length if args.architecture == "t5" else 0)
 
 

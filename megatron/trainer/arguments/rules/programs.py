@@ -1,8 +1,8 @@
 """Rules of single programs: which flags belong to which program, and what a BERT and a classifier require; those of a
 T5 are in t5.py.
 
-`args.architecture` is "gpt", "bert", "t5", "vit" or "bert-classify". A flag that only another architecture has is refused by
-name.
+`args.architecture` is "gpt", "bert", "t5", "vit" or "bert-classify". A flag that only another architecture has is
+refused by name.
 """
 
 import argparse

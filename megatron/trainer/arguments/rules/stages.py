@@ -223,7 +223,10 @@ def _equal_ranks(args: argparse.Namespace) -> None:
 def _said(args: argparse.Namespace) -> str:
     """The number of layers as the user gave it."""
     if args.architecture == "t5":
-        return f"the sum of --encoder-num-layers {args.encoder_num_layers} and --decoder-num-layers {args.decoder_num_layers}"
+        return (
+            f"the sum of --encoder-num-layers {args.encoder_num_layers} and --decoder-num-layers "
+            f"{args.decoder_num_layers}"
+        )
     return f"--num-layers {args.num_layers}"
 
 

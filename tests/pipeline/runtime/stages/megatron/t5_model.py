@@ -1,4 +1,4 @@
-"""What a T5 needs beside the tiny GPT of megatron_model.py: two stacks of half the layers each, samples of many lengths.
+"""What a T5 needs beside the tiny GPT of megatron_model.py: two stacks of half the layers each, and its samples.
 
 The engine trains the stages and the forward step of pretrain_t5.py. The reference trains megatron.core's own whole
 `T5Model` with the masks that megatron.core makes.

@@ -81,7 +81,29 @@ def test_predictions_equal_one_process(options):
 
 @pytest.mark.full
 def test_dropout_does_not_depend_on_the_cut():
-    """Masks belong to the layers of each stack; those of the decoder's embedding are not the encoder's."""
+    """Masks belong to the layers of each stack and to the embedding, not to the stages."""
     case = cases.Case(**TWO_BW | {"dropout": 0.1, "recompute": True}, p=4)
     [one] = workers.run(1, f"{cases.__name__}:train", timeout=200, **vars(replace(case, p=1)))
     check((case, one, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+
+
+def test_the_embedding_drops_others_in_the_decoder():
+    """Where the first tokens of both are the same, the masks of dropout differ; and a recomputation has them again."""
+    [(first, again)] = workers.run(1, f"{__name__}:embedding_case", timeout=100)
+    assert not torch.equal(first[0][:8], first[1]) and all(map(torch.equal, first, again))
+    assert all((each == 0).float().mean() > 0.3 for each in first)
+
+
+def embedding_case() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the encoder and the decoder get of the same tokens, twice in the same microbatch."""
+    from megatron.pipeline.runtime.activations.dropout import SeededDropout
+
+    case = cases.Case(**T5 | {"dropout": 0.5, "micro_batch_size": 4})
+    with cases.parallel(case):
+        model = cases.gpt_model(case)
+        dropout, found = SeededDropout(model, seed=1), []
+        tokens = torch.full((4, 16), 7), torch.full((4, 8), 7)
+        for _ in range(2):
+            with dropout.microbatch(0), torch.no_grad():
+                found.append(model._embedded(*tokens))
+    return found
