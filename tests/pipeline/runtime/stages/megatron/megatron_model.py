@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.program.edges import stages_of
@@ -407,6 +408,7 @@ def parallel(case: Case):
     finally:
         parallel_state.destroy_model_parallel()
         destroy_groups()
+        get_moe_layer_wise_logging_tracker().clear()  # a later run in this process would take them for its own
 
 
 def destroy_groups() -> None:
