@@ -4,7 +4,7 @@ The chain that leads to version v applies the gradients of batch v-1. Each rank 
 instructions name the lowest of these stages. Its links are
 
     REDUCE_GRAD@v    over the replicas of the rank                    if the program is data parallel
-    REDUCE_EMBED@v   over the ranks of the first and the last stage   if these are two ranks that tie embeddings
+    REDUCE_EMBED@v   over the ranks of `tied_stages`                  if these are two ranks that tie embeddings
     REDUCE_NORM@v    over all ranks                                   if the program takes a global norm
     STEP@v           makes the version
 

@@ -94,7 +94,7 @@ class Members(Enum):
     """The ranks that take part in a reduction."""
 
     REPLICAS = "replicas"  # the replicas of a rank, which run the same program
-    ENDS = "ends"  # the ranks of the first and the last stage
+    ENDS = "ends"  # the ranks of the two stages that share an embedding: the first, and mostly the last
     ALL = "all"  # all ranks
 
 

@@ -83,6 +83,8 @@ def test_comments_line_ends_and_quotes():
         ("# batches: two\n0F0\n", "line 1: batches: 'two' is not a number"),
         ("# weights: 3bw\n0F0\n", "line 1: weights: '3bw' is not one of flush, 2bw, stash"),
         ("# recompute: true\n0F0\n", "line 1: recompute: 'true' is neither yes nor no"),
+        ("# tied_stage: 2\n0F0\n1F0\n", "tied_stage is 2; give the stage, 1 to 1, that shares the first one's"),
+        ("# tied_stage: 0\n0F0\n1F0\n", "tied_stage is 0; give the stage, 1 to 1"),
         ("# batches:\n0F0\n", "batches are none; give the number of microbatches of each"),
         ("# batches: 1 0\n0F0\n", "batches are 1 0; give the number of microbatches of each"),
         ("# rank_of_stage: 0 1\n0F0,0B0\n", "has rows for 1 rank, but its stages live on ranks 0 1"),
