@@ -77,6 +77,7 @@ class Case:
     provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
     reduce_partial: bool = False
     experts: int = 0  # of each layer, of which two compute a token; not with biases
+    e: int = 1  # ranks that share out the experts of a layer, of those with other replicas
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
@@ -149,6 +150,7 @@ def _experts(case: Case) -> dict:
         "moe_aux_loss_coeff": 0.0 if case.balancing in ("none", "sinkhorn") else 0.5,  # large, so that it is missed
         "moe_z_loss_coeff": 0.1,
         "expert_tensor_parallel_size": case.t,
+        "expert_model_parallel_size": case.e,
         **dict(case.router),
     }
 
@@ -206,6 +208,11 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
         if "layers" in parts:
             position = parts.index("layers") + 1
             parts[position] = str(stack.layers[int(parts[position])].layer_number)
+        if "local_experts" in parts:
+            position = parts.index("local_experts") + 1
+            first = parallel_state.get_expert_model_parallel_rank() * model.config.num_moe_experts
+            first //= model.config.expert_model_parallel_size
+            parts[position] = str(first + int(parts[position]))
         name = ".".join(parts)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
@@ -306,6 +313,7 @@ def parallel(case: Case):
         case.t,
         case.p,
         case.v if case.v > 1 else None,
+        expert_model_parallel_size=case.e,
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)

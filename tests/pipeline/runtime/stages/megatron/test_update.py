@@ -85,7 +85,9 @@ SELECTION = {
 def reference_key(case: cases.Case) -> cases.Case:
     """The case of which this one is a layout."""
     kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
-    return replace(case, p=kept, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
+    return replace(
+        case, p=kept, t=1, e=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=()
+    )
 
 
 class Outcomes:
