@@ -21,7 +21,7 @@ from megatron.planner import (
     most,
 )
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Experts
+from megatron.planner.memory.architecture import ExpertDegrees, Experts
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 
 # --- context parallelism and shared experts ---------------------------------------------------------------------------
+
+
+DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+"""The destinations of the flags that split experts: a search takes them for its configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +73,7 @@ def read_priced(
     kind = values.get("cp_comm_type") or ["p2p"]
     if set(kind) - {"p2p", "all_gather"} or len(set(kind)) > 1:
         raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give p2p or all_gather")
-    for name in ("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"):
+    for name in ("context_parallel_size", *DEGREES):
         if values.get(name) is not None and values[name] < 1:
             raise ValueError(f"{names[name]} {values[name]} is below 1; give 1 or more")
     expert = values.get("expert_model_parallel_size") or 1
@@ -161,7 +165,14 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         softmax_in_fp32=args.attention_softmax_in_fp32,
         fused_gate=args.swiglu and args.bias_swiglu_fusion,
         recompute=_recompute(args),
+        experts=_expert_degrees(args),
     )
+
+
+def _expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
+    if args.num_experts is None or args.expert_model_parallel_size == 1:
+        return None
+    return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=args.tensor_model_parallel_size)
 
 
 def training_state(args: TrainConfig) -> TrainingState:
@@ -173,6 +184,7 @@ def training_state(args: TrainConfig) -> TrainingState:
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=args.data_parallel_size,
+        expert_data=args.data_parallel_size // args.expert_model_parallel_size,
         muon=_muon(args) if args.optimizer == "muon" else None,
     )
 

@@ -96,10 +96,7 @@ def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
 def gradients_of(optimizer: MegatronOptimizer) -> list[Tensor]:
     """The gradients of the parameters of the optimizer, without None."""
     params = [
-        param
-        for each in optimizers_of(optimizer)
-        if not each.is_stub_optimizer
-        for param in each.get_parameters()
+        param for each in optimizers_of(optimizer) if not each.is_stub_optimizer for param in each.get_parameters()
     ]
     return [param.grad for param in params if param.grad is not None]
 

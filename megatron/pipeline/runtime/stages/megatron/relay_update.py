@@ -176,7 +176,9 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         if isinstance(self._inner, DistributedOptimizer):
             raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
         if shares_out_experts():
-            raise ValueError("Experts that ranks share out are not kept on the host: set the size of their parallelism to 1.")
+            raise ValueError(
+                "Experts that ranks share out are not kept on the host: set the size of their parallelism to 1."
+            )
         for chunk in chunks:
             if chunk.config.calculate_per_token_loss or chunk.ddp_config.average_in_collective:
                 raise ValueError(
