@@ -21,7 +21,7 @@ def apply() -> None:
     # megatron.core calls collectives by names that newer torch has renamed, which a user cannot change.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
     from megatron.core.optimizer import distrib_optimizer, optimizer
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import dot_product_attention, mlp, multi_latent_attention, torch_norm
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -38,6 +38,7 @@ def apply() -> None:
     _repair_torch_norm(torch_norm.WrappedTorchNorm)
     _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
     repair_attention(dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE))
+    _repair_parts_of_unequal_size(mappings)
     follow_shown_gradients()
 
 
@@ -295,6 +296,40 @@ def _repair_experts(moe_utils, token_dispatcher, mlp: type[torch.nn.Module]) -> 
             hook.remove()
 
     mlp.forward = forward_with_bias
+
+
+def _repair_parts_of_unequal_size(mappings) -> None:
+    """Gather and reduce parts of unequal size over gloo, as the tokens of experts on several tensor ranks are.
+
+    The fault: gloo gathers parts of one size alone. So parts are filled up to the largest.
+    """
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def is_plain(group, sizes) -> bool:
+        return sizes is None or group.size() == 1 or "nccl" in torch.distributed.get_backend(group)
+
+    @functools.wraps(gather)
+    def gather_filled(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if is_plain(group, output_split_sizes):
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        most = max(1, *output_split_sizes)
+        filled = torch.cat([input_, input_.new_zeros(most - len(input_), *input_.shape[1:])])
+        parts = gather(filled, group).split(most)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    @functools.wraps(reduce_scatter)
+    def reduce_scatter_filled(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if is_plain(group, input_split_sizes):
+            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
+        most = max(1, *input_split_sizes)
+        parts = [
+            torch.cat([part, part.new_zeros(most - len(part), *part.shape[1:])])
+            for part in input_.split(input_split_sizes)
+        ]
+        return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]].clone()
+
+    mappings._gather_along_first_dim = gather_filled
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_filled
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

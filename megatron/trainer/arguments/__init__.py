@@ -44,6 +44,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     freezing.flags,
     *run.RULES,
     experts.moved_activations,
+    experts.shared_out,
     *data.RULES,
     freezing.schedules,
     freezing.intervals,

@@ -156,6 +156,7 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
 
     Raises CheckpointError if such a state cannot be converted.
     """
+    saved = saved and saved.get(0, saved)  # of a chain, the first
     if saved is None or is_distributed(optimizer) == (_SHARDING in saved):
         return False
     fresh = "pass --no-load-optim to start with a fresh optimizer state"

@@ -31,6 +31,7 @@ from megatron.trainer.checkpoint.optimizer_state import (
 from megatron.trainer.checkpoint.state import (
     model_state,
     optimizer_state,
+    regrouped,
     restore_random_state,
     trains_nothing,
     with_empty_groups,
@@ -159,7 +160,7 @@ class Restoration:
             loaded = state["optimizer"]
             if trains_nothing(optimizer):
                 loaded = with_what_is_empty(loaded, optimizer)
-            loaded = with_empty_groups(loaded, optimizer)
+            loaded = with_empty_groups(regrouped(loaded, optimizer), optimizer)
             if self._converts:
                 loaded = convert_loaded(loaded, optimizer)
             convert_step_counters(loaded, optimizer)

@@ -23,6 +23,7 @@ the read each place gets a tensor of its own.
 """
 
 import contextlib
+import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import of_own_replica
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
 from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
@@ -320,6 +322,45 @@ def optimizer_state(
     return entry
 
 
+def regrouped(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
+    """The loaded optimizer state, whose numbers are those of one optimizer or of a chain, in the form of `optimizer`.
+
+    Where replicas share out experts, megatron.core has a second optimizer for them. Tensors come in the form of
+    `optimizer`, since they have names, and numbers in the form of the checkpoint.
+    """
+    chain, is_chain = optimizers_of(optimizer), 0 in loaded and len(loaded[0]) > 0
+    saved = loaded if not is_chain else loaded[0]
+    if len(chain) == 1:
+        if not is_chain:
+            return loaded
+        own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+        return _with_groups_of(_over(loaded[0], own), chain[0])
+    numbers = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+    if not numbers:
+        return loaded
+    assert saved
+    return {
+        number: _with_groups_of(_over(copy.deepcopy(numbers), loaded.get(number, {})), each)
+        for number, each in enumerate(chain)
+    }
+
+
+def _with_groups_of(state: StateDict, optimizer: MegatronOptimizer) -> StateDict:
+    """The state with the groups that `optimizer` has, and the numbers of the state's groups."""
+    own = optimizer.state_dict()
+    own_groups, plain = own.get("optimizer", own)["param_groups"], state.get("optimizer", state)
+    found = {_kind(group): group for group in plain["param_groups"]}
+    plain["param_groups"] = [
+        {**found[_kind(each)], **{name: each[name] for name in ("params", "is_expert_parallel") if name in each}}
+        for each in own_groups
+    ]
+    return state
+
+
+def _kind(group: dict) -> tuple:
+    return tuple(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
+
+
 _MASTERS = "fp32_from_fp16_params"
 """megatron.core's name for the list of the masters of each group."""
 
@@ -330,6 +371,8 @@ def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
     megatron.core leaves empty groups out of a list, which moves the groups behind them, and it writes the empty groups
     of rank 0 for all ranks.
     """
+    if 0 in entry:  # of a chain
+        return {number: without_empty_groups(each) for number, each in entry.items()}
     if _MASTERS not in entry:
         return entry
     return {**entry, _MASTERS: {number: group for number, group in enumerate(entry[_MASTERS]) if group}}
@@ -337,6 +380,9 @@ def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
 
 def with_empty_groups(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
     """The loaded optimizer state with the list of masters that `without_empty_groups` has changed."""
+    chain = optimizers_of(optimizer)
+    if len(chain) > 1:
+        return {number: with_empty_groups(loaded[number], each) for number, each in enumerate(chain)}
     masters = loaded.get(_MASTERS)
     if not isinstance(masters, dict):
         return loaded

@@ -46,6 +46,7 @@ def _experts(args: TrainConfig) -> dict[str, object]:
         "num_moe_experts": args.num_experts,
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": factors[0] if len(kinds) == 1 else [*factors, *[0.0] * (len(kinds) - len(factors))],
+        "expert_model_parallel_size": args.expert_model_parallel_size,
         "expert_tensor_parallel_size": args.tensor_model_parallel_size,
         **{name: getattr(args, name) for name in same},
     }

@@ -24,7 +24,7 @@ from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.rules import data, model, optimizer
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.from_flags import PricedFlags, read_priced
+from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
 PROGRAMS = {
     "gpt": ("pretrain_gpt.py", {}),
@@ -75,7 +75,9 @@ class Job:
         take_error_feedback(given)
         predicts, kept, dropped, priced = given.pipeline_2bw_provisional != "off", [], [], []
         for flag in _given_flags(given):
-            if Role.PRICED in flag.roles and (flag.refused or getattr(given, flag.dest) == FLEX):
+            if Role.PRICED in flag.roles and (
+                flag.refused or flag.dest in DEGREES or getattr(given, flag.dest) == FLEX
+            ):
                 priced.append((flag, _written(flag, given)))
                 continue
             if Role.PREDICTION in flag.roles and predicts:

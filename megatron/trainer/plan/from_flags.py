@@ -21,7 +21,7 @@ from megatron.planner import (
     most,
 )
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Decoder, Experts, FurtherLayers
+from megatron.planner.memory.architecture import Decoder, ExpertDegrees, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 
 
 # --- context parallelism and shared experts ---------------------------------------------------------------------------
+
+
+DEGREES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+"""The destinations of the flags that split experts: a search takes them for its configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ def read_priced(
         raise ValueError(f"--cp-comm-type {' '.join(kind)} has no price; give {RING} or {GATHER}")
     if given.context_parallel_size < 1:
         raise ValueError(f"--context-parallel-size {given.context_parallel_size} is below 1; give 1 or more")
-    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+    for name in DEGREES:
         if values.get(name) is not None and values[name] < 1:
             raise ValueError(f"{names[name]} {values[name]} is below 1; give 1 or more")
     expert = values.get("expert_model_parallel_size") or 1
@@ -182,12 +186,19 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         context=args.context_parallel_size,
         gathers_keys=gathers_keys(args),
         defers_gathered=args.transformer_impl == "transformer_engine",
+        experts=_expert_degrees(args),
     )
 
 
 def gathers_keys(args: TrainConfig | argparse.Namespace) -> bool:
     """Whether ranks that share sequences gather keys and values."""
     return args.cp_comm_type[0] == GATHER
+
+
+def _expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
+    if args.num_experts is None or args.expert_model_parallel_size == 1:
+        return None
+    return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=args.tensor_model_parallel_size)
 
 
 def training_state(args: TrainConfig) -> TrainingState:
@@ -199,6 +210,7 @@ def training_state(args: TrainConfig) -> TrainingState:
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=num_replicas(args),
+        expert_data=num_replicas(args) // args.expert_model_parallel_size,
         muon=_muon(args) if args.optimizer == "muon" else None,
     )
 

@@ -131,7 +131,6 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --moe-token-dispatcher-type post", "post is none of allgather and alltoall"),
         ("--num-experts 4 --moe-apply-probs-on-input", "needs --moe-router-topk 1, not 2; leave it out"),
         ("--num-experts 4 --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
-        ("--num-experts 4 --expert-model-parallel-size 2", "all experts of a layer lie on each rank of its stage"),
         ("--num-experts 4 --moe-router-enable-expert-bias", "balance by --moe-router-load-balancing-type aux_loss"),
         (
             "--num-experts 4 --tensor-model-parallel-size 2 --disable-bias-linear",

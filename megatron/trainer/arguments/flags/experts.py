@@ -49,8 +49,7 @@ def _evaluated(node: ast.AST) -> int | list:
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Experts:
-    """Layers with experts: a router sends each token to a few of many MLPs. All experts of a layer lie on each rank of
-    its stage."""
+    """Layers with experts: a router sends each token to a few of many MLPs."""
 
     num_experts: int | None = option(None, "Experts of a layer with experts. Default: no layer has any.")
     moe_layer_freq: str | int | list[int] = option(
@@ -104,6 +103,17 @@ class Experts:
     moe_token_dispatcher_type: str = option(
         "allgather",
         "How tokens are brought to experts: allgather or alltoall. A search prices flex, too.",
+        roles=Role.PRICED,
+    )
+    expert_model_parallel_size: int = option(
+        1,
+        "Replicas that share out the experts of a layer and send each other tokens. Divides the number of replicas, "
+        "times --tensor-model-parallel-size over --expert-tensor-parallel-size.",
+        roles=Role.PRICED,
+    )
+    expert_tensor_parallel_size: int | None = option(
+        None,
+        "Tensor ranks that cut each expert. Default, and the only value trained: --tensor-model-parallel-size.",
         roles=Role.PRICED,
     )
     moe_grouped_gemm: bool = switch(

@@ -5,10 +5,9 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ig
 
 # --- refused ----------------------------------------------------------------------------------------------------------
 
-_EXPERTS = "all experts of a layer lie on each rank of its stage; leave the flag out."
+_EXPERTS = "the exchange of tokens does not overlap with computation; leave the flag out."
 _BIAS = "biases of experts are not kept for each weight version; balance by --moe-router-load-balancing-type aux_loss."
 _ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
-_PRICED = Role.PRICED
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
 _OFFLOAD = "a part of the state is not moved to host memory; all of it is with --pipeline-schedule l2l, so use that."
@@ -38,16 +37,6 @@ REFUSED = Group(
     "refused",
     "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
     (
-        refused(
-            "--expert-model-parallel-size",
-            _EXPERTS,
-            takes=None,
-            kind=integer,
-            default=1,
-            neutral=(1,),
-            roles=Role.PRICED,
-        ),
-        refused("--expert-tensor-parallel-size", _EXPERTS, takes=None, kind=integer, neutral=(1,), roles=_PRICED),
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
         *_list(_EXPERTS, "--overlap-moe-expert-parallel-comm"),

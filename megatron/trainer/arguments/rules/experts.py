@@ -112,8 +112,55 @@ def _losses(args: argparse.Namespace) -> None:
         )
 
 
+def _shared_out(args: argparse.Namespace) -> None:
+    """Check that replicas may share out experts. Weights on the host and predictions: `shared_out`."""
+    ep, replicas = args.expert_model_parallel_size, args.data_parallel_size
+    if ep < 1:
+        raise ValueError(f"--expert-model-parallel-size {ep} is below 1; give 1 or more")
+    if args.num_experts % ep:
+        raise ValueError(
+            f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one of them"
+        )
+    if replicas % ep:
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} does not divide the {replicas} replicas, which share out experts; lower "
+            "it, or start more ranks"
+        )
+
+
+def shared_out(args: argparse.Namespace) -> None:
+    """Refuse what does not go with experts that replicas share out. After the rules of schedules."""
+    if args.num_experts is None or args.expert_model_parallel_size == 1:
+        return
+    reason = next((reason for asked, reason in _NOT_SHARED_OUT if asked(args)), None)
+    if reason is not None:
+        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {reason}")
+
+
+_NOT_SHARED_OUT = (
+    (
+        lambda args: args.pipeline_2bw_provisional != "off",
+        "weights are not predicted for experts that replicas share out; leave out --2bw-provisional",
+    ),
+    (
+        lambda args: args.pipeline_schedule == "l2l",
+        "experts that replicas share out are not kept on the host; choose another --pipeline-schedule",
+    ),
+    (
+        lambda args: args.optimizer in ("muon", "lamb"),
+        "experts that replicas share out are stepped by adam and sgd alone; choose one of them by --optimizer",
+    ),
+    (
+        lambda args: args.freeze_training,
+        "a pipeline whose layers freeze has other replicas later, and experts are not dealt out anew; leave out "
+        "--freeze-training",
+    ),
+)
+
+
 def _parallel(args: argparse.Namespace) -> None:
     t = args.tensor_model_parallel_size
+    _shared_out(args)
     if args.moe_token_dispatcher_type == FLEX:
         raise ValueError("--moe-token-dispatcher-type flex needs DeepEP, which is not connected; use alltoall")
     if args.moe_token_dispatcher_type not in DISPATCHERS:

@@ -12,7 +12,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy, weight_polic
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
-from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
 
 
 class CoreUpdate:
@@ -42,7 +42,8 @@ class CoreUpdate:
         self.scheduler = scheduler
         self.weights = weight_policy(weights)
         self.loss_names = loss_names
-        self._inner = single_optimizer(optimizer)
+        chain = optimizers_of(optimizer)
+        self._inner = chain[0] if len(chain) == 1 else optimizer
         self._last_norm: float | None = None  # the norm of the last batch that has stepped
 
     def _connect(

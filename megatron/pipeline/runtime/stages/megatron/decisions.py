@@ -16,7 +16,7 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
-from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 
@@ -46,15 +46,14 @@ class Decisions:
         rank_metrics: Mapping[str, Callable[[], float]] | None,
         per_token: bool = False,
     ) -> None:
-        inner = single_optimizer(optimizer)
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._scaler = getattr(inner, "grad_scaler", None)
+        self._scaler = shared_scaler(optimizer)
         self._world = world
         self._loss_names = loss_names
         self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
         self.rank_metrics = dict(rank_metrics or {})
-        self.clip_grad = inner.config.clip_grad
+        self.clip_grad = optimizers_of(optimizer)[0].config.clip_grad
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
     def begin(self, info: BatchInfo) -> BatchReport:

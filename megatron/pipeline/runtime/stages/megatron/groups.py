@@ -4,7 +4,7 @@ Problem: the chain runs on its own thread, while forwards and backwards use mega
 If two threads used one group, the order of its collectives could differ between ranks.
 
 Solution: duplicates of the groups for the chain. They are built directly on the job's store, under names that all
-members compute alike. Every rank makes its groups in the same order (data, tensor, embedding, world), and only the
+members compute alike. Every rank makes its groups in the same order (data, experts' data, tensor, embedding, world), and only the
 members of a group take part. So start-up cannot deadlock, and its time does not grow with the number of groups.
 """
 
@@ -98,6 +98,7 @@ class ChainGroups:
     """The groups of the chain; None for a group that has one member or to which this rank does not belong."""
 
     data: ChainGroup | None
+    expert_data: ChainGroup | None  # replicas of the same experts; under expert parallelism alone
     tensor: ChainGroup | None
     embedding: ChainGroup | None
     world: ChainGroup | None
@@ -114,6 +115,7 @@ class ChainGroups:
 
         return cls(
             data=duplicate("data", _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
+            expert_data=duplicate("expert_data", _expert_data_ranks()),
             tensor=duplicate("tensor", _ranks(parallel_state.get_tensor_model_parallel_group())),
             embedding=duplicate("embedding", _ranks(parallel_state.get_embedding_group(check_initialized=False))),
             world=duplicate("world", list(range(dist.get_world_size()))),
@@ -121,7 +123,7 @@ class ChainGroups:
 
     def close(self) -> None:
         """End all groups. Call it while drained. Collective over all ranks."""
-        for group in (self.data, self.tensor, self.embedding, self.world):
+        for group in (self.data, self.expert_data, self.tensor, self.embedding, self.world):
             if group is not None:
                 group.close()
 
@@ -129,6 +131,18 @@ class ChainGroups:
 def uses_nccl() -> bool:
     """Whether the collectives of the job use NCCL."""
     return "nccl" in dist.get_backend() and backend.is_cuda()
+
+
+def _expert_data_ranks() -> list[int]:
+    """The ranks that hold the same experts as this one; empty where the replicas do not share out experts."""
+    if not shares_out_experts():
+        return []
+    return _ranks(parallel_state.get_expert_data_parallel_group())
+
+
+def shares_out_experts() -> bool:
+    """Whether ranks share out the experts of a layer, so that their gradients have groups of their own."""
+    return parallel_state.get_expert_model_parallel_world_size() > 1
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -25,6 +25,7 @@ from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
@@ -33,8 +34,12 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 MegatronCoreOptimizer = FP32Optimizer | Float16OptimizerWithFloat16Params | DistributedOptimizer
 
 
-def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
+def steps_parameters_in_place(optimizer: MegatronOptimizer) -> bool:
     """Whether the optimizer steps some of the model's parameters directly, and not masters of them."""
+    return any(map(_steps_in_place, optimizers_of(optimizer)))
+
+
+def _steps_in_place(optimizer: MegatronCoreOptimizer) -> bool:
     if isinstance(optimizer, DistributedOptimizer) or optimizer.is_stub_optimizer:
         return False
     if isinstance(optimizer, FP32Optimizer):
@@ -42,28 +47,42 @@ def steps_parameters_in_place(optimizer: MegatronCoreOptimizer) -> bool:
     return any(optimizer.fp32_from_fp32_groups)
 
 
-def single_optimizer(optimizer: MegatronOptimizer) -> MegatronCoreOptimizer:
-    """The single optimizer of the rank's chunks.
-
-    Raises:
-        ValueError: `optimizer` chains several optimizers.
-    """
-    if not isinstance(optimizer, ChainedOptimizer):
-        return optimizer
-    if len(optimizer.chained_optimizers) != 1:
-        raise ValueError(
-            f"The model needs {len(optimizer.chained_optimizers)} chained optimizers (expert parameters?): the "
-            "pipeline's weight update supports one."
-        )
-    return optimizer.chained_optimizers[0]
+def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronCoreOptimizer]:
+    """The optimizers of the rank's chunks: one, or under expert parallelism that of the experts after the other's."""
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def copy_gradients(optimizer: MegatronCoreOptimizer) -> None:
+def is_distributed(optimizer: MegatronOptimizer) -> bool:
+    """Whether the replicas hold shards of the optimizer's state."""
+    return isinstance(optimizers_of(optimizer)[0], DistributedOptimizer)
+
+
+def shared_scaler(optimizer: MegatronOptimizer) -> MegatronGradScaler | None:
+    """The loss scaler. The optimizers of a chain have one each; from now on they share the first."""
+    first, *others = optimizers_of(optimizer)
+    scaler = getattr(first, "grad_scaler", None)
+    for each in others:
+        each.grad_scaler = scaler
+    return scaler
+
+
+def buffers_of(chunk: DistributedDataParallel) -> list:
+    """DDP's buffers of a chunk: those of experts that ranks share out come last."""
+    return [*chunk.buffers, *chunk.expert_parallel_buffers]
+
+
+def _clear_shards(chunk: DistributedDataParallel, cache: str) -> None:
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        setattr(group, cache, [None] * len(group.buckets))
+
+
+def copy_gradients(optimizer: MegatronOptimizer) -> None:
     """Give the parameters of the optimizer their gradients, in FP32, without a collective."""
-    if isinstance(optimizer, FP32Optimizer):
-        optimizer.prepare_grads()
-    elif not optimizer.is_stub_optimizer:
-        optimizer._copy_model_grads_to_main_grads()
+    for each in optimizers_of(optimizer):
+        if isinstance(each, FP32Optimizer):
+            each.prepare_grads()
+        elif not each.is_stub_optimizer:
+            each._copy_model_grads_to_main_grads()
 
 
 def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
@@ -74,11 +93,12 @@ def masters_of(optimizer: MegatronCoreOptimizer) -> dict[Tensor, Tensor]:
     return {model: master for group in groups for model, master in zip(*group, strict=True)}
 
 
-def gradients_of(optimizer: MegatronCoreOptimizer) -> list[Tensor]:
+def gradients_of(optimizer: MegatronOptimizer) -> list[Tensor]:
     """The gradients of the parameters of the optimizer, without None."""
-    if optimizer.is_stub_optimizer:
-        return []
-    return [param.grad for param in optimizer.get_parameters() if param.grad is not None]
+    params = [
+        param for each in optimizers_of(optimizer) if not each.is_stub_optimizer for param in each.get_parameters()
+    ]
+    return [param.grad for param in params if param.grad is not None]
 
 
 @dataclass(eq=False)
@@ -99,7 +119,7 @@ class CoreGradientBuffers:
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
-        self.buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        self.buffers = [buffer for chunk in chunks for buffer in buffers_of(chunk)]
         self._slots = [self._slot([buffer.grad_data for buffer in self.buffers])]
         self._free = list(self._slots)
         self.shown = self._slots[0]
@@ -150,8 +170,7 @@ class CoreGradientBuffers:
             for bucket in buffer.buckets:
                 bucket.grad_data = bucket_of(flat, bucket)
         for chunk in self._chunks:
-            for group in chunk.bucket_groups:
-                group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+            _clear_shards(chunk, "cached_grad_buffer_shard_list")
         for param, view in slot.views.items():
             param.main_grad = view
         self.shown = slot
@@ -213,7 +232,7 @@ class DistributedSlots:
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
         self._chunks = chunks
         self._names = {param: name for name, param in named_parameters(chunks).items()}
-        self._buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        self._buffers = [buffer for chunk in chunks for buffer in buffers_of(chunk)]
         self._slots = [[buffer.param_data for buffer in self._buffers]]
 
     def make(self) -> dict[str, Tensor]:
@@ -233,8 +252,7 @@ class DistributedSlots:
             for bucket in buffer.buckets:
                 bucket.param_data = bucket_of(flat, bucket)
         for chunk in self._chunks:
-            for group in chunk.bucket_groups:
-                group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+            _clear_shards(chunk, "cached_param_buffer_shard_list")
 
 
 def separate_masters(optimizer: DistributedOptimizer, *, share_storage: bool) -> None:
@@ -266,7 +284,7 @@ class Slots(Protocol):
 
 def weight_versions(
     chunks: list[DistributedDataParallel],
-    optimizer: MegatronCoreOptimizer,
+    optimizer: MegatronOptimizer,
     *,
     window: int,
     first_version: int = 0,
@@ -276,8 +294,10 @@ def weight_versions(
 
     `slots`: the flat buffers of the weights, for another optimizer; None: weights lie in tensors of their own.
     """
-    if isinstance(optimizer, DistributedOptimizer):
-        separate_masters(optimizer, share_storage=window == 1)
+    if is_distributed(optimizer):
+        for each in optimizers_of(optimizer):
+            if not each.is_stub_optimizer:
+                separate_masters(each, share_storage=window == 1)
         slots = DistributedSlots(chunks)
     return WeightVersions(
         named_parameters(chunks),

@@ -30,16 +30,22 @@ from megatron import backend
 from megatron.backend.streams import streams_of
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, ChainGroups, uses_nccl
+from megatron.pipeline.runtime.stages.megatron.groups import (
+    ChainGroup,
+    ChainGroups,
+    shares_out_experts,
+    uses_nccl,
+)
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     GradientSlot,
-    MegatronCoreOptimizer,
     bucket_of,
+    is_distributed,
     named_parameters,
+    optimizers_of,
 )
 from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
@@ -63,13 +69,14 @@ class GradientReduction:
     def __init__(
         self,
         chunks: list[DistributedDataParallel],
-        optimizer: MegatronCoreOptimizer,
+        optimizer: MegatronOptimizer,
         buffers: Sequence[Any],
         groups: ChainGroups,
     ) -> None:
         self._optimizer = optimizer
-        self._distributed = isinstance(optimizer, DistributedOptimizer)
+        self._distributed = is_distributed(optimizer)
         self._buffers = buffers
+        self._of_experts = {id(buffer) for chunk in chunks for buffer in chunk.expert_parallel_buffers}
         self._groups = groups
         self._embeddings = tied_embeddings(chunks)
         summed, averaged = tensor_parallel_parameters(chunks)
@@ -79,10 +86,13 @@ class GradientReduction:
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
+        Experts that ranks share out have gradients of the tokens of all ranks that share, so these are summed over
+        the ranks with the same experts alone, and the factor of their buffers is that of all replicas, too.
+
         With the distributed optimizer only this rank's shards are valid afterwards.
         """
-        group = self._groups.data
         for buffer, flat in zip(self._buffers, slot.flats, strict=True):
+            group = self._groups.expert_data if id(buffer) in self._of_experts else self._groups.data
             if buffer.gradient_scaling_factor != 1.0:
                 flat.mul_(buffer.gradient_scaling_factor)
             if group is None:
@@ -191,11 +201,19 @@ class GradientReduction:
             if param_is_not_shared(param) and param_is_not_tensor_parallel_duplicate(param)
         ]
         self._ranges = {}
-        if self._distributed and not self._optimizer.is_stub_optimizer:
-            for param in self._optimizer.model_param_gbuf_map:
-                self._ranges[param] = self._optimizer._get_model_param_range_map(param)["param"]
-        replica = 0 if self._groups.data is None or self._distributed else self._groups.data.rank
-        return params if replica == 0 else []
+        for optimizer in optimizers_of(self._optimizer) if self._distributed else ():
+            for param in () if optimizer.is_stub_optimizer else optimizer.model_param_gbuf_map:
+                self._ranges[param] = optimizer._get_model_param_range_map(param)["param"]
+        return params if self._distributed else [param for param in params if self._is_first_replica(param)]
+
+    def _is_first_replica(self, param: Parameter) -> bool:
+        group = self._groups.data if is_dense(param) else self._groups.expert_data
+        return group is None or group.rank == 0
+
+
+def is_dense(param: Parameter) -> bool:
+    """Whether each replica has the parameter: it belongs to no expert that ranks share out."""
+    return getattr(param, "allreduce", True)
 
 
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
@@ -269,6 +287,8 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
         world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
     _warm_up_context_group()
+    if shares_out_experts():
+        _warm_up_expert_groups()
     dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
@@ -299,6 +319,21 @@ def _warm_up_context_group() -> None:
         dist.reduce_scatter_tensor(share, whole, group=group)
         dist.all_to_all_single(whole, whole.clone(), group=group)
     dist.all_reduce(_probe(_BYTES[0], 1), group=group)
+
+
+def _warm_up_expert_groups() -> None:
+    """Send tokens as dispatchers do: over the ranks that share out experts, and over these and their tensor ranks."""
+    for group in (
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_and_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    ):
+        for num_bytes in probes():
+            whole = _probe(num_bytes, group.size())
+            share = whole.chunk(group.size())[group.rank()].clone()
+            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+            dist.all_gather_into_tensor(whole, share, group=group)
+            dist.reduce_scatter_tensor(share, whole, group=group)
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

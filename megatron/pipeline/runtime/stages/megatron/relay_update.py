@@ -44,7 +44,7 @@ from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
 from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
-from megatron.pipeline.runtime.stages.megatron.groups import uses_nccl
+from megatron.pipeline.runtime.stages.megatron.groups import shares_out_experts, uses_nccl
 from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, masters_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up_common
@@ -175,6 +175,10 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     def _check(self, chunks: Sequence[RelayChunk]) -> None:
         if isinstance(self._inner, DistributedOptimizer):
             raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
+        if shares_out_experts():
+            raise ValueError(
+                "Experts that ranks share out are not kept on the host: set the size of their parallelism to 1."
+            )
         for chunk in chunks:
             if chunk.ddp_config.average_in_collective:
                 raise ValueError(

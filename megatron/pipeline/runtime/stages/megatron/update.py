@@ -22,16 +22,19 @@ from megatron import backend
 from megatron.backend.streams import Milestone, streams_of
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
+from megatron.pipeline.runtime.stages.megatron.groups import shares_out_experts
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
     LayersOfParameters,
     copy_gradients,
     gradients_of,
+    is_distributed,
+    optimizers_of,
+    shared_scaler,
     steps_parameters_in_place,
     weight_versions,
 )
@@ -109,7 +112,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         CoreUpdate.__init__(self, optimizer, scheduler, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         rule = self.weights
-        self._scaler = getattr(self._inner, "grad_scaler", None)
+        self._scaler = shared_scaler(self._inner)
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._per_token = chunks[0].config.calculate_per_token_loss
@@ -143,14 +146,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
         self._scales = self._decisions.scales
         self._layers = layers
-        shards = isinstance(self._inner, DistributedOptimizer)
+        shards = is_distributed(self._inner)
         warm_up(
             chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
             owners=self._owners, reduces_partial=self.reduces_partial,
         )  # fmt: skip
-        optimizer = getattr(self._inner, "optimizer", None)
-        if isinstance(optimizer, Muon):
-            optimizer.orthogonalization.warm_up(probes(), backend.device())
+        for optimizer in (getattr(each, "optimizer", None) for each in optimizers_of(self._inner)):
+            if isinstance(optimizer, Muon):
+                optimizer.orthogonalization.warm_up(probes(), backend.device())
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -163,8 +166,11 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 raise ValueError(
                     "average_in_collective is not supported: the chain sums gradients over replicas, so turn it off."
                 )
-            if chunk.expert_parallel_buffers:
-                raise ValueError("Expert parallelism is not supported: set its size to 1.")
+        if self.weights.predicts and shares_out_experts():
+            raise ValueError(
+                "Weights are not predicted where ranks share out experts, whose gradients come from the microbatches of "
+                "several replicas: set the size of expert parallelism to 1, or do not predict."
+            )
         if self._single_gradient_buffer and self.weights.predicts:
             raise ValueError(
                 "A single gradient buffer cannot be combined with predicted weights, which read the gradients that it "
@@ -335,7 +341,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     @property
     def replicas_predict_apart(self) -> bool:
         """Whether each replica predicts from its own gradients, so that predicted weights differ between replicas."""
-        shares = isinstance(self._inner, DistributedOptimizer) or self._owners is not None
+        shares = is_distributed(self._inner) or self._owners is not None
         return self._prediction is not None and self.reads_gradients and not shares and not self._prediction.reduces
 
     def versions_of(self, stage: int) -> WeightVersions:

@@ -91,6 +91,7 @@ class Case:
     provisional_microbatches: int | None = None  # per replica, that each stage's prediction reads
     reduce_partial: bool = False
     experts: int = 0  # of each layer, of which two compute a token; not with biases
+    e: int = 1  # ranks that share out the experts of a layer, of those with other replicas
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     attention: tuple[tuple[str, object], ...] = ()  # fields of latents, windows, sinks, gates and YaRN
@@ -195,6 +196,7 @@ def _experts(case: Case) -> dict:
         "moe_aux_loss_coeff": 0.0 if case.balancing in ("none", "sinkhorn") else 0.5,  # large, so that it is missed
         "moe_z_loss_coeff": 0.1,
         "expert_tensor_parallel_size": case.t,
+        "expert_model_parallel_size": case.e,
         **dict(case.router),
     }
 
@@ -279,6 +281,11 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
         if "layers" in parts and parts[0] != "mtp":
             position = parts.index("layers") + 1
             parts[position] = str(getattr(model, parts[0]).layers[int(parts[position])].layer_number)
+        if "local_experts" in parts:
+            position = parts.index("local_experts") + 1
+            first = parallel_state.get_expert_model_parallel_rank() * model.config.num_moe_experts
+            first //= model.config.expert_model_parallel_size
+            parts[position] = str(first + int(parts[position]))
         name = ".".join(parts).removeprefix("lm_head.")  # where megatron.core's T5 names its output layer first
         for inside, alone in _NORMS_OF_ENGINE.items():
             name = name.replace(inside, alone)
@@ -400,6 +407,7 @@ def parallel(case: Case):
         case.p,
         case.v if case.v > 1 else None,
         context_parallel_size=case.cp,
+        expert_model_parallel_size=case.e,
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)

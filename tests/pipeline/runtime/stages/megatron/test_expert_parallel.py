@@ -1,0 +1,67 @@
+"""Ranks share out the experts of a layer, and train as one process that has all of them."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron import backend
+
+backend.install()
+
+from tests.pipeline.runtime.stages.megatron.megatron_cases import Deviation
+from tests.pipeline.runtime.stages.megatron.test_experts import CAPACITY, EXPERTS, FLUSH, TWO_BW
+from tests.pipeline.runtime.stages.megatron.test_update import FP16, Outcomes, Row, check, marked
+
+ALL_TO_ALL = ("moe_token_dispatcher_type", "alltoall")
+SHARED = {"e": 2, "clip": 0.5}  # clipping, so that each weight depends on the norm of all gradients
+TWICE, FOUR, ALONE = (2, 1, 2), (1, 1, 4), (1, 1, 2)
+NEAR = Deviation(loss=1e-7, norm=1e-6, newest=2e-6, older=2e-6)
+"""Replicas add up in another order."""
+WIDE = Deviation(loss=2e-7, norm=5e-6, newest=2e-5, older=2e-5)
+"""Tensor ranks split every product."""
+ROUNDED = Deviation(loss=1e-2, norm=3e-2, newest=3e-2, older=3e-2)
+"""Weights are rounded to 8 or 11 bits after each step."""
+
+TABLE = {
+    "flush": Row(FLUSH | SHARED, layouts=(TWICE,), allowed=NEAR),
+    "2bw": Row(TWO_BW | SHARED | {"router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, distributed optimizer": Row(
+        TWO_BW | SHARED | {"router": (ALL_TO_ALL,), "distributed_optimizer": True}, layouts=(TWICE, FOUR), allowed=NEAR),
+    "flush, two copies of each expert": Row(FLUSH | SHARED, layouts=(FOUR,), allowed=NEAR),
+    "flush, tensor ranks": Row(
+        FLUSH | SHARED | {"router": (ALL_TO_ALL,), "sequence_parallel": True}, layouts=((1, 2, 2),), allowed=WIDE
+    ),
+    "2bw, tensor ranks, allgather, distributed optimizer": Row(
+        TWO_BW | SHARED | {"sequence_parallel": True, "distributed_optimizer": True}, layouts=((1, 2, 2),), allowed=WIDE
+    ),
+    "gpipe": Row(FLUSH | SHARED | {"schedule": "gpipe"}, layouts=(TWICE,), allowed=NEAR),
+    "interleaved": Row(FLUSH | SHARED | {"schedule": "interleaved", "v": 2}, layouts=(TWICE,), allowed=NEAR),
+    "zb-h1": Row(FLUSH | SHARED | {"schedule": "zb-h1"}, layouts=(TWICE,), allowed=NEAR),
+    "zbv": Row(FLUSH | SHARED | {"schedule": "zbv", "v": 2, "router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, recompute instructions": Row(TWO_BW | SHARED | {"recompute": True}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, full recompute": Row(
+        TWO_BW | SHARED | {"recompute_granularity": "full", "router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, one gradient buffer": Row(TWO_BW | {"e": 2, "single_gradient_buffer": True}, layouts=(ALONE,), allowed=NEAR),
+    "2bw, capacity": Row(
+        TWO_BW | SHARED | {"router": (*CAPACITY, ALL_TO_ALL)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, bf16": Row(
+        TWO_BW | SHARED | {"dtype": "bfloat16", "router": (("moe_router_dtype", "fp32"), ALL_TO_ALL)},
+        layouts=(TWICE,), allowed=ROUNDED,
+    ),
+    "2bw, fp16, two overflows": Row(
+        FP16 | EXPERTS | {"e": 2, "batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2},
+        layouts=(ALONE,), allowed=ROUNDED,
+    ),
+}  # fmt: skip
+FULL = TABLE.keys() - {"flush", "2bw, distributed optimizer", "flush, tensor ranks"}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return Outcomes(TABLE)
+
+
+@pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
+def test_training_equals_one_process(outcomes, name, layout):
+    """Losses, norms and weights are those of a plain loop on one rank, which has all experts."""
+    check(outcomes[name, layout], TABLE[name].allowed)

@@ -1,0 +1,58 @@
+"""Runs whose replicas share out experts: checkpoints go on at other degrees with all of the optimizer's state."""
+
+import pytest
+
+from tests.trainer.arguments.command_line import arguments
+from tests.trainer.run.run_case import table, train
+from tests.trainer.run.test_experts import DEEP, EXPERTS, SMOOTH, numbers
+
+FLAT, ALL = "--pipeline-model-parallel-size 1", "--expert-model-parallel-size 4"
+SHARED = "--expert-model-parallel-size 2"
+SHARDS = "--use-distributed-optimizer"
+TOKENS = "--moe-token-dispatcher-type alltoall"
+FLAGS = f"{EXPERTS} {SMOOTH} --pipeline-schedule 2bw"
+
+RESUMED = {  # ranks and flags of the writer and of the reader
+    "of one rank by two": (1, "", 2, f"{FLAT} {SHARED}"),
+    "of two ranks by one": (2, f"{FLAT} {SHARED}", 1, ""),
+    "of shards by stages": (4, f"{DEEP} {SHARED} {SHARDS}", 2, f"{DEEP} {SHARDS}"),
+    "of stages by shards": (2, f"{DEEP} {SHARDS}", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "by twice as many": (2, f"{FLAT} {SHARED} {SHARDS}", 4, f"{FLAT} {ALL} {SHARDS} {TOKENS}"),
+    "by copies": (4, f"{FLAT} {ALL} {SHARDS}", 4, f"{FLAT} {SHARED} {SHARDS}"),
+}
+
+
+@table(("writers", "written", "readers", "read"), RESUMED, usual=2)
+def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, readers, read):
+    """Weights and moments of experts, in both versions of 2bw: losses are those of a run that was not stopped."""
+    whole = train(writers, f"{FLAGS} {written}")
+    train(writers, f"{FLAGS} {written} --save {tmp_path} --exit-interval 3")
+    found = numbers(train(readers, f"{FLAGS} {read} --load {tmp_path}"))
+    for name, expected in numbers(whole).items():
+        assert found[name] == pytest.approx(expected[3:], rel=2e-6, abs=0.0)
+
+
+TWO = "--num-experts 4 --expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--num-experts 4 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 is below 1; give 1"),
+        ("--expert-model-parallel-size 2", "is given, and --num-experts is not; give both, or neither"),
+        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
+        (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 replicas, which share out experts"),
+        (f"{TWO} --expert-tensor-parallel-size 2", "differs from --tensor-model-parallel-size 1; leave it out"),
+        (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
+        (
+            f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw --2bw-provisional uniform "
+            "--2bw-provisional-microbatches 1 --global-batch-size 8",
+            "weights are not predicted for experts that replicas share out; leave out",
+        ),
+        (f"{TWO} --optimizer muon", "are stepped by adam and sgd alone; choose one"),
+    ],
+)
+def test_what_is_refused(flags, reason):
+    with pytest.raises(ValueError) as refused:
+        arguments(flags, world_size=4)
+    assert reason in str(refused.value)
