@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
+from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state, expert_tensor_size
 from megatron.trainer.arguments.rules.stages import layer_split
 
 
@@ -47,7 +47,7 @@ def _experts(args: TrainConfig) -> dict[str, object]:
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": factors[0] if len(kinds) == 1 else [*factors, *[0.0] * (len(kinds) - len(factors))],
         "expert_model_parallel_size": args.expert_model_parallel_size,
-        "expert_tensor_parallel_size": args.tensor_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_size(args),
         **{name: getattr(args, name) for name in same},
     }
 

@@ -24,7 +24,13 @@ from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_
 from megatron.planner.memory.architecture import Decoder, ExpertDegrees, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
+from megatron.trainer.arguments.flags.config import (
+    TrainConfig,
+    choice_of,
+    expert_tensor_size,
+    num_expert_replicas,
+    num_replicas,
+)
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
@@ -198,7 +204,7 @@ def gathers_keys(args: TrainConfig | argparse.Namespace) -> bool:
 def _expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
     if args.num_experts is None or args.expert_model_parallel_size == 1:
         return None
-    return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=args.tensor_model_parallel_size)
+    return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=expert_tensor_size(args))
 
 
 def training_state(args: TrainConfig) -> TrainingState:
@@ -210,7 +216,7 @@ def training_state(args: TrainConfig) -> TrainingState:
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=num_replicas(args),
-        expert_data=num_replicas(args) // args.expert_model_parallel_size,
+        expert_data=num_expert_replicas(args),
         muon=_muon(args) if args.optimizer == "muon" else None,
     )
 

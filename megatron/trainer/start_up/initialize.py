@@ -25,7 +25,7 @@ from megatron.pipeline.start_up.late_weights import (
     installed_version,
 )
 from megatron.trainer.arguments import Platform
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.plan.arrangement import arranged, arrangement_to_begin_with, first_arrangement
 from megatron.trainer.ranks import set_seeds
@@ -98,6 +98,7 @@ def make_groups(args: TrainConfig) -> None:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_size(args),
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order="tp-cp-ep-pp-dp" if arrangement is not None and arrangement.pipelines_in_a_row else "tp-cp-ep-dp-pp",
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, rank_of_stage, args.schedule.tied_stage),

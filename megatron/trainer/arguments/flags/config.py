@@ -125,6 +125,17 @@ def num_replicas(args: TrainConfig | argparse.Namespace) -> int:
     return args.data_parallel_size * args.context_parallel_size
 
 
+def expert_tensor_size(args: TrainConfig | argparse.Namespace) -> int:
+    """The tensor ranks that cut each expert."""
+    return args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+
+
+def num_expert_replicas(args: TrainConfig | argparse.Namespace) -> int:
+    """The ranks with the same experts."""
+    ranks = num_replicas(args) * args.tensor_model_parallel_size
+    return ranks // (expert_tensor_size(args) * args.expert_model_parallel_size)
+
+
 # --- the pipeline -----------------------------------------------------------------------------------------------------
 
 

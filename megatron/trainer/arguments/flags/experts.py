@@ -107,13 +107,13 @@ class Experts:
     )
     expert_model_parallel_size: int = option(
         1,
-        "Replicas that share out the experts of a layer and send each other tokens. Divides the number of replicas, "
-        "times --tensor-model-parallel-size over --expert-tensor-parallel-size.",
+        "Ranks that share out the experts of a layer and send each other tokens. Divides the number of replicas, times "
+        "--tensor-model-parallel-size over --expert-tensor-parallel-size.",
         roles=Role.PRICED,
     )
     expert_tensor_parallel_size: int | None = option(
         None,
-        "Tensor ranks that cut each expert. Default, and the only value trained: --tensor-model-parallel-size.",
+        "Tensor ranks that cut each expert: all of them, the default, or 1, so that they share out whole experts, too.",
         roles=Role.PRICED,
     )
     moe_grouped_gemm: bool = switch(

@@ -3,6 +3,7 @@
 import argparse
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
+from megatron.trainer.arguments.flags.config import expert_tensor_size, num_replicas
 from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
 from megatron.trainer.arguments.flags.specification import name_of
 
@@ -113,18 +114,27 @@ def _losses(args: argparse.Namespace) -> None:
 
 
 def _shared_out(args: argparse.Namespace) -> None:
-    """Check that replicas may share out experts. Weights on the host and predictions: `shared_out`."""
-    ep, replicas = args.expert_model_parallel_size, args.data_parallel_size
+    """Check that ranks may share out experts. Weights on the host and predictions: `shared_out`."""
+    ep, t, cut = args.expert_model_parallel_size, args.tensor_model_parallel_size, expert_tensor_size(args)
     if ep < 1:
         raise ValueError(f"--expert-model-parallel-size {ep} is below 1; give 1 or more")
     if args.num_experts % ep:
         raise ValueError(
             f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one"
         )
-    if replicas % ep:
+    if cut not in (1, t):
         raise ValueError(
-            f"--expert-model-parallel-size {ep} does not divide the {replicas} replicas, which share out experts; "
-            "lower it, or start more ranks"
+            f"--expert-tensor-parallel-size {cut} is neither 1 nor --tensor-model-parallel-size {t}; give one of them"
+        )
+    if cut != t and ep == 1:
+        raise ValueError(
+            f"--expert-tensor-parallel-size {cut} gives each of the {t} tensor ranks experts of its own, which only "
+            "--expert-model-parallel-size above 1 does; raise the latter, or leave the former out"
+        )
+    if num_replicas(args) * t % (cut * ep):
+        raise ValueError(
+            f"--expert-model-parallel-size {ep} does not divide the {num_replicas(args) * t // cut} ranks of a stage "
+            "that share out experts; lower it, or start more ranks"
         )
 
 
@@ -167,11 +177,6 @@ def _parallel(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is none of {' and '.join(DISPATCHERS)}"
         )
-    if args.expert_tensor_parallel_size not in (None, t):
-        raise ValueError(
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} differs from "
-            f"--tensor-model-parallel-size {t}; leave it out"
-        )
     if t > 1 and not args.sequence_parallel:
         raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel; add it")
     if t > 1 and args.add_bias_linear:
@@ -179,7 +184,7 @@ def _parallel(args: argparse.Namespace) -> None:
             "experts with --tensor-model-parallel-size above 1 have no biases in megatron.core; add "
             "--disable-bias-linear"
         )
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+    for name, cut in (("moe_ffn_hidden_size", expert_tensor_size(args)), ("moe_shared_expert_intermediate_size", t)):
         width = getattr(args, name)
-        if width is not None and width % t:
-            raise ValueError(f"{name_of(name)} {width} is not divisible by --tensor-model-parallel-size {t}")
+        if width is not None and width % cut:
+            raise ValueError(f"{name_of(name)} {width} is not divisible by --tensor-model-parallel-size {cut}")

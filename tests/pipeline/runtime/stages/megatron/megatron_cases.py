@@ -33,6 +33,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     forward_step,
     global_names,
     gpt_model,
+    is_cut,
     microbatch_data,
     own_stages,
     parallel,
@@ -140,7 +141,7 @@ def full_tensors(case: Case, model: GPTModel, values: dict[str, torch.Tensor] | 
     result = {}
     for name, param in global_names(model).items():
         value = (param.data if values is None else values[local[param]]).detach().float().clone()
-        if getattr(param, "tensor_model_parallel", False) and case.t > 1:
+        if is_cut(case, name, param):
             parts = [torch.empty_like(value) for _ in range(case.t)]
             torch.distributed.all_gather(parts, value, group=group)
             if case.swiglu and "linear_fc1" in name:

@@ -92,6 +92,7 @@ class Case:
     reduce_partial: bool = False
     experts: int = 0  # of each layer, of which two compute a token; not with biases
     e: int = 1  # ranks that share out the experts of a layer, of those with other replicas
+    cut_experts: bool = True  # tensor ranks cut each expert; else they share out whole experts
     balancing: str = "aux_loss"  # --moe-router-load-balancing-type
     router: tuple[tuple[str, object], ...] = ()  # further fields of the configuration
     attention: tuple[tuple[str, object], ...] = ()  # fields of latents, windows, sinks, gates and YaRN
@@ -195,7 +196,7 @@ def _experts(case: Case) -> dict:
         "moe_router_load_balancing_type": case.balancing,
         "moe_aux_loss_coeff": 0.0 if case.balancing in ("none", "sinkhorn") else 0.5,  # large, so that it is missed
         "moe_z_loss_coeff": 0.1,
-        "expert_tensor_parallel_size": case.t,
+        "expert_tensor_parallel_size": case.t if case.cut_experts else 1,
         "expert_model_parallel_size": case.e,
         **dict(case.router),
     }
@@ -297,7 +298,7 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
 
 def full_weight(case: Case, name: str, param: torch.nn.Parameter) -> torch.Tensor:
     shape = list(param.shape)
-    if getattr(param, "tensor_model_parallel", False):
+    if is_cut(case, name, param):
         shape[param.partition_dim] *= case.t
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
@@ -305,9 +306,15 @@ def full_weight(case: Case, name: str, param: torch.nn.Parameter) -> torch.Tenso
     return 1 + noise if is_norm_weight else noise
 
 
+def is_cut(case: Case, name: str, param: torch.nn.Parameter) -> bool:
+    """Whether each tensor rank holds a part of the parameter."""
+    is_whole = "local_experts" in name and not case.cut_experts
+    return getattr(param, "tensor_model_parallel", False) and case.t > 1 and not is_whole
+
+
 def shard(case: Case, name: str, param: torch.nn.Parameter, full: torch.Tensor) -> torch.Tensor:
     """The part of a full tensor that this tensor rank holds; for a gated MLP of each of its halves."""
-    if not getattr(param, "tensor_model_parallel", False) or case.t == 1:
+    if not is_cut(case, name, param):
         return full
     rank = parallel_state.get_tensor_model_parallel_rank()
     if case.swiglu and "linear_fc1" in name:
@@ -408,6 +415,7 @@ def parallel(case: Case):
         case.v if case.v > 1 else None,
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.e,
+        expert_tensor_parallel_size=case.t if case.cut_experts else 1,
         get_embedding_ranks=lambda ranks: embedding_ranks(ranks, placement),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(123)

@@ -14,6 +14,7 @@ from tests.pipeline.runtime.stages.megatron.test_update import FP16, Outcomes, R
 
 ALL_TO_ALL = ("moe_token_dispatcher_type", "alltoall")
 SHARED = {"e": 2, "clip": 0.5}  # clipping, so that each weight depends on the norm of all gradients
+SEQUENCES = {"cp": 2, "token_form": True, "lr": 1e-3}
 TWICE, FOUR, ALONE = (2, 1, 2), (1, 1, 4), (1, 1, 2)
 NEAR = Deviation(loss=1e-7, norm=1e-6, newest=2e-6, older=2e-6)
 """Replicas add up in another order."""
@@ -34,6 +35,20 @@ TABLE = {
     ),
     "2bw, tensor ranks, allgather, distributed optimizer": Row(
         TWO_BW | SHARED | {"sequence_parallel": True, "distributed_optimizer": True}, layouts=((1, 2, 2),), allowed=WIDE
+    ),
+    "2bw, tensor ranks share out whole experts": Row(
+        TWO_BW | SHARED | {"router": (ALL_TO_ALL,), "sequence_parallel": True, "cut_experts": False},
+        layouts=((1, 2, 1), (1, 2, 2)), allowed=WIDE,
+    ),
+    "flush, whole experts, allgather, distributed optimizer": Row(
+        FLUSH | SHARED | {"e": 4, "sequence_parallel": True, "cut_experts": False, "distributed_optimizer": True},
+        layouts=((1, 2, 2), (1, 2, 4)), allowed=WIDE,
+    ),
+    "2bw, ranks share sequences and experts": Row(
+        TWO_BW | SHARED | {"router": (ALL_TO_ALL,)} | SEQUENCES, layouts=((1, 1, 1), (1, 1, 2), (2, 1, 1)), allowed=NEAR,
+    ),
+    "flush, sequences and experts, distributed optimizer": Row(
+        FLUSH | SHARED | {"distributed_optimizer": True} | SEQUENCES, layouts=((1, 1, 2),), allowed=NEAR,
     ),
     "gpipe": Row(FLUSH | SHARED | {"schedule": "gpipe"}, layouts=(TWICE,), allowed=NEAR),
     "interleaved": Row(FLUSH | SHARED | {"schedule": "interleaved", "v": 2}, layouts=(TWICE,), allowed=NEAR),

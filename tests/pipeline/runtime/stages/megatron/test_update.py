@@ -86,7 +86,8 @@ def reference_key(case: cases.Case) -> cases.Case:
     """The case of which this one is a layout."""
     kept = case.p if case.schedule == "pipedream" else 1  # its delays depend on the pipeline
     return replace(
-        case, p=kept, t=1, cp=1, e=1, exchange="all_gather", sequence_parallel=False, distributed_optimizer=False,
+        case, p=kept, t=1, cp=1, e=1, cut_experts=True, exchange="all_gather", sequence_parallel=False,
+        distributed_optimizer=False,
         recompute=False, drains=(), engine=False, puts_off=False, fused=False,
     )  # fmt: skip
 
