@@ -119,12 +119,12 @@ def _shared_out(args: argparse.Namespace) -> None:
         raise ValueError(f"--expert-model-parallel-size {ep} is below 1; give 1 or more")
     if args.num_experts % ep:
         raise ValueError(
-            f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one of them"
+            f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one"
         )
     if replicas % ep:
         raise ValueError(
-            f"--expert-model-parallel-size {ep} does not divide the {replicas} replicas, which share out experts; lower "
-            "it, or start more ranks"
+            f"--expert-model-parallel-size {ep} does not divide the {replicas} replicas, which share out experts; "
+            "lower it, or start more ranks"
         )
 
 

@@ -4,8 +4,9 @@ Problem: the chain runs on its own thread, while forwards and backwards use mega
 If two threads used one group, the order of its collectives could differ between ranks.
 
 Solution: duplicates of the groups for the chain. They are built directly on the job's store, under names that all
-members compute alike. Every rank makes its groups in the same order (data, experts' data, tensor, embedding, world), and only the
-members of a group take part. So start-up cannot deadlock, and its time does not grow with the number of groups.
+members compute alike. Every rank makes its groups in the same order (data, experts' data, tensor, embedding, world),
+and only the members of a group take part. So start-up cannot deadlock, and its time does not grow with the number of
+groups.
 """
 
 from collections import Counter

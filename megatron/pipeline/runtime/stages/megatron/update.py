@@ -166,7 +166,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 )
         if self.weights.predicts and shares_out_experts():
             raise ValueError(
-                "Weights are not predicted where ranks share out experts, whose gradients come from the microbatches of "
+                "Weights are not predicted where ranks share out experts, whose gradients come from microbatches of "
                 "several replicas: set the size of expert parallelism to 1, or do not predict."
             )
         if self._single_gradient_buffer and self.weights.predicts:
