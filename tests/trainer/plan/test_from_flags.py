@@ -84,9 +84,9 @@ def job(flags: str = "") -> Job:
     return Job.read(f"{WORDS} {flags}".split(), architecture="gpt", platform=ENGINE)
 
 
-@pytest.mark.parametrize("flags", ["--context-parallel-size 2", "--num-experts 4 --expert-model-parallel-size 2"])
+@pytest.mark.parametrize("flags", ["--context-parallel-size 2"])
 def test_the_trainer_refuses_them(flags):
-    with pytest.raises(ValueError, match=r"not supported|all experts of a layer lie on each rank"):
+    with pytest.raises(ValueError, match="not supported"):
         parse_args(f"{WORDS} {flags}".split())
 
 
