@@ -328,31 +328,25 @@ def regrouped(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
     Where replicas share out experts, megatron.core has a second optimizer for them. Tensors come in the form of
     `optimizer`, since they have names, and numbers in the form of the checkpoint.
     """
-    chain, is_chain = optimizers_of(optimizer), 0 in loaded and len(loaded[0]) > 0
-    saved = loaded if not is_chain else loaded[0]
-    if len(chain) == 1:
-        if not is_chain:
-            return loaded
-        own = {name: value for name, value in loaded.items() if not isinstance(name, int)}
-        return _with_groups_of(_over(loaded[0], own), chain[0])
+    chain = optimizers_of(optimizer)
     numbers = {name: value for name, value in loaded.items() if not isinstance(name, int)}
+    if len(chain) == 1:
+        return _with_groups_of(loaded[0], numbers, optimizer=chain[0]) if 0 in loaded else loaded
     if not numbers:
         return loaded
-    assert saved
     return {
-        number: _with_groups_of(_over(copy.deepcopy(numbers), loaded.get(number, {})), each)
-        for number, each in enumerate(chain)
+        number: _with_groups_of(numbers, loaded.get(number, {}), optimizer=each) for number, each in enumerate(chain)
     }
 
 
-def _with_groups_of(state: StateDict, optimizer: MegatronOptimizer) -> StateDict:
-    """The state with the groups that `optimizer` has, and the numbers of the state's groups."""
-    own = optimizer.state_dict()
-    own_groups, plain = own.get("optimizer", own)["param_groups"], state.get("optimizer", state)
-    found = {_kind(group): group for group in plain["param_groups"]}
-    plain["param_groups"] = [
+def _with_groups_of(saved: StateDict, own: StateDict, *, optimizer: MegatronOptimizer) -> StateDict:
+    """The state `own`, with what it lacks from `saved`, and with the saved group for each group of `optimizer`."""
+    saved = copy.deepcopy(saved)
+    state, current = _over(saved, own), optimizer.state_dict()
+    found = {_kind(group): group for group in saved.get("optimizer", saved)["param_groups"]}
+    state.get("optimizer", state)["param_groups"] = [
         {**found[_kind(each)], **{name: each[name] for name in ("params", "is_expert_parallel") if name in each}}
-        for each in own_groups
+        for each in current.get("optimizer", current)["param_groups"]
     ]
     return state
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.planner import Configuration, Recompute
 from megatron.planner.memory.architecture import Experts
-from megatron.trainer.arguments import Platform, parse_args
+from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
@@ -82,11 +82,6 @@ WORDS = (
 
 def job(flags: str = "") -> Job:
     return Job.read(f"{WORDS} {flags}".split(), architecture="gpt", platform=ENGINE)
-
-
-def test_the_trainer_refuses_them():
-    with pytest.raises(ValueError, match=r"all experts of a layer lie on each rank"):
-        parse_args(f"{WORDS} --num-experts 4 --expert-model-parallel-size 2".split())
 
 
 def test_a_job_without_them_is_as_before():

@@ -38,7 +38,7 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--num-experts 4 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 is below 1; give 1"),
+        ("--num-experts 4 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 must be"),
         ("--expert-model-parallel-size 2", "is given, and --num-experts is not; give both, or neither"),
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 replicas, which share out experts"),

@@ -15,7 +15,12 @@ def experts(args: argparse.Namespace) -> None:
     args.num_experts = args.num_experts or None
     if args.num_experts is None:
         lone = next(
-            (flag.name for flag in EXPERTS.flags if flag.dest in args.given and flag.dest != "num_experts"), None
+            (
+                flag.name
+                for flag in EXPERTS.flags
+                if flag.dest in args.given and flag.dest != "num_experts" and not _is_neutral(args, flag.dest)
+            ),
+            None,
         )
         if lone is not None:
             raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
@@ -26,6 +31,11 @@ def experts(args: argparse.Namespace) -> None:
     _parallel(args)
     if args.elastic_pipeline:
         raise ValueError("--elastic-pipeline: layers with experts are not moved to another pipeline; leave it out")
+
+
+def _is_neutral(args: argparse.Namespace, name: str) -> bool:
+    """Whether the flag asks for nothing: scripts for models without experts give degrees of 1."""
+    return name in ("expert_model_parallel_size", "expert_tensor_parallel_size") and getattr(args, name) == 1
 
 
 def moved_activations(args: argparse.Namespace) -> None:
@@ -116,8 +126,6 @@ def _losses(args: argparse.Namespace) -> None:
 def _shared_out(args: argparse.Namespace) -> None:
     """Check that ranks may share out experts. Weights on the host and predictions: `shared_out`."""
     ep, t, cut = args.expert_model_parallel_size, args.tensor_model_parallel_size, expert_tensor_size(args)
-    if ep < 1:
-        raise ValueError(f"--expert-model-parallel-size {ep} is below 1; give 1 or more")
     if args.num_experts % ep:
         raise ValueError(
             f"--num-experts {args.num_experts} is not divisible by --expert-model-parallel-size {ep}; change one"

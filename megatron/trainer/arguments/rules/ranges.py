@@ -78,6 +78,8 @@ RANGES = (
             "num_classes",
             "moe_ffn_hidden_size",
             "moe_shared_expert_intermediate_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
             "moe_router_topk",
             "moe_router_topk_scaling_factor",
             "moe_router_num_groups",

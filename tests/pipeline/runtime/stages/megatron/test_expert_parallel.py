@@ -27,7 +27,8 @@ TABLE = {
     "flush": Row(FLUSH | SHARED, layouts=(TWICE,), allowed=NEAR),
     "2bw": Row(TWO_BW | SHARED | {"router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
     "2bw, distributed optimizer": Row(
-        TWO_BW | SHARED | {"router": (ALL_TO_ALL,), "distributed_optimizer": True}, layouts=(TWICE, FOUR), allowed=NEAR
+        TWO_BW | SHARED | {"router": (ALL_TO_ALL,), "distributed_optimizer": True}, layouts=(TWICE, FOUR),
+        allowed=NEAR,
     ),
     "flush, two copies of each expert": Row(FLUSH | SHARED, layouts=(FOUR,), allowed=NEAR),
     "flush, tensor ranks": Row(
