@@ -273,8 +273,7 @@ def commit(root: Path | str, staging: Path, iteration: int) -> Path:
 
 
 def commit_release(root: Path | str, staging: Path) -> Path:
-    """Rename a completely written checkpoint without a training position, the first of its directory, to its final
-    name.
+    """Rename a completely written checkpoint without a training position, the first one of `root`, to its final name.
 
     Precondition: its files are synced. Returns its directory.
     """

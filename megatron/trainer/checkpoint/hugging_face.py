@@ -46,8 +46,7 @@ class Weights(Protocol):
 def blocks(
     tensor: Tensor, itemsize: int, *, by_columns: bool = False
 ) -> Iterator[tuple[tuple[int, int], tuple[int, int] | None]]:
-    """Rows and columns of parts of at most `BLOCK` bytes (a row at least) that follow one another and make the
-    tensor."""
+    """Rows and columns of the parts that make a tensor, one behind the other, of at most `BLOCK` bytes or a row."""
     rows = tensor.shape[0]
     columns = tensor.shape[1] if len(tensor.shape) == 2 else None
     along, across = (columns, rows) if by_columns else (rows, columns or 1)

@@ -249,8 +249,7 @@ latter."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:
-    """A checkpoint's key without the number of its layer and in the table's spelling, and this number, if it has
-    one."""
+    """A checkpoint's key in the table's spelling, without the number of its layer; and this number, if it has one."""
     number: tuple[int, ...] = ()
     if key.startswith(LAYERS):
         layer, _, rest = key.removeprefix(LAYERS).partition(".")

@@ -175,3 +175,10 @@ def test_a_model_of_no_family_is_refused(flags, message):
     """With the flag that does not fit."""
     with pytest.raises(ValueError, match=message):
         config_of(configuration(argv(flags)), dtype="float32")
+
+
+def test_other_programs_do_not_take_it(tmp_path):
+    """A BERT, whose layers Hugging Face's differ from, says so."""
+    words = argv(f"--load-hf {tmp_path} --data-path x", without="--mock-data")
+    with pytest.raises(ValueError, match=r"--load-hf belongs to pretrain_gpt\.py"):
+        configuration(words, defaults={"architecture": "bert"})

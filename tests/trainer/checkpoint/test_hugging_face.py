@@ -136,3 +136,22 @@ def test_layers_of_either_implementation_load_the_other(tmp_path):
     argv = {"source": tmp_path / "engine", "output": tmp_path / "back", "to": "hugging-face"}
     workers.run(1, f"{small_models.__name__}:convert_case", **argv)
     assert all(torch.equal(tensor, stored(folder)[name]) for name, tensor in stored(tmp_path / "back").items())
+
+
+def test_a_tokenizer_with_more_tokens_is_refused():
+    """Their rows would be zero."""
+    flags = f"--seq-length 16 --train-iters 1 --lr 1e-3 --load-hf {saved('llama')} --mock-data"
+    with pytest.raises(
+        workers.WorkerError, match=r"the tokenizer has \d+ tokens, and the model of --load-hf .* 100; give"
+    ):
+        train(1, f"{flags} --tokenizer-type ByteLevelTokenizer", base="--micro-batch-size 1 --num-workers 0")
+
+
+def test_a_run_goes_on_from_its_own_checkpoint(tmp_path):
+    """The same command again does not start from the folder again."""
+    flags = f"--seq-length 16 --lr 1e-3 {NULL} --load-hf {saved('llama')} --save {tmp_path} --load {tmp_path}"
+    base = "--micro-batch-size 1 --global-batch-size 4 --num-workers 0 --log-interval 1 --eval-iters 0 --train-iters"
+    train(1, flags, base=f"{base} 2")
+    again = train(1, flags, base=f"{base} 3 --override-opt_param-scheduler")
+    assert list(again[0]["losses"]) == [3]
+    assert not any("loaded the weights of" in line for line in again[0]["lines"])
