@@ -333,8 +333,8 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     num_stages, tied = len(facts["rank_of_stage"]), facts.get("tied_stage")
     if tied is not None and (not 0 < tied < num_stages or facts.get("residency")):
         raise ValueError(
-            f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first one's embedding, and keep "
-            "weights on the device"
+            f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first one's embedding, and "
+            "keep weights on the device"
         )
     graph = StageGraph.of(num_stages, facts.get("edges", ()))
     facts["edges"] = () if graph.is_chain else graph.edges
