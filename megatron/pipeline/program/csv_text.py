@@ -120,7 +120,11 @@ def _write_value(value: Any) -> str:
 
 def to_csv(extent: Extent, rows: Rows) -> str:
     """Write a program as the text that `Program.from_csv` reads."""
-    names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name) not in (None, False, ())]
+
+    def says_something(value: Any) -> bool:  # 0 does, although it equals False
+        return value is not None and value is not False and value != ()
+
+    names = [name for name in _READ if name not in _OF_FEW or says_something(getattr(extent, name))]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
