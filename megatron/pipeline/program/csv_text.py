@@ -120,7 +120,11 @@ def _write_value(value: Any) -> str:
 
 def to_csv(extent: Extent, rows: Rows) -> str:
     """Write a program as the text that `Program.from_csv` reads."""
-    names = [name for name in _READ if name not in _OF_FEW or getattr(extent, name) not in (None, False, ())]
+
+    def says_something(value: Any) -> bool:  # 0 does, although it equals False
+        return value is not None and value is not False and value != ()
+
+    names = [name for name in _READ if name not in _OF_FEW or says_something(getattr(extent, name))]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
@@ -333,8 +337,8 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     num_stages, tied = len(facts["rank_of_stage"]), facts.get("tied_stage")
     if tied is not None and (not 0 < tied < num_stages or facts.get("residency")):
         raise ValueError(
-            f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first embedding, and keep "
-            "weights on the device"
+            f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first one's embedding, and "
+            "keep weights on the device"
         )
     graph = StageGraph.of(num_stages, facts.get("edges", ()))
     facts["edges"] = () if graph.is_chain else graph.edges
