@@ -34,6 +34,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.RULES,
     freezing.flags,
     *run.RULES,
+    experts.counted_tokens,
     experts.moved_activations,
     *data.RULES,
     freezing.schedules,

@@ -75,7 +75,6 @@ _NOT_BUILT_HERE = {
     "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
     "mtp_num_layers": (None, 0),
-    "moe_router_enable_expert_bias": (None, False),
     "moe_shared_expert_gate": (None, False),
     "moe_latent_size": (None,),
     "is_hybrid_model": (None, False),

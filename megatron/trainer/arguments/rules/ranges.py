@@ -105,6 +105,7 @@ RANGES = (
             "num_experts",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
+            "moe_router_bias_update_rate",
             "pipeline_2bw_provisional_microbatches",
             "weight_decay",
             "start_weight_decay",

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron import backend
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
-ROUTER_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "z_loss": "z_loss"}
+ROUTER_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
 """Kind of a loss -> its name in megatron.core's table. Each is reported as the mean over layers and microbatches,
 without its factor in the training loss."""
 
@@ -45,14 +49,14 @@ class RouterLosses:
         Layers that have computed none since then are not counted: megatron.core recomputes layers in the backward, and
         has no losses in their forward then.
 
-        Tensor ranks that share the tokens of a sequence have parts of a sum, which the first of them counts. Of the
+        Ranks that share tokens, of a sequence or of all replicas, have parts of a sum, which the first of them counts. Of the
         other losses each rank has a mean over its own tokens.
         """
         if not self._takes:
             return {}
         found = {}
         for name, entry in get_moe_layer_wise_logging_tracker().items():
-            counts = entry["reduce_group"] is None or parallel_state.get_tensor_model_parallel_rank() == 0
+            counts = entry["reduce_group"] is None or entry["reduce_group"].rank() == 0
             values = entry["values"]
             found[name] = torch.stack([values.sum(), (values != 0).sum() * float(counts)])
             values.zero_()

@@ -27,6 +27,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     _reported,
     make_optimizer,
     scale_router_losses,
+    Routers,
 )
 
 
@@ -81,6 +82,8 @@ def _reference(case: Case, original: Case) -> dict:
     predicted = [true] * original.d
     stepped_from: dict[str, Tensor] | None = None  # what the last step changed; None: it was skipped
     scales = LossScale(case, 2)
+    routers = Routers(model)
+    biases = [routers.biases()]
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
 
@@ -104,6 +107,7 @@ def _reference(case: Case, original: Case) -> dict:
         scales.step(batch_scale, overflow=result["overflow"])
 
     for batch, count in enumerate(case.batches):
+        routers.show(biases[max(batch - 1, 0)])  # of the weights from which the prediction started
         batch_scale = scales.of_batch(batch)
         replicas = [{} for _ in range(original.d)]
         partial = [{} for _ in range(original.d)]
@@ -129,11 +133,14 @@ def _reference(case: Case, original: Case) -> dict:
                 if position // original.d + 1 == num_read(original, name, own):
                     partial[replica][name] = sums[name].clone()
             microbatch_index += 1
+        counts = routers.counts()
+        biases.append(routers.moved(biases[-1], counts))
+        routers.reset()
         gradients = {name: sum(sums[name] * (1.0 / original.d) for sums in replicas) for name in masters}
         norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / batch_scale
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         mean = sum(losses) / len(losses)
-        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale, "tokens": counts})
         if waiting is not None:
             apply(batch - 1, *waiting)
         waiting = gradients, batch_scale
