@@ -70,7 +70,8 @@ class Experts:
     moe_router_load_balancing_type: list[str] = option(
         ["aux_loss"],
         "How tokens are balanced over experts: by a loss over a microbatch (aux_loss), over each sequence "
-        "(seq_aux_loss) or over the batch so far on all replicas (global_aux_loss), or several of these; by sinkhorn's routing; or none.",
+        "(seq_aux_loss) or over the batch so far on all replicas (global_aux_loss), or several of these; by sinkhorn's "
+        "routing; or none.",
         nargs="+",
         roles=Role.SAVED,
     )

@@ -87,6 +87,15 @@ class CoreUpdate:
         routers = self.router_tokens.state_dict() if self.router_tokens and self.router_tokens.has_biases else {}
         return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm, **routers}
 
+    def show_newest(self) -> None:
+        """Show the newest weights and biases of experts; called while drained.
+
+        With predicted weights the call is collective over the replicas.
+        """
+        self.versions.show_newest()
+        if self.router_tokens is not None:
+            self.router_tokens.show_newest()
+
     def restore_routers(self, state: dict | None) -> None:
         """Restore what `state_dict` has of routers, whose newest biases are loaded with the model. Collective."""
         if self.router_tokens is not None:

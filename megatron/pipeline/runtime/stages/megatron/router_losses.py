@@ -49,8 +49,8 @@ class RouterLosses:
         Layers that have computed none since then are not counted: megatron.core recomputes layers in the backward, and
         has no losses in their forward then.
 
-        Ranks that share tokens, of a sequence or of all replicas, have parts of a sum, which the first of them counts. Of the
-        other losses each rank has a mean over its own tokens.
+        Ranks that share tokens, of a sequence or of all replicas, have parts of a sum, which the first of them counts.
+        Of the other losses each rank has a mean over its own tokens.
         """
         if not self._takes:
             return {}

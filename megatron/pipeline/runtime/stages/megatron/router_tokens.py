@@ -4,9 +4,9 @@ Problem: megatron.core's routers add to one set of counters. `finalize_model_gra
 them at the end of a batch, which no program here calls, and under 2bw two batches are in flight.
 
 Solution: counters of each batch, to which the routers of a rank point while they run a microbatch of that batch. A
-forward counts only if it builds a graph, so a recomputed layer counts once. The counts are summed over the job with the
-norm of the batch: a layer lies on one stage, so the sum is that over tensor, context and data ranks. Each weight version
-has its biases; every rank has those of all layers, since all have the sums. DeepSeek-V3 (2024), section 2.1.2.
+forward counts only if it builds a graph, so a recomputed layer counts once. The counts are summed over the job with
+the norm of the batch: a layer lies on one stage, so the sum is that over tensor, context and data ranks. Each weight
+version has its biases; every rank has those of all layers, since all have the sums. DeepSeek-V3 (2024), section 2.1.2.
 """
 
 from collections.abc import Mapping, Sequence

@@ -331,11 +331,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         shares = isinstance(self._inner, DistributedOptimizer) or self._owners is not None
         return self._prediction is not None and self.reads_gradients and not shares and not self._prediction.reduces
 
-    def show_newest(self) -> None:
-        super().show_newest()
-        if self.router_tokens is not None:
-            self.router_tokens.show_newest()
-
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions of a stage of the rank: the same for all its stages."""
         return self.versions

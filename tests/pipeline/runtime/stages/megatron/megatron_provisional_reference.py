@@ -23,11 +23,11 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
 )
 from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     LossScale,
+    Routers,
     _learning_rate,
     _reported,
     make_optimizer,
     scale_router_losses,
-    Routers,
 )
 
 

@@ -19,8 +19,11 @@ FLUSH = EXPERTS | {"schedule": "flush", "batches": (4,) * 4}
 TWO_BW = EXPERTS | {"schedule": "2bw", "batches": (4,) * 5}
 CAPACITY = (("moe_expert_capacity_factor", 1.0), ("moe_pad_expert_input_to_capacity", True))
 TWO, FOUR = (2, 1, 1), (4, 1, 1)
-SIGMOID = (("moe_router_score_function", "sigmoid"),)
-BIASED = {"router": SIGMOID + (("moe_router_enable_expert_bias", True), ("moe_router_bias_update_rate", 0.05))}
+BIASED = {
+    "router": (
+        ("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True), ("moe_router_bias_update_rate", 0.05),
+    )
+}  # fmt: skip
 OVER_BATCHES = {"balancing": "global_aux_loss"}
 
 TABLE = {
@@ -96,11 +99,14 @@ def test_training_equals_one_process(outcomes, name, layout):
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
-@pytest.mark.parametrize("uniform", [pytest.param(True, marks=pytest.mark.full), False])
-def test_predictions_equal_one_process(uniform):
+@pytest.mark.parametrize(
+    ("uniform", "router"),
+    [pytest.param(True, {}, marks=pytest.mark.full), (False, {}), (True, BIASED), (True, OVER_BATCHES)],
+)
+def test_predictions_equal_one_process(uniform, router):
     """Provisional weights of routers and experts are those of the plain loop."""
     options = {"provisional_microbatches": 1, "clip": 0.5} if uniform else {}
-    case = Case(**TWO_BW | {"predict": True, **options}, p=2)
+    case = Case(**TWO_BW | {"predict": True, **options, **router}, p=2)
     [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
     check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
 
