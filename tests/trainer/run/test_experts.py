@@ -76,7 +76,7 @@ def test_losses_of_routers_are_reported():
     """The log and the metrics have them for training, and not for evaluations, where no router has any."""
     last = train(1, f"{EXPERTS} --eval-iters 1 --eval-interval 3")[-1]
     line = next(line for line in last["lines"] if "iteration        6/" in line)
-    assert " load_balancing_loss: 1.0" in line and " z_loss: " in line and "| expert load imbalance: 1." in line
+    assert " load_balancing_loss: 1.0" in line and " z_loss: " in line and "| expert load imbalance: " in line
     assert all(
         1.0 <= value < 2.0 for value in numbers([last])["load_balancing_loss"]
     )  # 1 is balanced, 2 half the experts
@@ -157,12 +157,12 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --expert-model-parallel-size 2", "all experts of a layer lie on each rank of its stage"),
         ("--num-experts 4 --moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid; add it"),
         (
-            f"--num-experts 4 {BIASED} --freeze-training --pipeline-schedule flush --pipeline-model-parallel-size 2",
+            f"--num-experts 4 {BIASED} --freeze-training --freeze-interval 2 --pipeline-schedule flush --pipeline-model-parallel-size 2",
             "frozen layers count no tokens of a batch; leave --freeze-training out",
         ),
         (
             f"--num-experts 4 {BIASED} --pipeline-schedule pipedream --pipeline-model-parallel-size 2 --clip-grad 0 "
-            "--global-batch-size 1 --micro-batch-size 1",
+            "--global-batch-size 2 --micro-batch-size 1",
             "stages update alone, before the tokens of all ranks are counted; choose another schedule",
         ),
         (

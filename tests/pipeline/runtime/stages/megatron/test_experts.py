@@ -21,7 +21,8 @@ CAPACITY = (("moe_expert_capacity_factor", 1.0), ("moe_pad_expert_input_to_capac
 TWO, FOUR = (2, 1, 1), (4, 1, 1)
 BIASED = {
     "router": (
-        ("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True), ("moe_router_bias_update_rate", 0.05),
+        ("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True),
+        ("moe_router_bias_update_rate", 0.05),
     )
 }  # fmt: skip
 OVER_BATCHES = {"balancing": "global_aux_loss"}
