@@ -43,6 +43,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     t5.t5,
     freezing.flags,
     *run.RULES,
+    experts.counted_tokens,
     experts.moved_activations,
     experts.shared_out,
     *data.RULES,

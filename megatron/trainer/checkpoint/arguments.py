@@ -77,7 +77,6 @@ _NOT_BUILT_HERE = {
     "no_rope_freq": (None,),
     "softmax_scale": (None,),
     "use_mup": (None, False),
-    "moe_router_enable_expert_bias": (None, False),
     "moe_shared_expert_gate": (None, False),
     "moe_latent_size": (None,),
     "is_hybrid_model": (None, False),

@@ -69,7 +69,7 @@ class RunParts:
     def model_state(self, metadata: dict) -> dict[str, ShardedStateDict]:
         """The chunks' weights in the newest version. As a side effect the chunks' parameters show that version."""
         if self.update is not None:
-            self.update.versions.show_newest()
+            self.update.show_newest()
         return model_state(self.chunks, metadata)
 
     def other_versions(self, iteration: int) -> OlderVersions:
@@ -156,6 +156,7 @@ class Restoration:
             )  # an empty stage has no entry; the call finds missing tensors
         if parts.update is not None:
             self._older.restore(state)
+            parts.update.restore_routers((state.get("pipeline") or {}).get("update"))
         if self._with_optimizer:
             loaded = state["optimizer"]
             if trains_nothing(optimizer):

@@ -129,6 +129,8 @@ def log_line(
     if flops is not None:
         rate = flops * interval.tokens / interval.seconds / 1e12
         parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
+    if report.expert_load_imbalance is not None:
+        parts.append(f"expert load imbalance: {report.expert_load_imbalance:.3f}")
     if report.grad_norm is not None:
         parts.append(f"grad norm: {report.grad_norm:.3f}")
     for what, num_bytes in (
@@ -230,7 +232,12 @@ class Reporter:
             "tokens_per_second": progress.num_samples * self.args.seq_length / seconds,
             "peak_memory_bytes": backend.peak_memory_bytes(),
         }
+        if report.expert_load_imbalance is not None:
+            values["expert_load_imbalance"] = report.expert_load_imbalance
         if self._metrics is not None:
+            if report.tokens_per_expert:  # by layer of the model, counted from 1
+                layers = enumerate(report.tokens_per_expert, start=1)
+                peaks = {**peaks, "tokens_per_expert": {str(layer): [*row] for layer, row in layers if any(row)}}
             self._metrics.write(**values, **peaks, skipped=report.skipped)
         if progress.iteration % self.args.tensorboard_log_interval == 0:
             self._boards(progress, self._board_values({**values, **peaks}, report, progress))
@@ -238,6 +245,8 @@ class Reporter:
     def _board_values(self, values: dict, report: BatchReport, progress: Progress) -> dict[str, float | None]:
         args = self.args
         named = {**report.losses, "batch-size": progress.num_samples, "grad-norm": report.grad_norm}
+        if report.expert_load_imbalance is not None:
+            named["expert-load-imbalance"] = report.expert_load_imbalance
         if args.log_learning_rate_to_tensorboard:
             named["learning-rate"] = report.learning_rate
         if args.log_loss_scale_to_tensorboard:

@@ -27,6 +27,7 @@ OF_EXPERTS = dict(
     moe_ffn_hidden_size=128, moe_shared_expert_intermediate_size=64, moe_router_topk=3,
     moe_router_pre_softmax=True, moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
     moe_router_num_groups=2, moe_router_group_topk=2, moe_apply_probs_on_input=True,
+    moe_router_enable_expert_bias=True,
 )  # fmt: skip
 THEIR_EXPERTS = dict(
     num_experts=4, moe_ffn_hidden_size=64, moe_layer_freq=1, moe_router_topk=2, moe_router_score_function="softmax"
@@ -94,7 +95,6 @@ PARTS = {
     "no_rope_freq": 4,
     "qk_l2_norm": True,
     "use_mup": True,
-    "moe_router_enable_expert_bias": True,
     "moe_shared_expert_gate": True,
     "moe_latent_size": 64,
     "is_hybrid_model": True,

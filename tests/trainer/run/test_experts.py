@@ -18,7 +18,10 @@ DEEP, WIDE = (
     "--pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 64",
 )
-OF_ROUTERS = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")
+SEQUENCE = 16  # tokens
+OF_ROUTERS = ("load_balancing_loss", "seq_load_balancing_loss", "global_load_balancing_loss", "z_loss")
+BIASED = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05"
+OVER_BATCHES = "--moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-1"
 
 PREDICTED = "--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1"
 RECOMPUTE = "--recompute-method block --recompute-num-layers 1"
@@ -73,12 +76,26 @@ def test_losses_of_routers_are_reported():
     """The log and the metrics have them for training, and not for evaluations, where no router has any."""
     last = train(1, f"{EXPERTS} --eval-iters 1 --eval-interval 3")[-1]
     line = next(line for line in last["lines"] if "iteration        6/" in line)
-    assert " load_balancing_loss: 1.0" in line and " z_loss: " in line
+    assert " load_balancing_loss: 1.0" in line and " z_loss: " in line and "| expert load imbalance: " in line
     assert all(
         1.0 <= value < 2.0 for value in numbers([last])["load_balancing_loss"]
     )  # 1 is balanced, 2 half the experts
     evaluations = [record for record in last["records"] if "validation_loss" in record]
     assert len(evaluations) == 2 and not any("balancing" in key or "z_loss" in key for key in evaluations[0])
+
+
+def test_loads_of_experts_are_reported():
+    """Of each batch, over all ranks: each token of a layer goes to two experts. Losses of a batch's counts, too."""
+    flags = f"{EXPERTS} {SMOOTH} {BIASED} {OVER_BATCHES} --moe-layer-freq 2 --pipeline-schedule 2bw"
+    one, other = (train(*run)[-1]["records"] for run in ((1, flags), (2, f"{flags} {DEEP}")))
+    one, other = ([each for each in records if "lm_loss" in each] for records in (one, other))
+    for ours, theirs in zip(other, one, strict=True):
+        loads = ours["tokens_per_expert"]
+        assert loads == theirs["tokens_per_expert"] and loads.keys() == {"1", "3"}
+        tokens = ours["consumed_samples"] // ours["iteration"] * SEQUENCE
+        assert all(sum(row) == 2 * tokens for row in loads.values())
+        assert ours["expert_load_imbalance"] == max(max(row) * 4 / sum(row) for row in loads.values()) > 1.0
+        assert ours["global_load_balancing_loss"] == pytest.approx(theirs["global_load_balancing_loss"], rel=1e-6)
 
 
 def test_recomputed_layers_report_the_same_losses():
@@ -89,12 +106,14 @@ def test_recomputed_layers_report_the_same_losses():
 
 RESUMED = {
     "other depth": (2, "", 1, "", 0.0),
+    "biases": (2, BIASED, 1, "", 0.0),
+    "predictions and biases": (2, f"{BIASED} --2bw-provisional uniform --2bw-provisional-microbatches 1", 1, "", 0.0),
     "other replicas": (2, SMOOTH, 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
     "other tensor ranks": (1, SMOOTH, 4, f"{DEEP} {WIDE}", 2e-6),
 }
 
 
-@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=1)
+@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=3)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
     """Weights and moments of routers and experts, in both versions of 2bw."""
     flags = f"{EXPERTS} {flags} --pipeline-schedule 2bw --load {tmp_path}"
@@ -115,7 +134,11 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --moe-layer-freq [1]", "--moe-layer-freq has 1 entries, and the model 4 layers; give"),
         ("--num-experts 4 --moe-router-num-groups 2", "--moe-router-group-topk belong together; give both"),
         ("--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1", "3 has to divide --num-experts 4"),
-        ("--num-experts 4 --moe-router-load-balancing-type global_aux_loss", "use aux_loss or seq_aux_loss"),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --pipeline-schedule l2l "
+            "--pipeline-model-parallel-size 2",
+            "global_aux_loss: l2l keeps no counts of a batch; choose",
+        ),
         ("--num-experts 4 --moe-router-load-balancing-type best", "best is none of aux_loss, seq_aux_loss"),
         ("--num-experts 4 --moe-aux-loss-coeff 1 2", "has 2 values and --moe-router-load-balancing-type 1; give"),
         (
@@ -131,7 +154,17 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --moe-token-dispatcher-type post", "post is none of allgather and alltoall"),
         ("--num-experts 4 --moe-apply-probs-on-input", "needs --moe-router-topk 1, not 2; leave it out"),
         ("--num-experts 4 --moe-pad-expert-input-to-capacity", "needs --moe-expert-capacity-factor"),
-        ("--num-experts 4 --moe-router-enable-expert-bias", "balance by --moe-router-load-balancing-type aux_loss"),
+        ("--num-experts 4 --moe-router-enable-expert-bias", "needs --moe-router-score-function sigmoid; add it"),
+        (
+            f"--num-experts 4 {BIASED} --freeze-training --freeze-interval 2 --pipeline-schedule flush "
+            "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
+            "frozen layers count no tokens of a batch; leave --freeze-training out",
+        ),
+        (
+            f"--num-experts 4 {BIASED} --pipeline-schedule pipedream --pipeline-model-parallel-size 2 --clip-grad 0 "
+            "--global-batch-size 2 --micro-batch-size 1 --untie-embeddings-and-output-weights",
+            "stages update alone, before the tokens of all ranks are counted; choose another schedule",
+        ),
         (
             "--num-experts 4 --tensor-model-parallel-size 2 --disable-bias-linear",
             "above 1 need --sequence-parallel; a",

@@ -98,6 +98,8 @@ class BatchReport:
     nan: bool = False
     layers_squared: tuple[float, ...] = ()
     """Squared gradient norm of each layer of the model, 0 for frozen layers; empty unless requested."""
+    tokens_per_expert: tuple[tuple[int, ...], ...] = ()
+    """Tokens of each expert over the batch, [layers][experts], 0 in layers without experts; empty if not counted."""
     rank_metrics: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Measurements that each rank takes of itself: name -> values in rank order."""
 
@@ -105,6 +107,11 @@ class BatchReport:
     def gradient_scale(self) -> float:
         """The quotient of the reduced gradients and the gradients of the batch's loss."""
         return self.loss_scale * self.num_tokens
+
+    @property
+    def expert_load_imbalance(self) -> float | None:
+        """The largest load of an expert over the mean of its layer, of all layers; None if no tokens are counted."""
+        return max((max(row) * len(row) / sum(row) for row in self.tokens_per_expert if any(row)), default=None)
 
     @property
     def loss(self) -> float:

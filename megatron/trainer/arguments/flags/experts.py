@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megatron.trainer.arguments.flags.specification import Group, Role, option, switch
 
-LOSSES = ("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 """The kinds of load balancing that are trained."""
 
 
@@ -73,13 +73,20 @@ class Experts:
     moe_apply_probs_on_input: bool = switch("Multiply an expert's input by its score, and not its output. Needs top 1.")
     moe_router_load_balancing_type: list[str] = option(
         ["aux_loss"],
-        "How tokens are balanced over experts: by a loss over a microbatch (aux_loss) or over each sequence "
-        "(seq_aux_loss), or both; by sinkhorn's routing; or none.",
+        "How tokens are balanced over experts: by a loss over a microbatch (aux_loss), over each sequence "
+        "(seq_aux_loss) or over the batch so far on all replicas (global_aux_loss), or several of these; by sinkhorn's "
+        "routing; or none.",
         nargs="+",
         roles=Role.SAVED,
     )
     moe_aux_loss_coeff: list[float] = option(
         [0.0], "Factor of each loss of --moe-router-load-balancing-type.", nargs="+", roles=Role.SAVED
+    )
+    moe_router_enable_expert_bias: bool = switch(
+        "Add a bias to each expert's score where experts are chosen, and move it after each batch towards equal loads."
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "By what a batch moves a bias of --moe-router-enable-expert-bias.", roles=Role.SAVED
     )
     moe_z_loss_coeff: float | None = option(
         None, "Factor of a loss that keeps the router's logits small.", roles=Role.SAVED

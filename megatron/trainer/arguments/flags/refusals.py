@@ -6,7 +6,6 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ig
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 _EXPERTS = "the exchange of tokens does not overlap with computation; leave the flag out."
-_BIAS = "biases of experts are not kept for each weight version; balance by --moe-router-load-balancing-type aux_loss."
 _ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
@@ -40,8 +39,6 @@ REFUSED = Group(
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
         *_list(_EXPERTS, "--overlap-moe-expert-parallel-comm"),
-        *_list(_BIAS, "--moe-router-enable-expert-bias"),
-        refused("--moe-router-bias-update-rate", _BIAS, takes=None, kind=number, default=1e-3, neutral=(1e-3,)),
         *_list(_ENGINE, "--moe-enable-deepep", "--moe-use-legacy-grouped-gemm", "--moe-shared-expert-overlap"),
         *_list(_ENGINE, "--moe-flex-dispatcher-backend", "--moe-latent-size", takes=None),
         *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),

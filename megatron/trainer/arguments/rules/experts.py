@@ -38,6 +38,28 @@ def _is_neutral(args: argparse.Namespace, name: str) -> bool:
     return name in ("expert_model_parallel_size", "expert_tensor_parallel_size") and getattr(args, name) == 1
 
 
+def counted_tokens(args: argparse.Namespace) -> None:
+    """Refuse routers that count over a batch where batches are not counted. After the rules of schedules."""
+    if args.num_experts is None:
+        return
+    what = {
+        "--moe-router-enable-expert-bias": args.moe_router_enable_expert_bias,
+        "--moe-router-load-balancing-type global_aux_loss": "global_aux_loss" in args.moe_router_load_balancing_type,
+    }
+    asked = next((name for name, is_asked in what.items() if is_asked), None)
+    if asked is None:
+        return
+    if args.freeze_training:
+        raise ValueError(f"{asked}: frozen layers count no tokens of a batch; leave --freeze-training out")
+    if args.pipeline_schedule == "l2l":
+        raise ValueError(f"{asked}: l2l keeps no counts of a batch; choose another --pipeline-schedule")
+    if args.moe_router_enable_expert_bias and args.schedule.weights.updates_alone:
+        raise ValueError(
+            f"{asked}: under --pipeline-schedule {args.pipeline_schedule} stages update alone, before the tokens of "
+            "all ranks are counted; choose another schedule"
+        )
+
+
 def moved_activations(args: argparse.Namespace) -> None:
     """Refuse to move saved activations whose sizes depend on what a router chooses. After the rules of schedules."""
     if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
@@ -83,6 +105,8 @@ def _router(args: argparse.Namespace) -> None:
             f"{group_topk} to be at most the former and to divide --moe-router-topk {topk}, with as many experts in a "
             "group as a token takes of it; change one of them"
         )
+    if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
+        raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid; add it")
     needs_pre_softmax = topk == 1 and args.moe_router_score_function == "softmax"
     if needs_pre_softmax and not args.moe_router_pre_softmax and args.moe_router_load_balancing_type != ["sinkhorn"]:
         raise ValueError(
@@ -97,11 +121,6 @@ def _router(args: argparse.Namespace) -> None:
 def _losses(args: argparse.Namespace) -> None:
     kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     for kind in kinds:
-        if kind == "global_aux_loss":
-            raise ValueError(
-                "--moe-router-load-balancing-type global_aux_loss: tokens are not counted over several microbatches; "
-                "use aux_loss or seq_aux_loss"
-            )
         if kind not in LOSSES:
             raise ValueError(f"--moe-router-load-balancing-type {kind} is none of {', '.join(LOSSES)}")
     if len(factors) != len(kinds) and factors != [0.0]:

@@ -128,6 +128,7 @@ RANGES = (
             "mtp_loss_scaling_factor",
             "moe_aux_loss_coeff",
             "moe_z_loss_coeff",
+            "moe_router_bias_update_rate",
             "pipeline_2bw_provisional_microbatches",
             "weight_decay",
             "start_weight_decay",

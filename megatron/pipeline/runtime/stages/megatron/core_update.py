@@ -13,6 +13,7 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
+from megatron.pipeline.runtime.stages.megatron.router_tokens import RouterTokens
 
 
 class CoreUpdate:
@@ -26,9 +27,11 @@ class CoreUpdate:
 
     Attributes:
         replicas_predict_apart: whether each replica predicts weights from its own gradients.
+        router_tokens: what the routers of the rank count, and their biases; None: nothing is counted.
     """
 
     replicas_predict_apart = False
+    router_tokens: RouterTokens | None = None
 
     def __init__(
         self,
@@ -89,7 +92,22 @@ class CoreUpdate:
 
     def state_dict(self) -> dict:
         """The state besides weights, optimizer and scheduler: plain numbers that are equal on all ranks."""
-        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm}
+        routers = self.router_tokens.state_dict() if self.router_tokens and self.router_tokens.has_biases else {}
+        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm, **routers}
+
+    def show_newest(self) -> None:
+        """Show the newest weights and biases of experts; called while drained.
+
+        With predicted weights the call is collective over the replicas.
+        """
+        self.versions.show_newest()
+        if self.router_tokens is not None:
+            self.router_tokens.show_newest()
+
+    def restore_routers(self, state: dict | None) -> None:
+        """Restore what `state_dict` has of routers, whose newest biases are loaded with the model. Collective."""
+        if self.router_tokens is not None:
+            self.router_tokens.restore(self.versions.newest, state)
 
     def load_state_dict(self, state: dict | None) -> None:
         """Restore the result of `state_dict` of any update over megatron.core; None: the checkpoint has none.

@@ -69,6 +69,7 @@ class Decisions:
         losses: Mapping[str, tuple[float, float]],
         *,
         layers_squared: Sequence[float] = (),
+        tokens: Sequence[float] = (),
     ) -> None:
         """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
 
@@ -80,6 +81,7 @@ class Decisions:
             stop_requests: bits, see `NormReduction`.
             losses: name -> (numerator, denominator) on this rank; with `per_token` the tokens as `NUM_TOKENS`, too.
             layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
+            tokens: this rank's counts of the tokens of experts (`RouterTokens.take`).
         """
         sums = all_reduce_norm(
             norm_squared=norm_squared,
@@ -89,7 +91,7 @@ class Decisions:
             loss_names=self._reduced,
             group=self._world and self._world.process_group,
             device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
-            layers_squared=layers_squared,
+            layers_squared=[*layers_squared, *tokens],
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
         overflow = sums.num_overflows > 0
@@ -103,7 +105,9 @@ class Decisions:
         report.grad_norm = sums.norm / report.gradient_scale
         report.overflow = self._scaler is not None and overflow
         report.stop_requests = sums.stop_requests
-        report.layers_squared = tuple(each / report.gradient_scale**2 for each in sums.layers_squared)
+        of_layers = sums.layers_squared[: len(layers_squared)]
+        report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
+        report.tokens_per_expert = sums.layers_squared[len(layers_squared) :]
         report.rank_metrics = sums.rank_metrics
         report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (

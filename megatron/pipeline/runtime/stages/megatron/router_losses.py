@@ -22,7 +22,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 from megatron.core.utils import get_model_config
 
-ROUTER_LOSSES = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss", "z_loss": "z_loss"}
+ROUTER_LOSSES = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
+}
 """Kind of a loss -> its name in megatron.core's table. Each is reported as the mean over layers and microbatches,
 without its factor in the training loss."""
 
@@ -54,8 +59,8 @@ class RouterLosses:
         Layers that have computed none since then are not counted: megatron.core recomputes layers in the backward, and
         has no losses in their forward then.
 
-        Ranks that share the tokens of a sequence have parts of a sum, which the first of them counts. Of the other
-        losses each rank has a mean over its own tokens.
+        Ranks that share tokens, of a sequence or of all replicas, have parts of a sum, which the first of them counts.
+        Of the other losses each rank has a mean over its own tokens.
         """
         if not self._takes:
             return {}

@@ -171,6 +171,7 @@ class MegatronStage:
         self._engine_linears = EngineLinears(model)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+        self._router_tokens = update.router_tokens
         self._router_losses = RouterLosses(model, takes=not {*ROUTER_LOSSES.values()}.isdisjoint(loss_names))
         self._multi_token_losses = MultiTokenLosses(model, self._config)
 
@@ -204,6 +205,8 @@ class MegatronStage:
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters."""
         self._versions.load(version)
+        if self._router_tokens is not None:
+            self._router_tokens.load(version)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         """Run the forward of a microbatch. Return the detached output.
@@ -211,6 +214,7 @@ class MegatronStage:
         The last stage records the loss and returns None.
         """
         self._set_training(True)
+        self._count_tokens(microbatch)
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
         with self._captured.capture(microbatch.index):
@@ -228,6 +232,7 @@ class MegatronStage:
     def recompute(self, microbatch: Microbatch) -> None:
         """Run the forward again from the saved input and data, with the weights that are shown, and build the graph."""
         saved = self._saved[microbatch.index]
+        self._count_tokens(microbatch)
         saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
         saved.output = self._run(microbatch, saved, saved.replay(), record=False)
@@ -246,6 +251,7 @@ class MegatronStage:
         saved = self._saved.pop(microbatch.index)
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
+        self._count_tokens(microbatch)
         self._router_losses.scale(scale / self._parts(microbatch))
         self._multi_token_losses.scale(scale / self._parts(microbatch))
         with self._dropout.microbatch(self._sample(microbatch)):
@@ -357,6 +363,11 @@ class MegatronStage:
     def _set_training(self, training: bool) -> None:
         if self.model.training is not training:
             self.model.train(training)
+
+    def _count_tokens(self, microbatch: Microbatch) -> None:
+        """Make routers count for the microbatch's batch; layers that megatron.core recomputes count in the backward."""
+        if self._router_tokens is not None:
+            self._router_tokens.show_batch(microbatch.batch)
 
     def _require_input_grad(self, saved: _SavedMicrobatch) -> None:
         """Require a gradient of the input if it is returned, or if megatron.core recomputes whole layers.

@@ -41,6 +41,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
+from megatron.pipeline.runtime.stages.megatron.router_tokens import RouterTokens
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -83,6 +84,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         timeout: the timeout of the chain's collectives; default: ten minutes.
         rank_metrics: name -> function that returns a measurement of this rank, called once per batch on the chain's
             thread. The report of the batch has the values of all ranks. The names are the same on all ranks.
+        counts_tokens: count the tokens of experts, if the model has any.
         layers: the layers whose gradient norms come with the reports; None: no layers.
         allocating: a context around the allocations, before the first collective, in which a rank that fails can tell
             the others.
@@ -106,6 +108,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         provisional_microbatches: int | None = None,
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
+        counts_tokens: bool = True,
         layers: LayersOfParameters | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
@@ -140,6 +143,10 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 reduces_partial=rule.predicts and reduce_partial,
                 reads_gradients=provisional_microbatches != 0,
             )
+        if counts_tokens and chunks[0].config.num_moe_experts:
+            window = rule.max_live_versions(stage, num_stages)
+            self.router_tokens = RouterTokens(chunks, window=window, lag=int(rule.predicts))
+            assert not (rule.updates_alone and self.router_tokens.has_biases), "biases wait for the counts of all ranks"
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
         self._connect(timeout, rank_metrics, chunks)
@@ -223,10 +230,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """Complete the batch's report by one all-reduce of norm, overflow, losses and stop requests over the job."""
         batch = self._batches[version]
         self._prepare(batch)
+        tokens = self.router_tokens
         self._decisions.complete(
             batch.report, batch.norm_squared.item(), stop_requests, losses,
             layers_squared=() if batch.layers_squared is None else batch.layers_squared.tolist(),
+            tokens=() if tokens is None else tokens.take(batch.info.index),
         )  # fmt: skip
+        if tokens is not None:
+            batch.report.tokens_per_expert = tokens.by_layer(batch.report.tokens_per_expert)
         batch.norm_reduced.reach()
         if batch.stepped:
             del self._batches[version]
@@ -261,6 +272,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
+        if self.router_tokens is not None:
+            self.router_tokens.step(version, batch.report.tokens_per_expert)
         self._last_norm = batch.report.grad_norm
         if self._per_token:
             self._tokens_per_microbatch = batch.report.num_tokens / batch.info.num_microbatches

@@ -23,6 +23,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
 )
 from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     LossScale,
+    Routers,
     _learning_rate,
     _reported,
     loss_to_differentiate,
@@ -82,6 +83,8 @@ def _reference(case: Case, original: Case) -> dict:
     predicted = [true] * original.d
     stepped_from: dict[str, Tensor] | None = None  # what the last step changed; None: it was skipped
     scales = LossScale(case, 2)
+    routers = Routers(model)
+    biases = [routers.biases()]
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
     tokens_of_each: float | None = None  # of a microbatch of all replicas, in the last batch that has stepped
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
@@ -106,6 +109,7 @@ def _reference(case: Case, original: Case) -> dict:
         scales.step(result["scale"], overflow=result["overflow"])
 
     for batch, count in enumerate(case.batches):
+        routers.show(biases[max(batch - 1, 0)])  # of the weights from which the prediction started
         batch_scale = scales.of_batch(batch)
         replicas = [{} for _ in range(original.d)]
         partial = [{} for _ in range(original.d)]
@@ -132,6 +136,9 @@ def _reference(case: Case, original: Case) -> dict:
                 if position // original.d + 1 == num_read(original, name, own):
                     partial[replica][name] = sums[name].clone()
             microbatch_index += 1
+        counts = routers.counts()
+        biases.append(routers.moved(biases[-1], counts))
+        routers.reset()
         share = 1.0 if case.per_token else 1.0 / original.d
         gradients = {name: sum(sums[name] * share for sums in replicas) for name in masters}
         tokens = sum(count for _, count in losses)
@@ -139,7 +146,7 @@ def _reference(case: Case, original: Case) -> dict:
         norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / scale
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         mean = sum(total for total, _ in losses) / tokens
-        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale})
+        results.append({"loss": mean, "norm": norm, "overflow": overflow, "scale": batch_scale, "tokens": counts})
         results[-1]["further"] = means(further)
         if waiting is not None:
             apply(batch - 1, *waiting)

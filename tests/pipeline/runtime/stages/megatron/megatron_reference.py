@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
@@ -56,12 +57,15 @@ def _reference(case: Case, original: Case) -> dict:
     versions = [{name: master.clone() for name, master in masters.items()}]
     scales = LossScale(case, delay + 1)
     samples_done, results = 0, []
+    routers, biases = Routers(model), [None]
+    biases[0] = routers.biases()
     step, data = forward_step(case), training_data(case, 0)
     microbatch_index = 0
     for batch, count in enumerate(case.batches):
         with torch.no_grad():
             for name, param in params.items():
                 param.copy_(versions[version_used(original, batch, name)][name])
+        routers.show(biases[max(batch - delay, 0)])
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]
@@ -84,6 +88,9 @@ def _reference(case: Case, original: Case) -> dict:
             gradients[name] = sum(replica[name] * (1.0 if case.per_token else 1.0 / original.d) for replica in replicas)
         scale = batch_scale * (sum(tokens for _, tokens in losses) if case.per_token else 1.0)
         norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / scale
+        counts = routers.counts()
+        biases.append(routers.moved(biases[-1], counts))
+        routers.reset()
         overflow = case.dtype == "float16" and not math.isfinite(norm)
         lr = _learning_rate(case, samples_done)
         if not overflow:
@@ -107,6 +114,7 @@ def _reference(case: Case, original: Case) -> dict:
                 "lr": lr,
                 "overflow": overflow,
                 "scale": batch_scale,
+                "tokens": counts,
             }
         )
     newest, older = versions[-1], versions[-1 - (delay or 1)]
@@ -129,6 +137,39 @@ def take_further_losses() -> list[float]:
 def means(losses: list[list[float]]) -> list[float]:
     """Of each loss, its mean over the microbatches."""
     return [sum(each) / len(each) for each in zip(*losses, strict=True)]
+
+
+class Routers:
+    """The routers of a model in one process, moved and reset at the end of a batch as `finalize_model_grads` does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._config = model.config
+        self._routers = [each for each in model.modules() if isinstance(each, TopKRouter)]
+        for router in self._routers:
+            router.local_tokens_per_expert = torch.zeros(self._config.num_moe_experts)
+            router.enable_expert_bias = True  # counts, also without biases
+            router._maintain_float32_expert_bias()
+
+    def biases(self) -> list[torch.Tensor]:
+        return [router.expert_bias.clone() for router in self._routers if router.expert_bias is not None]
+
+    def show(self, biases: list[torch.Tensor]) -> None:
+        for router, bias in zip(self._routers, biases, strict=False):
+            router.expert_bias.copy_(bias)
+
+    def counts(self) -> list[list[float]]:
+        return [router.local_tokens_per_expert.tolist() for router in self._routers]
+
+    def moved(self, biases: list[torch.Tensor], counts: list[list[float]]) -> list[torch.Tensor]:
+        rate, result = self._config.moe_router_bias_update_rate, []
+        for bias, row in zip(biases, counts, strict=False):
+            result.append(get_updated_expert_bias(torch.tensor([row]), bias[None], rate)[0])
+        return result
+
+    def reset(self) -> None:
+        for router in self._routers:
+            router.local_tokens_per_expert.zero_()
+            router.reset_global_aux_loss_tracker()
 
 
 def make_optimizer(case: Case, masters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:

@@ -46,7 +46,8 @@ TABLE = {
         layouts=((1, 2, 2), (1, 2, 4)), allowed=WIDE,
     ),
     "2bw, ranks share sequences and experts": Row(
-        TWO_BW | SHARED | {"router": (ALL_TO_ALL,)} | SEQUENCES, layouts=((1, 1, 1), (1, 1, 2), (2, 1, 1)), allowed=NEAR,
+        TWO_BW | SHARED | {"router": (ALL_TO_ALL,)} | SEQUENCES,
+        layouts=((1, 1, 1), (1, 1, 2), (2, 1, 1)), allowed=NEAR,
     ),
     "flush, sequences and experts, distributed optimizer": Row(
         FLUSH | SHARED | {"distributed_optimizer": True} | SEQUENCES, layouts=((1, 1, 2),), allowed=NEAR,

@@ -19,6 +19,13 @@ FLUSH = EXPERTS | {"schedule": "flush", "batches": (4,) * 4}
 TWO_BW = EXPERTS | {"schedule": "2bw", "batches": (4,) * 5}
 CAPACITY = (("moe_expert_capacity_factor", 1.0), ("moe_pad_expert_input_to_capacity", True))
 TWO, FOUR = (2, 1, 1), (4, 1, 1)
+BIASED = {
+    "router": (
+        ("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True),
+        ("moe_router_bias_update_rate", 0.05),
+    )
+}  # fmt: skip
+OVER_BATCHES = {"balancing": "global_aux_loss"}
 
 TABLE = {
     "flush": Row(FLUSH, layouts=((1, 1, 1), FOUR)),
@@ -36,6 +43,25 @@ TABLE = {
         FP16 | EXPERTS | {"batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2}, layouts=(TWO,)
     ),
     "2bw, over sequences": Row(TWO_BW | {"balancing": "seq_aux_loss"}, layouts=(TWO,)),
+    "2bw, biases": Row(TWO_BW | BIASED | {"batches": (4, 4, 5, 6, 8)}, layouts=((1, 1, 1), TWO)),
+    "2bw, biases, recompute instructions": Row(TWO_BW | BIASED | {"recompute": True}, layouts=(TWO,)),
+    "2bw, biases, full recompute, drained": Row(
+        TWO_BW | BIASED | {"recompute_granularity": "full", "drains": (0, 3)}, layouts=(TWO,)
+    ),
+    "2bw, biases, data parallel": Row(TWO_BW | BIASED, layouts=((2, 1, 2),), allowed=CLOSE),
+    "2bw, biases, fp16, two overflows": Row(
+        FP16 | EXPERTS | BIASED | {"batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2}, layouts=(TWO,)
+    ),
+    "flush, biases": Row(FLUSH | BIASED, layouts=((1, 1, 1), TWO)),
+    "gpipe, biases": Row(FLUSH | BIASED | {"schedule": "gpipe"}, layouts=(TWO,), allowed=CLOSE),
+    "zb-h1, biases": Row(FLUSH | BIASED | {"schedule": "zb-h1"}, layouts=(TWO,)),
+    "interleaved, biases": Row(FLUSH | BIASED | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
+    "flush, over batches": Row(FLUSH | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
+    "2bw, over batches": Row(TWO_BW | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
+    "2bw, over batches, recompute instructions": Row(TWO_BW | OVER_BATCHES | {"recompute": True}, layouts=(TWO,)),
+    "2bw, over batches, full recompute": Row(
+        TWO_BW | OVER_BATCHES | {"recompute_granularity": "full"}, layouts=(TWO,)
+    ),
     "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
     "gpipe, sinkhorn": Row(FLUSH | {"schedule": "gpipe", "balancing": "sinkhorn"}, layouts=(TWO,), allowed=CLOSE),
     "zb-h1": Row(FLUSH | {"schedule": "zb-h1"}, layouts=(FOUR,)),
@@ -57,7 +83,9 @@ TABLE = {
     ),
 }  # fmt: skip
 FULL = {"2bw, drained", "2bw, data parallel", "interleaved", "gpipe, sinkhorn", "pipedream", "2bw, over sequences",
-        "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute"}  # fmt: skip
+        "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute",
+        "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches",
+        "2bw, over batches, recompute instructions"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +100,14 @@ def test_training_equals_one_process(outcomes, name, layout):
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
-@pytest.mark.parametrize("uniform", [pytest.param(True, marks=pytest.mark.full), False])
-def test_predictions_equal_one_process(uniform):
+@pytest.mark.parametrize(
+    ("uniform", "router"),
+    [pytest.param(True, {}, marks=pytest.mark.full), (False, {}), (True, BIASED), (True, OVER_BATCHES)],
+)
+def test_predictions_equal_one_process(uniform, router):
     """Provisional weights of routers and experts are those of the plain loop."""
     options = {"provisional_microbatches": 1, "clip": 0.5} if uniform else {}
-    case = Case(**TWO_BW | {"predict": True, **options}, p=2)
+    case = Case(**TWO_BW | {"predict": True, **options, **router}, p=2)
     [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
     check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
 

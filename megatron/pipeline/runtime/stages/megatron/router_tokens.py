@@ -1,0 +1,148 @@
+"""What routers of experts count over a batch: tokens of each expert, and the biases that these move.
+
+Problem: megatron.core's routers add to one set of counters. `finalize_model_grads` moves the biases by them and resets
+them at the end of a batch, which no program here calls, and under 2bw two batches are in flight.
+
+Solution: counters of each batch, to which the routers of a rank point while they run a microbatch of that batch. A
+forward counts only if it builds a graph, so a recomputed layer counts once. The counts are summed over the job with
+the norm of the batch: a layer lies on one stage, so the sum is that over tensor, context and data ranks. Each weight
+version has its biases; every rank has those of all layers, since all have the sums. DeepSeek-V3 (2024), section 2.1.2.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron import backend
+from megatron.core.transformer.moe.router import TopKRouter
+
+
+@dataclass
+class _Counters:
+    """The counters of a batch, FP32; a row for each router of the rank."""
+
+    tokens: Tensor  # [routers, experts], of this rank
+    global_tokens: Tensor  # [routers, experts], of all replicas, for `global_aux_loss`
+    steps: Tensor  # [routers], the microbatches in `global_tokens`
+
+
+class RouterTokens:
+    """The counters and biases of the routers of a rank.
+
+    Args:
+        chunks: the model chunks of the rank, whose layers have experts on this rank or on another.
+        window: the number of weight versions whose biases are kept.
+        lag: how many versions the biases are behind the weights; 1 for predicted weights, whose biases are not
+            predicted: they are those of the true weights from which the prediction starts.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], *, window: int, lag: int) -> None:
+        config = chunks[0].config
+        self._num_experts = config.num_moe_experts
+        self._num_layers = config.num_layers + (config.mtp_num_layers or 0)  # those of multi-token prediction come last
+        self._rate = config.moe_router_bias_update_rate
+        self._window, self._lag = window + lag, lag
+        self._routers = [each for chunk in chunks for each in chunk.modules() if isinstance(each, TopKRouter)]
+        self._rows = [router.layer_number - 1 for router in self._routers]
+        self._batches: dict[int, _Counters] = {}
+        self._shown_batch: _Counters | None = None
+        self.has_biases = config.moe_router_enable_expert_bias
+        for router in self._routers:
+            router._maintain_float32_expert_bias()
+            router.enable_expert_bias = True  # this alone makes megatron.core count
+        self._biases: dict[int, Tensor] = {}  # version -> FP32 [layers, experts] on the host
+        self._on_device: dict[int, Tensor] = {}  # version -> the rows of the routers, which they show
+        self._shown_version: int | None = None
+        if self.has_biases:
+            self._set(0, torch.zeros(self._num_layers, self._num_experts))
+            self._show(0)
+
+    def show_batch(self, batch: int) -> None:
+        """Make the routers add to the counters of `batch`, which are 0 before its first computation."""
+        counters = self._batches.get(batch)
+        if counters is None:
+            zeros = torch.zeros(2, len(self._routers), self._num_experts, device=backend.device())
+            counters = self._batches[batch] = _Counters(*zeros, torch.zeros(len(zeros[0]), device=zeros.device))
+        if counters is self._shown_batch:
+            return
+        self._shown_batch = counters
+        for row, router in enumerate(self._routers):
+            router.local_tokens_per_expert = counters.tokens[row]
+            if router.global_tokens_per_expert is not None:
+                router.global_tokens_per_expert = counters.global_tokens[row]
+                router.ga_steps = counters.steps[row]
+
+    def take(self, batch: int) -> list[float]:
+        """Remove the counters of a batch whose backwards are done. Return this rank's counts, layer by layer."""
+        counters = self._batches.pop(batch, None)
+        result = torch.zeros(self._num_layers, self._num_experts, dtype=torch.float64)
+        if counters is not None and self._routers:
+            result.index_add_(0, torch.tensor(self._rows), counters.tokens.double().cpu())
+        return result.flatten().tolist()
+
+    def by_layer(self, counts: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        """The summed counts of `take` as [layers][experts]; a layer without experts has zeros."""
+        return tuple(tuple(map(int, row)) for row in torch.tensor(counts).view(self._num_layers, -1).tolist())
+
+    def load(self, version: int) -> None:
+        """Show the biases that belong to the weights of `version`."""
+        if self.has_biases:
+            self._show(max(version - self._lag, min(self._biases)))
+
+    def show_newest(self) -> None:
+        """Show the biases of the newest true weights."""
+        if self.has_biases:
+            self._show(max(self._biases))
+
+    def step(self, version: int, tokens: Sequence[Sequence[int]]) -> None:
+        """Make the biases of `version` from those before, as megatron.core does: also if the weights' step is skipped.
+
+        `tokens`: the tokens of each expert over the batch and the job, [layers][experts].
+        """
+        if not self.has_biases:
+            return
+        counts = torch.tensor(tokens, dtype=torch.float32)
+        offset = counts.sum(dim=-1, keepdim=True) / self._num_experts - counts
+        self._set(version, self._biases[version - 1] + torch.sign(offset) * self._rate)
+        for old in [each for each in self._biases if each <= version - self._window]:
+            del self._biases[old], self._on_device[old]
+
+    def state_dict(self) -> dict:
+        """The biases of older versions, which the model's own state lacks; equal on all ranks."""
+        newest = max(self._biases, default=0)
+        return {"older_expert_biases": {newest - each: bias.tolist() for each, bias in self._biases.items()
+                                        if each < newest}}  # fmt: skip
+
+    def restore(self, newest: int, state: Mapping | None) -> None:
+        """Take the biases that the routers show, loaded from a checkpoint, as those of version `newest`.
+
+        Older ones are those of `state`, a result of `state_dict`; where it lacks them, they equal the newest.
+        Collective over the job.
+        """
+        if not self.has_biases:
+            return
+        bias = torch.full((self._num_layers, self._num_experts), -torch.inf, device=backend.device())
+        for row, router in zip(self._rows, self._routers, strict=True):
+            bias[row] = router.expert_bias
+        dist.all_reduce(bias, op=dist.ReduceOp.MAX)
+        bias = bias.cpu().nan_to_num(neginf=0.0)  # of layers without experts
+        self._biases, self._on_device = {}, {}
+        older = (state or {}).get("older_expert_biases", {})
+        for age in range(min(self._window - 1, newest), 0, -1):
+            self._set(newest - age, torch.tensor(older[age]) if age in older else bias.clone())
+        self._set(newest, bias)
+        self._shown_version = None
+        self._show(newest)
+
+    def _set(self, version: int, bias: Tensor) -> None:
+        self._biases[version] = bias
+        self._on_device[version] = bias[self._rows].to(backend.device())
+
+    def _show(self, version: int) -> None:
+        if version != self._shown_version:
+            for row, router in enumerate(self._routers):
+                router.expert_bias = self._on_device[version][row]
+            self._shown_version = version
