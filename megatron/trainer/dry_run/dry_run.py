@@ -24,6 +24,7 @@ from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
+from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
@@ -86,6 +87,10 @@ def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
     rows = padded_vocabulary(args, assumed_vocabulary(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return rows, [f"{problem}; the embedding is taken to have {rows} rows, {source}"]
+
+
+_FUSIONS_OF_ENGINE = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+"""Flags for which megatron.core looks for Transformer Engine, which may be missing here. No shape depends on them."""
 
 
 # --- the dry run ------------------------------------------------------------------------------------------------------
@@ -166,18 +171,21 @@ def check_job(args: argparse.Namespace) -> DryRun:
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
-    config = transformer_config(replace(args, apply_rope_fusion=False))
+    config = transformer_config(replace(args, **dict.fromkeys(_FUSIONS_OF_ENGINE, False)))
     optimizer_config(args)
     report, demand = prove(args)
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
+    shape = from_flags.architecture(args)
     memory = estimate_memory(
-        from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args), demand,
+        shape, from_flags.activation_setting(args), from_flags.training_state(args), demand,
         layers=layers, counts_communicators=from_flags.uses_nccl(args) and hosting is None, hosting=hosting,
     )  # fmt: skip
     placement, lines, processes = place(args)
     return DryRun(
         args=args,
         report=report,
+        num_parameters=args.tensor_model_parallel_size
+        * sum(stage_parameters(shape, args.tensor_model_parallel_size, layers)),
         memory=memory,
         verdict=_judge(args, memory),
         placement=placement,

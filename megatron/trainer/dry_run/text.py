@@ -28,6 +28,7 @@ class DryRun:
 
     args: TrainConfig
     report: CheckReport
+    num_parameters: int
     memory: tuple[RankMemory, ...]
     verdict: Verdict | None
     placement: PlacementReport
@@ -99,12 +100,11 @@ def print_dry_run(result: DryRun, prog: str) -> None:
 
 
 def _model_lines(result: DryRun) -> list[str]:
-    args, t = result.args, result.placement.degrees.tensor
-    total = sum(rank.num_parameters for rank in result.memory) * t
+    args = result.args
     sizes = args.batch_sizes.all_sizes()
     batch = counted(sizes[0], "sample") if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} samples"
     return [
-        f"model: {total / 1e9:.4g} billion parameters on the GPUs of a replica, "
+        f"model: {result.num_parameters / 1e9:.4g} billion parameters on the GPUs of a replica, "
         f"{flops_per_sample(args) / 1e12:.4g} TFLOP a sample; batches of {batch}, "
         f"microbatches of {args.micro_batch_size}",
         "weights on the host train on CPUs so far: checked as a run there, priced for GPUs"
