@@ -90,7 +90,7 @@ def exchanged_copies(shape: Architecture, degrees: ExpertDegrees, *, element_byt
 
 _FP32 = 4
 
-CORE_ATTENTION, MLP, NORM, LATENTS_UP = "core_attn", "mlp", "layernorm", "mla_up_proj"
+CORE_ATTENTION, MLP, NORM, LATENTS_UP, EXPERTS = "core_attn", "mlp", "layernorm", "mla_up_proj", "moe"
 EVERY_OTHER_PRODUCT = "every_other_product"  # torchtitan's selective recomputation, in place of modules
 
 
@@ -387,11 +387,15 @@ class Activations:
         """Bytes of a layer with experts, less those of a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
         gate = 1 if not shape.gated else 2 if setting.fused_gate else 4 + setting.further_gates
-        width = shape.experts.shared_ffn_hidden_size - (MLP not in recomputed) * shape.ffn_hidden_size
+        width = -(MLP not in recomputed) * shape.ffn_hidden_size
+        width += (EXPERTS not in recomputed) * shape.experts.shared_ffn_hidden_size
         split = (setting.element_bytes * gate + setting.input_bytes) * width / setting.tensor
-        kept = self._per_token(
-            routed, fused_gate=setting.fused_gate, input_bytes=setting.input_bytes, further_gates=setting.further_gates
-        )
+        kept = 0.0
+        if EXPERTS not in recomputed:
+            kept = self._per_token(
+                routed, fused_gate=setting.fused_gate, input_bytes=setting.input_bytes,
+                further_gates=setting.further_gates,
+            )  # fmt: skip
         return self.tokens * (kept + split)
 
     @property

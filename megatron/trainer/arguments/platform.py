@@ -13,6 +13,7 @@ from megatron.pipeline.check import queue_environment
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS, PUTS_GRADIENTS_OFF
+from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
 from megatron.trainer.arguments.rules.context import GATHER, RING
 
@@ -29,6 +30,7 @@ class Platform:
     is_cuda: bool
     has_transformer_engine: bool
     has_apex: bool
+    has_deep_ep: bool = False
     engine_keeps_main_grad: bool = False
     engine_puts_off: bool = True
 
@@ -51,6 +53,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     }.items():
         if is_asked and not uses_engine:
             raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
+    if args.num_experts and args.moe_token_dispatcher_type == FLEX and not (platform.is_cuda and platform.has_deep_ep):
+        raise ValueError("--moe-token-dispatcher-type flex needs CUDA and the package deep_ep; use alltoall")
     if args.profile and not platform.is_cuda and not args.use_pytorch_profiler:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:

@@ -213,7 +213,7 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
             )
         args = with_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
     notes += resolve_platform(args, machine)
     return TrainConfig.of(args), notes
 

@@ -48,6 +48,7 @@ def _experts(args: TrainConfig) -> dict[str, object]:
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": factors[0] if len(kinds) == 1 else [*factors, *[0.0] * (len(kinds) - len(factors))],
         "expert_model_parallel_size": args.expert_model_parallel_size,
+        "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
         "expert_tensor_parallel_size": expert_tensor_size(args),
         **{name: getattr(args, name) for name in same},
     }
@@ -158,6 +159,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 gradient_accumulation_fusion=args.gradient_accumulation_fusion,
                 tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
                 deterministic_mode=args.deterministic_mode,
+                disable_bf16_reduced_precision_matmul=args.disable_bf16_reduced_precision_matmul,
                 calculate_per_token_loss=args.calculate_per_token_loss,
                 transformer_impl=args.transformer_impl,
                 **_attention(args),

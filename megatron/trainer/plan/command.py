@@ -76,7 +76,7 @@ class Job:
         predicts, kept, dropped, priced = given.pipeline_2bw_provisional != "off", [], [], []
         for flag in _given_flags(given):
             if Role.PRICED in flag.roles and (
-                flag.refused or flag.dest in DEGREES or getattr(given, flag.dest) == FLEX
+                flag.refused or flag.ignored or flag.dest in DEGREES or getattr(given, flag.dest) == FLEX
             ):
                 priced.append((flag, _written(flag, given)))
                 continue

@@ -39,6 +39,7 @@ def this_platform() -> Platform:
     return Platform(
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        has_deep_ep=importlib.util.find_spec("deep_ep") is not None,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
         engine_puts_off=engine_puts_off(installed_version()),

@@ -1,10 +1,28 @@
 """Command lines as they are published: what a user brings, to which only `--pipeline-schedule` is added.
 
-Flags and values as their sources have them; places that a script's user fills in (data, tokenizer, checkpoints) hold
-names, none of which exists here. Scripts are those of Megatron-LM, by their path in its repository.
+Each of the folder `recipes` is a file that names its source with its commit, its program and its number of GPUs; those
+here are of scripts that Megatron-LM had once, by their path in its repository. Flags and values are those of the
+sources; places that a script's user fills in (data, tokenizer, checkpoints) hold names, none of which exists here.
 """
 
+import re
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
+
+RECIPES = {path.stem: path for path in sorted(Path(__file__).with_name("recipes").glob("*.txt"))}
+
+
+def recipe(name: str) -> str:
+    """The words of a recipe, of which none has a space."""
+    lines = RECIPES[name].read_text(encoding="utf-8").splitlines()
+    return " ".join(word for line in lines for word in shlex.split(line, comments=True))
+
+
+def fact(name: str, what: str) -> str:
+    """What the head of a recipe says of its `program` or `GPUs`."""
+    return re.search(rf"^# {what}: (\S+)$", RECIPES[name].read_text(encoding="utf-8"), re.MULTILINE)[1]
+
 
 _GPT3 = (
     "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
@@ -19,8 +37,7 @@ _GPT3 = (
 )
 # examples/gpt3/train_gpt3_175b_distributed.sh, until April 2026
 GPT3_175B = _GPT3.format(growth="--rampup-batch-size 16 16 5859375")
-# the same since then; bash splits the quoted list, since the script expands its array without quotes
-GPT3_175B_STEPS = _GPT3.format(growth="--step-batch-size-schedule 0:16 2.4B:320 4.8B:624 7.2B:928 9.6B:1232 12B:1536")
+GPT3_175B_STEPS = recipe("gpt3_175b")  # the same since then
 # examples/pretrain_gpt.sh of v2.5
 GPT2_345M = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 "
@@ -40,40 +57,15 @@ GPT2_345M_PARALLEL = (
     "--save-interval 10000 --eval-interval 1000 --eval-iters 10 --distributed-backend nccl --save checkpoints "
     "--load checkpoints"
 )
-# examples/bert/train_bert_340m_distributed.sh; its 16 stages do not divide its 24 layers, there neither
-BERT_340M = (
-    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
-    "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 "
-    "--clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5 "
-    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --tensor-model-parallel-size 8 "
-    "--pipeline-model-parallel-size 16 --data-path text_sentence --vocab-file vocab.txt --split 949,50,1 "
-    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --save checkpoints --load checkpoints "
-    "--eval-iters 10 --tensorboard-dir logs"
-)
-# examples/llama/train_llama3_8b_h100_fp8.sh with DTYPE="bf16", without its data
-LLAMA3_8B = (
-    "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
-    "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 "
-    "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
-    "--hidden-dropout 0.0 --swiglu --normalization RMSNorm --init-method-std 0.0134 --attention-backend fused "
-    "--apply-layernorm-1p --untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 "
-    "--global-batch-size 128 "
-    "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 "
-    "--min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
-    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
-    "--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235 "
-    "--tensor-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel --use-distributed-optimizer "
-    "--overlap-grad-reduce --overlap-param-gather --log-interval 1 --eval-iters 32 --eval-interval 100 "
-    "--save-interval 1000 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 "
-    "--ckpt-format torch_dist --distributed-timeout-minutes 60 --save checkpoints --load checkpoints "
-    "--tensorboard-dir logs"
-)
-# what the same script adds with DTYPE="fp8", and for mock data and for data
-LLAMA3_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
+BERT_340M = recipe("bert_340m")  # its 16 stages do not divide its 24 layers, there neither
+_LLAMA3_FP8 = "--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather"
 LLAMA3_MOCK = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --data-cache-path cache --tiktoken-pattern v2 "
     "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1"
 )
+# with DTYPE="bf16", and without its data
+LLAMA3_8B = recipe("llama3_8b_fp8").replace(f"{_LLAMA3_FP8} ", "").replace(f"{LLAMA3_MOCK} ", "")
+assert not {"--mock-data", "--fp8-format"} & {*LLAMA3_8B.split()}
 LLAMA3_DATA = (
     "--data-path text --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer --data-cache-path cache "
     "--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --vocab-size 128256"
@@ -91,23 +83,6 @@ LLAMA2_70B = (
     "--lr-decay-style cosine --lr-warmup-iters 2000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 "
     "--adam-eps 1e-5 --clip-grad 1.0 --bf16 --use-distributed-optimizer --sequence-parallel --data-path text_document "
     "--split 99,1,0 --save checkpoints --save-interval 1000"
-)
-# examples/mixtral/train_mixtral_8x7b_distributed.sh
-MIXTRAL_8X7B = (
-    "--use-mcore-models --disable-bias-linear --seq-length 4096 --max-position-embeddings 32768 --num-layers 32 "
-    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --init-method-std 0.01 "
-    "--attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm --position-embedding-type rope --swiglu "
-    "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion "
-    "--no-position-embedding --rotary-base 1000000 --num-experts 8 --moe-router-topk 2 "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --overlap-param-gather --overlap-grad-reduce "
-    "--tokenizer-type Llama2Tokenizer --tokenizer-model tokenizer.model --data-path text_document --split 99990,8,2 "
-    "--micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000 --lr-decay-iters 320000 "
-    "--lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1 --lr-warmup-iters 500 --clip-grad 1.0 --bf16 "
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 4 --expert-model-parallel-size 8 "
-    "--use-distributed-optimizer --sequence-parallel --log-interval 1 --save-interval 10000 --eval-interval 1000 "
-    "--eval-iters 10 --save checkpoints --load checkpoints --tensorboard-dir checkpoints/tensorboard --no-load-optim "
-    "--no-load-rng --wandb-project Mixtral --wandb-exp-name Mixtral_8x7B"
 )
 
 
@@ -139,18 +114,36 @@ PASSES = {
         f"{LLAMA3_8B} {LLAMA3_MOCK}", 8, 8.03, changed="--context-parallel-size 2", schedules=("flush",)
     ),
     "Llama-2 70B": Published(LLAMA2_70B, 64, 69.0, full=("flush", "2bw")),
-    "Mixtral 8x7B, all experts of a layer on a rank": Published(
-        MIXTRAL_8X7B, 256, 46.7, changed="--expert-model-parallel-size 1", schedules=_SHORT
-    ),
 }
+AS_WRITTEN = {
+    "deepseek_v2_lite": (15.7, "flush 2bw"),
+    "gpt_oss_20b_bridge": (20.9, "flush"),
+    "llama3_70b_bridge": (70.6, "interleaved"),
+    "mixtral_8x22b": (140.6, "interleaved"),
+    "mixtral_8x7b": (46.7, "flush 2bw"),
+    "qwen25_72b_mindspeed": (72.7, "flush"),
+    "qwen3_235b_a22b": (235.0, "interleaved"),
+    "qwen3_30b_a3b_bridge": (30.5, "flush 2bw"),
+    "qwen3_30b_a3b_pai": (30.5, "flush 2bw"),
+    "t5_220m": (0.2225, "flush 2bw"),
+}
+"""Recipes that a dry run passes: billions of parameters, and schedules. Not listed: `gpt3_175b`, and `bert_340m`."""
+PASSES |= {
+    name: Published(
+        recipe(name), int(fact(name, "GPUs")), billions, "t5" if name.startswith("t5") else "gpt",
+        schedules=tuple(schedules.split()),
+    )
+    for name, (billions, schedules) in AS_WRITTEN.items()
+}  # fmt: skip
+_OF_FP8 = "--fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather"
 REFUSED = {
-    "Mixtral 8x7B": (
-        MIXTRAL_8X7B,
-        "--expert-model-parallel-size",
-    ),
-    "Llama-3 8B in FP8": (
-        f"{LLAMA3_8B} {LLAMA3_FP8} {LLAMA3_MOCK}",
-        "--fp8-format --fp8-amax-history-len --fp8-amax-compute-algo --fp8-param-gather",
-    ),
+    "deepseek_v3": "--moe-router-padding-for-fp8 --fp8-format --fp8-recipe --fp8-param-gather "
+    "--use-precision-aware-optimizer --exp-avg-dtype --exp-avg-sq-dtype",
+    "gpt_oss": _OF_FP8,
+    "llama3_8b_fp8": _OF_FP8,
+    "llama3_8b_fsdp": f"{_OF_FP8} --ckpt-format --init-model-with-meta-device --use-megatron-fsdp",
+    "mamba_800m": "--hybrid-layer-pattern --spec",
+    "qwen3_30b_a3b_zoo": "--moe-router-force-load-balancing",
 }
-"""Words, and the flags that the one message has to name."""
+"""Recipes, and the flags that the one message has to name."""
+assert RECIPES.keys() == {*AS_WRITTEN, *REFUSED, "gpt3_175b", "bert_340m"}

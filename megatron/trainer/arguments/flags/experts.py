@@ -109,7 +109,7 @@ class Experts:
     )
     moe_token_dispatcher_type: str = option(
         "allgather",
-        "How tokens are brought to experts: allgather or alltoall. A search prices flex, too.",
+        "How tokens are brought to experts: allgather, alltoall, or flex, which needs the package deep_ep on GPUs.",
         roles=Role.PRICED,
     )
     expert_model_parallel_size: int = option(
@@ -123,6 +123,10 @@ class Experts:
         "Tensor ranks that cut each expert: all of them, the default, or 1, so that they share out whole experts, too.",
         roles=Role.PRICED,
     )
+    moe_flex_dispatcher_backend: str = option(
+        "deepep", "The package of --moe-token-dispatcher-type flex.", choices=("deepep",), roles=Role.NONE
+    )
+    moe_enable_deepep: bool = switch("Old name of --moe-flex-dispatcher-backend deepep.", roles=Role.NONE)
     moe_grouped_gemm: bool = switch(
         "Multiply the tokens of all experts in one kernel. Off without Transformer Engine.", roles=Role.NONE
     )

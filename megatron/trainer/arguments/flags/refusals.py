@@ -5,7 +5,6 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ig
 
 # --- refused ----------------------------------------------------------------------------------------------------------
 
-_EXPERTS = "the exchange of tokens does not overlap with computation; leave the flag out."
 _ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
 _FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
@@ -23,8 +22,7 @@ _FRACTION = "all of the data are read; prepare files of fewer classes or images.
 
 
 def _list(reason: str, *names: str, takes: int | str | None = 0) -> tuple[Flag, ...]:
-    roles = Role.PRICED if reason == _EXPERTS else None
-    return tuple(refused(name, reason, takes=takes, roles=roles) for name in names)
+    return tuple(refused(name, reason, takes=takes) for name in names)
 
 
 def _renamed(*names: tuple[str, str]) -> tuple[Flag, ...]:
@@ -38,9 +36,8 @@ REFUSED = Group(
     (
         refused("--num-distributed-optimizer-instances", _FSDP, takes=None, kind=integer, default=1, neutral=(1,)),
         refused("--cuda-graph-impl", _GRAPH, takes=None, default="none", neutral=("none",)),
-        *_list(_EXPERTS, "--overlap-moe-expert-parallel-comm"),
-        *_list(_ENGINE, "--moe-enable-deepep", "--moe-use-legacy-grouped-gemm", "--moe-shared-expert-overlap"),
-        *_list(_ENGINE, "--moe-flex-dispatcher-backend", "--moe-latent-size", takes=None),
+        *_list(_ENGINE, "--moe-use-legacy-grouped-gemm"),
+        *_list(_ENGINE, "--moe-latent-size", takes=None),
         *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),
         *_list("routers draw no random numbers; leave the flag out.", "--moe-router-force-load-balancing"),
         *_list(_FP8, "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"),
@@ -90,7 +87,6 @@ REFUSED = Group(
         *_list(
             _NATIVE,
             "--use-ring-exchange-p2p",
-            "--delay-wgrad-compute",
             "--overlap-param-gather-with-optimizer-step",
         ),
         *_list(
@@ -180,6 +176,7 @@ REFUSED = Group(
 _WATCHES = "results are not recomputed to find faults; a loss or gradient that is not finite ends the job"
 _GRADIENTS = "gradients lie in contiguous buffers that the pipeline's program reduces"
 _MODELOPT = "Megatron-LM's models of ModelOpt alone read it; YaRN is --position-embedding-type yarn and its flags"
+_PROGRAM = "the program says what is computed when, and beside which transfer"
 _SUM = "the value would need another reduction over all ranks; grad_norm is in the log line and in --metrics-file"
 
 IGNORED = Group(
@@ -198,7 +195,10 @@ IGNORED = Group(
         ignored("--rerun-mode", _WATCHES, takes=None, neutral=("disabled",)),
         ignored("--no-barrier-with-level-1-timing", "timers do not wait for other ranks"),
         ignored("--ddp-average-in-collective", "gradients are scaled before the sum, which gives the same mean"),
-        ignored("--defer-embedding-wgrad-compute", "the program says when weight gradients are computed"),
+        ignored("--delay-wgrad-compute", _PROGRAM),
+        ignored("--overlap-moe-expert-parallel-comm", _PROGRAM, roles=Role.PRICED),
+        ignored("--moe-shared-expert-overlap", _PROGRAM),
+        ignored("--defer-embedding-wgrad-compute", _PROGRAM),
         ignored("--overlap-p2p-communication", "transfers are posted by the program and always run beside compute"),
         ignored("--no-scatter-gather-tensors-in-pipeline", "transfers are not split over tensor ranks"),
         ignored("--no-async-tensor-model-parallel-allreduce", "megatron.core decides what runs beside compute"),

@@ -190,6 +190,7 @@ def ignored(
     takes: int | None = 0,
     choices: Collection[str] | None = None,
     neutral: tuple[Any, ...] = (),
+    roles: Role | None = None,
 ) -> Flag:
     """A flag of Megatron-LM that is accepted and then reported as without effect, with `reason`.
 
@@ -205,6 +206,7 @@ def ignored(
         stores=True if takes == 0 else None,
         ignored=reason,
         neutral=neutral,
+        roles=roles,
     )
 
 

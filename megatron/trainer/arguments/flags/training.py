@@ -232,7 +232,7 @@ class Recompute:
         None,
         "Modules of selective recomputation. Default: core_attn.",
         nargs="*",
-        choices=("core_attn", "mlp", "layernorm", "mla_up_proj"),
+        choices=("core_attn", "mlp", "layernorm", "mla_up_proj", "moe"),
     )
 
 

@@ -7,7 +7,7 @@ from megatron.trainer.arguments.flags.config import expert_tensor_size, num_repl
 from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
 from megatron.trainer.arguments.flags.specification import name_of
 
-DISPATCHERS = ("allgather", ALL_TO_ALL)
+DISPATCHERS = ("allgather", ALL_TO_ALL, FLEX)
 
 
 def experts(args: argparse.Namespace) -> None:
@@ -198,11 +198,11 @@ _NOT_SHARED_OUT = (
 def _parallel(args: argparse.Namespace) -> None:
     t = args.tensor_model_parallel_size
     _shared_out(args)
-    if args.moe_token_dispatcher_type == FLEX:
-        raise ValueError("--moe-token-dispatcher-type flex needs DeepEP, which is not connected; use alltoall")
+    if args.moe_enable_deepep and args.moe_token_dispatcher_type != FLEX:
+        raise ValueError("--moe-enable-deepep is about --moe-token-dispatcher-type flex; give both, or neither")
     if args.moe_token_dispatcher_type not in DISPATCHERS:
         raise ValueError(
-            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is none of {' and '.join(DISPATCHERS)}"
+            f"--moe-token-dispatcher-type {args.moe_token_dispatcher_type} is none of {', '.join(DISPATCHERS)}"
         )
     if t > 1 and not args.sequence_parallel:
         raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel; add it")

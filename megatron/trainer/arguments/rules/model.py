@@ -190,6 +190,8 @@ def recompute(args: argparse.Namespace) -> None:
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
     if args.recompute_granularity == "selective":
         args.recompute_modules = args.recompute_modules or ["core_attn"]
+        if "moe" in args.recompute_modules and not args.num_experts:
+            raise ValueError("--recompute-modules moe needs --num-experts; leave it out, or use mlp")
         if "mlp" in args.recompute_modules and args.add_bias_linear:
             raise ValueError(
                 "--recompute-modules mlp never returns in megatron.core 0.16 with biases; add "
