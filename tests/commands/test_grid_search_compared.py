@@ -47,10 +47,13 @@ def test_it_is_said_where_nothing_of_ours_fits(run):
     assert status == 1 and "can run" in err and "without a pipeline nothing fits" in err
 
 
+EXPERTS = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
+
+
 def test_no_script_is_said_to_be_where_none_is_written(run, tmp_path):
-    """The best shares sequences, which this project does not train."""
+    """The best shares out experts, which the search does not write scripts for."""
     cluster = ["--cluster", "A100-80", "--nodes", 2, "--network", 200]
-    shared = [*QUICK, "--distributed-optimizer", "yes", "--context-parallel-sizes", 2, "--output", tmp_path]
+    shared = [*QUICK, "--distributed-optimizer", "yes", "--output", tmp_path, *EXPERTS]
     status, out, _ = run(*cluster, *GPT, *shared)
     said = next(line for line in out.splitlines() if line.startswith("note: without a pipeline: "))
     assert status == 0 and said.endswith("train so, this project does not") and "best.sh" not in out

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.arguments.command_line import argv
+from tests.trainer.arguments.t5_command_line import SMALL_T5
 from tests.trainer.run import vision_helper
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,7 @@ PROGRAMS = {  # a command line of each
     "finetune_bert": [*TEXT, "--num-classes", "2", "--dry-run", "1"],
     "pretrain_bert": TEXT,
     "pretrain_gpt": TEXT,
+    "pretrain_t5": SMALL_T5.split(),
     "pretrain_vision_classify": f"{vision_helper.SMALL} --data-path none".split(),
 }
 

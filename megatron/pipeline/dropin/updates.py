@@ -203,6 +203,8 @@ class MegatronUpdate:
         config: the model's configuration, with the scaling of losses and the function that finishes gradients.
     """
 
+    router_tokens = None  # Megatron-LM's own end of a batch counts them
+
     def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
         self._chunks = list(chunks)
         self._config = config

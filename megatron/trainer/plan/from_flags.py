@@ -76,7 +76,12 @@ def read_priced(
     Raises:
         ValueError: a value that is none, flags of experts without experts, or what has no price.
     """
-    written = tuple(" ".join(words) for flag, words in flags if getattr(given, flag.dest) not in (*flag.neutral, False))
+    nothing = {name: (1,) for name in DEGREES}
+    written = tuple(
+        " ".join(words)
+        for flag, words in flags
+        if getattr(given, flag.dest) not in nothing.get(flag.dest, (*flag.neutral, False))
+    )
     names = {flag.dest: flag.name for flag, _ in flags}
     values = {name: getattr(given, name) for name in names}
     kind = given.cp_comm_type

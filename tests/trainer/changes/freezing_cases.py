@@ -104,9 +104,9 @@ def _frozen(run) -> dict[str, str]:
 def moments(run) -> dict[str, dict]:
     """Each trained parameter's state, where the rank has it whole."""
     from megatron.core.utils import unwrap_model
-    from megatron.pipeline.runtime.stages.megatron.optimizers import single_optimizer
+    from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
 
-    inner = single_optimizer(run.optimizer)
+    [inner] = optimizers_of(run.optimizer)
     names = {each: name for chunk in run.chunks for name, each in numbered_names(unwrap_model(chunk))}
     if (
         inner.optimizer is None

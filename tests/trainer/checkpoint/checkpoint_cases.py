@@ -108,6 +108,12 @@ class _Update:
         self.weights = {1: FLUSH, 2: TWO_BW, 3: WeightPolicy("3bw", delay=2)}[window]
         self.scales = None
 
+    def show_newest(self):
+        self.versions.show_newest()
+
+    def restore_routers(self, state):
+        """There are none."""
+
     def state_dict(self):
         return {"scales": {"4": 1024.0}}
 

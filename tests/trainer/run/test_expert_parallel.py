@@ -41,8 +41,8 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         ("--num-experts 4 --expert-model-parallel-size 0", "--expert-model-parallel-size 0 must be"),
         ("--expert-model-parallel-size 2", "is given, and --num-experts is not; give both, or neither"),
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
-        (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 replicas, which share out experts"),
-        (f"{TWO} --expert-tensor-parallel-size 2", "differs from --tensor-model-parallel-size 1; leave it out"),
+        (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
+        (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
         (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
         (
             f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw --2bw-provisional uniform "

@@ -122,9 +122,9 @@ def watch_state(run) -> Callable[[], tuple[dict, dict]]:
 
 def _state_of(run) -> dict[str, dict[str, torch.Tensor]]:
     from megatron.core.utils import unwrap_model
-    from megatron.pipeline.runtime.stages.megatron.optimizers import masters_of, single_optimizer
+    from megatron.pipeline.runtime.stages.megatron.optimizers import masters_of, optimizers_of
 
-    inner = single_optimizer(run.update.optimizer)
+    [inner] = optimizers_of(run.update.optimizer)
     masters = masters_of(inner)
     found = {}
     for chunk in map(unwrap_model, run.chunks):

@@ -47,9 +47,13 @@ class Model:
     make_vocab_size_divisible_by: int = option(
         128, "Pad the vocabulary to a multiple of this times the tensor parallel size.", roles=Role.SAVED
     )
-    disable_bf16_reduced_precision_matmul: bool = switch("Sum the parts of a product in FP32 with --bf16, on GPUs.")
+    disable_bf16_reduced_precision_matmul: bool = switch(
+        "Sum the parts of a product in FP32 with --bf16, on GPUs.", roles=Role.NONE
+    )
     padded_vocab_size: int | None = option(
-        None, "Rows of the embedding, in the place of the padded vocabulary's; a multiple of the tensor parallel size."
+        None,
+        "Rows of the embedding, in the place of the padded vocabulary's; a multiple of the tensor parallel size.",
+        roles=Role.NONE,
     )
     normalization: str = option("LayerNorm", "Kind of normalization.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization.", aliases=("--layernorm-epsilon",))

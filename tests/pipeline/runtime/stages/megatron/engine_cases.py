@@ -35,7 +35,7 @@ def reference_in_fp8(**options) -> dict:
             module.disable_parameter_transpose_cache = True
         return made
 
-    with fp8_autocast(), mock.patch.object(megatron_reference, "gpt_model", model):
+    with fp8_autocast(), mock.patch.object(megatron_reference, "whole_model", model):
         return megatron_reference.reference(**options)
 
 
