@@ -45,16 +45,3 @@ def test_it_is_said_where_nothing_of_ours_fits(run):
     rest = ["--seq-length", "128", "--vocab-size", "1024", "--fp16", "--schedules", "flush"]
     status, _, err = run(*CLUSTER, *huge, *rest)
     assert status == 1 and "can run" in err and "without a pipeline nothing fits" in err
-
-
-EXPERTS = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
-
-
-def test_no_script_is_said_to_be_where_none_is_written(run, tmp_path):
-    """The best shares out experts, which the search does not write scripts for."""
-    cluster = ["--cluster", "A100-80", "--nodes", 2, "--network", 200]
-    shared = [*QUICK, "--distributed-optimizer", "yes", "--output", tmp_path, *EXPERTS]
-    status, out, _ = run(*cluster, *GPT, *shared)
-    said = next(line for line in out.splitlines() if line.startswith("note: without a pipeline: "))
-    assert status == 0 and said.endswith("train so, this project does not") and "best.sh" not in out
-    assert not (tmp_path / "best.sh").exists()

@@ -221,7 +221,7 @@ def test_a_model_by_name_is_as_it_is_searched(run, tmp_path, name):
     options.model, options.model_config = None, str(config)
     (same,) = read_entries(options)
     configured = named_model(name)
-    platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+    platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
     job = Job.read([*configured.argv, "--seq-length", "512"], architecture=configured.architecture, platform=platform)
     assert entry.model == same.model == job.shape(2) and entry.model_name == f"--model {name}"
 

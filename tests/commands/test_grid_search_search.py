@@ -299,7 +299,7 @@ def test_programs_have_these_defaults(architecture):
 def test_flags_of_any_model_survive():
     """A job keeps every flag that a configuration does not decide, and the program reads the same from it."""
     argv = MODERN.split()
-    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+    gpu = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
     job = Job.read(argv, architecture="gpt", platform=gpu)
     assert job.dropped == ("--tensor-model-parallel-size 2",) and not job.clips_gradients
     again = Job.read(job.argv, architecture="gpt", platform=gpu)
@@ -532,19 +532,15 @@ SHARED = [
 
 
 @pytest.mark.full
-def test_what_the_trainer_does_not_train_is_priced_and_not_started(run, tmp_path):
-    """Experts on several ranks, by the flags of Megatron-LM: the table names them, the note says that nobody trains
-    them here, and an earlier script is gone."""
-    assert run(*SHARED, "--output", tmp_path)[0] == 0 and (tmp_path / "best.sh").exists()
+def test_a_script_shares_out_experts(run, tmp_path):
+    """Experts on several ranks, by the flags of Megatron-LM: the table names them, and the script has the flags."""
     experts = ["--num-experts", 8, "--moe-router-topk", 2, "--disable-bias-linear", "--expert-model-parallel-size", 8]
-    status, out, err = run(*SHARED, *experts, "--output", tmp_path)
-    assert status == 0 and "best.sh" not in err and not (tmp_path / "best.sh").exists()
-    assert "ep" in next(line for line in out.splitlines() if line.startswith("rank")).split()
-    assert "note: experts (ep): priced here and not trained by this project's trainer" in out
-    assert "not trained by this project" in (tmp_path / "report.html").read_text()
+    status, out, _ = run(*SHARED, *experts, "--output", tmp_path)
+    assert status == 0 and "ep" in next(line for line in out.splitlines() if line.startswith("rank")).split()
+    script = (tmp_path / "best.sh").read_text()
+    assert "--expert-model-parallel-size 8" in script and "--moe-token-dispatcher-type alltoall" in script
     content = json.loads(run(*SHARED, *experts, "--json")[1])
     assert {each["expert"] for each in content["best"]} == {8}
-    assert any("experts (ep): priced here" in note for note in content["notes"])
     assert {each["not_validated"] for each in content["best"]} != {None}
 
 

@@ -157,13 +157,15 @@ def test_refusals(run, argv, reason):
     assert status == 1 and not out and reason in err.splitlines()[-1]
 
 
-def test_points_that_the_trainer_does_not_train_have_no_script(run, tmp_path):
-    """Experts lie on 2 ranks at each point, and the note says so; sequences that 2 ranks share are trained."""
+def test_points_at_which_ranks_share_have_scripts(run, tmp_path):
+    """Two ranks share sequences, or experts, at each point, and the scripts have the flags."""
     argv = [*GPT, "--cluster", "A100-80", "--schedules", "flush", "--tensor", "1", "--simulate", 1, "--gpus", "4,8"]
-    status, out, err = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
-    assert status == 0 and len([*tmp_path.glob("best_*.sh")]) == 2 and "priced here" not in out
+    status, _, err = run("sweep", *argv, "--context-parallel-size", 2, "--output", tmp_path)
+    assert status == 0 and len([*tmp_path.glob("best_*.sh")]) == 2
     assert "2 x best_N_gpus_L_tokens.sh" in err
     experts = ["--num-experts", 4, "--disable-bias-linear", "--expert-model-parallel-size", 2]
-    status, out, err = run("sweep", *argv, *experts, "--output", tmp_path)
-    assert status == 0 and not [*tmp_path.glob("best_*.sh")] and "best_" not in err
-    assert "note: experts (ep): priced here and not trained by this project's trainer" in out
+    status, *_ = run("sweep", *argv, *experts, "--output", tmp_path)
+    scripts = [path.read_text() for path in tmp_path.glob("best_*.sh")]
+    assert status == 0 and len(scripts) == 2
+    for script in scripts:
+        assert "--expert-model-parallel-size 2" in script and "--moe-token-dispatcher-type alltoall" in script

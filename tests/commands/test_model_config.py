@@ -14,7 +14,7 @@ from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import Job
 
-GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
 SMALL = {
     "llama": {"num_key_value_heads": 2, "head_dim": 16}, "mistral": {"num_key_value_heads": 2, "sliding_window": None},
     "qwen2": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 24},

@@ -48,7 +48,7 @@ class _GivenModel(ModelRecord):
             raise ValueError("model.seq is not given; give it, or --seq-length for all entries")
         configured = self.read(self.seq)
         argv = [*configured.argv, "--seq-length", str(self.seq)]
-        platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)  # no shape depends on it
+        platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
         shape = Job.read(argv, architecture=configured.architecture, platform=platform).shape(tensor)
         for taken in (f"the model of {self.name}", *configured.notes):
             assume(taken)

@@ -299,7 +299,7 @@ def _numbers(outcome: Outcome) -> str:
 
 
 def _notes(outcome: Outcome) -> tuple[str, ...]:
-    others = without_pipeline_sentence(outcome, has_script=_has_script(outcome))
+    others = without_pipeline_sentence(outcome, has_script=outcome.best is not None)
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *filter(None, [delay.beside(outcome)]),
@@ -307,15 +307,9 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
         *sentences_on_layers(outcome.kept),
         *rules.notes_on_hosted(outcome),
         *unvalidated(outcome.kept),
-        *rules.notes_on_shared(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
         *filter(None, [others]),
     )
-
-
-def _has_script(outcome: Outcome) -> bool:
-    """Whether the best is one that this project trains, so that a script can start it."""
-    return outcome.best is not None and rules.is_trained(outcome.best.choice)
 
 
 def _as_dict(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -> dict:
@@ -371,7 +365,7 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     write_csv(outcome, folder / "configurations.csv")
     script = None
     remove_script(folder / "best.sh")
-    if _has_script(outcome):
+    if outcome.best is not None:
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
         others = [
             delay.beside(outcome),

@@ -185,11 +185,12 @@ def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
 
 
 def platform_of(cluster: Cluster) -> Platform:
-    """The platform of a cluster for the rules of flags: with Apex, and with Transformer Engine if it runs there."""
+    """The platform of a cluster for the rules of flags: with all packages that run there."""
     return Platform(
         is_cuda=not cluster.is_cpu,
         has_transformer_engine=cluster.gpu not in _WITHOUT_ENGINE,
         has_apex=not cluster.is_cpu,
+        has_deep_ep=not cluster.is_cpu,
     )
 
 

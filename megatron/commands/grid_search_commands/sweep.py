@@ -38,7 +38,7 @@ from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search import delay, rules
+from megatron.planner.search import delay
 from megatron.planner.search.outcome import amount
 from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.sweep import Sweep, SweepPoint
@@ -212,7 +212,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best), *rules.notes_on_shared(best))
+    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
@@ -255,7 +255,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     scripts, topologies = set(), set()
     for each in found:
         best = each.point.best
-        if best is not None and rules.is_trained(best.choice):
+        if best is not None:
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             job, cluster = each.searched.model.job, each.searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"

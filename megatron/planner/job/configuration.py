@@ -150,8 +150,8 @@ class Configuration:
     ] = False
     sharding: Annotated[Sharding | None, Setting(word="sharded")] = None
     context: Annotated[int, Setting(short="cp", flag="--context-parallel-size")] = 1
-    expert: Annotated[int, Setting(short="ep")] = 1
-    expert_tensor: Annotated[int | None, Setting(word="etp")] = None
+    expert: Annotated[int, Setting(short="ep", flag="--expert-model-parallel-size")] = 1
+    expert_tensor: Annotated[int | None, Setting(flag="--expert-tensor-parallel-size", word="etp")] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", RecomputeScope(self.recompute))

@@ -9,7 +9,7 @@ them if a user asks for them, but this project's trainer runs neither, and a not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.documents import counted
@@ -21,7 +21,7 @@ from megatron.planner.job.refusals import OVERLAPPED, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.planner import Planner
-from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
+from megatron.planner.search.outcome import Choice, Outcome, Rejected
 from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, offer, splits
 
 
@@ -182,11 +182,6 @@ def is_shared(choice: Choice) -> bool:
     return (choice.context or 1) > 1 or choice.expert is not None
 
 
-def is_trained(choice: Choice) -> bool:
-    """Whether this project's trainer runs it: ranks share no experts."""
-    return (choice.expert or 1) == 1
-
-
 def share_ranks(space: Space, planner: Planner, choice: Choice) -> Iterator[Choice | Rejected]:
     """Yield the choice of t and p with each context and expert parallel size, and the replicas that remain for each."""
     ranks = space.num_gpus // (choice.tensor * choice.pipeline)
@@ -243,14 +238,3 @@ def refuse_overlap(choice: Choice, planner: Planner, schedule: str) -> str | Non
     if schedule in taken:
         return None
     return f"copies of tokens beside another microbatch take {' or '.join(taken)}, not {schedule}"
-
-
-def notes_on_shared(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """A note if kept configurations share experts: they are priced, but the trainer does not run them."""
-    if all((each.choice.expert or 1) == 1 for each in kept):
-        return ()
-    return (
-        "experts (ep): priced here and not trained by this project's trainer, which refuses the flags, so no script is "
-        "written that would start a configuration with them; how near such prices came to published runs says "
-        "docs/planner.md",
-    )

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.pipeline.start_up.late_weights import take_error_feedback
 from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
-from megatron.planner.job.software import FLEX
+from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
@@ -79,10 +79,13 @@ class Job:
                 flag.refused or flag.ignored or flag.dest in DEGREES or getattr(given, flag.dest) == FLEX
             ):
                 priced.append((flag, _written(flag, given)))
-                continue
+                if getattr(given, flag.dest) != FLEX:
+                    continue
             if Role.PREDICTION in flag.roles and predicts:
                 continue
             (dropped if Role.CONFIGURATION in flag.roles else kept).append(_written(flag, given))
+        if given.num_experts and "moe_token_dispatcher_type" not in given.given:
+            kept.append(("--moe-token-dispatcher-type", ALL_TO_ALL))  # which is priced, and not the program's default
         job = cls(
             architecture=architecture,
             argv=tuple(word for each in kept for word in each),

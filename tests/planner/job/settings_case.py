@@ -9,7 +9,10 @@ from pathlib import Path
 
 MODULE = "megatron.planner.job.configuration"
 SOURCE = Path(__file__).resolve().parents[3] / "megatron" / "planner" / "job" / "configuration.py"
-LAST_FIELD, LAST_CHOSEN = 'expert_tensor: Annotated[int | None, Setting(word="etp")] = None\n', '"expert_tensor",\n)'
+LAST_FIELD, LAST_CHOSEN = (
+    'expert_tensor: Annotated[int | None, Setting(flag="--expert-tensor-parallel-size", word="etp")] = None\n',
+    '"expert_tensor",\n)',
+)
 MORE_FIELDS = (
     '    rinses: Annotated[bool, Setting(flag="--rinse", word="rinsed", remark="rinsed weights")] = False\n'
     '    soap: Annotated[int, Setting(flag="--soap", variable="SOAP", word="soap")] = 0\n'

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.architecture import Experts
-from megatron.planner.search import Outcome, Training, rules
+from megatron.planner.search import Outcome, Training
 from tests.planner.search.helper import a100, gpt3, run
 
 FLASH = replace(MEGATRON_CORE, flash_attention=True)
@@ -24,7 +24,6 @@ def search(model, nodes: int = 2, **space: object) -> Outcome:
 def test_nothing_is_shared_unless_asked_for():
     outcome = search(gpt3(16, 4096, 32))
     assert {(each.choice.context, each.choice.expert) for each in outcome.kept} == {(None, None)}
-    assert rules.notes_on_shared(outcome.kept) == ()
 
 
 def test_sequences_are_shared_where_that_is_considered():
@@ -42,7 +41,6 @@ def test_sequences_are_shared_where_that_is_considered():
     plain = {each.choice for each in alone.kept if each.choice.rank_mapping != "optimized"}
     assert plain <= kept
     assert shared.best.choice.context > 1 and shared.best.estimate.seconds < alone.best.estimate.seconds
-    assert rules.is_trained(shared.best.choice) and rules.notes_on_shared(shared.kept) == ()
 
 
 @pytest.mark.full
@@ -53,11 +51,6 @@ def test_experts_are_shared_where_that_is_considered():
     more = [each for each in outcome.kept if each.choice.expert > 1 and replace(each.choice, expert=1) in memory]
     assert {each.choice.expert for each in more} == {2, 8}
     assert all(each.memory_gib < memory[replace(each.choice, expert=1)] for each in more)
-    (sentence,) = rules.notes_on_shared(outcome.kept)
-    assert "experts (ep): priced here" in sentence and "no script is written" in sentence
-    unshared = [each for each in outcome.kept if each.choice.expert == 1]
-    assert rules.notes_on_shared(unshared) == ()
-    assert rules.notes_on_shared([*unshared[:1], *outcome.kept]) == (sentence,)
     whole = search(MOE, expert=(8,), expert_tensor=1, tensor=(2,))
     split = search(MOE, expert=(8,), tensor=(2,))
     replicas = [{each.estimate.configuration.expert_replicas for each in found.kept} for found in (whole, split)]

@@ -51,7 +51,7 @@ def test_no_namespace_changes_another():
     assert vars(job.namespace(configuration)) == before
 
 
-ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
 
 
 def test_halves_are_trained_by_the_same_layers():

@@ -73,7 +73,7 @@ def test_formats():
     assert from_flags.activation_setting(wide).residual_bytes == 4
 
 
-ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
+ENGINE = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
 WORDS = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100 --bf16 --swiglu "
     "--disable-bias-linear --ffn-hidden-size 96"

@@ -180,6 +180,10 @@ _NOT_SHARED_OUT = (
         "weights are not predicted for experts that replicas share out; leave out --2bw-provisional",
     ),
     (
+        lambda args: args.moves_activations,
+        "activations of experts that ranks share out are not moved to another rank; choose another --pipeline-schedule",
+    ),
+    (
         lambda args: args.pipeline_schedule == "l2l",
         "experts that replicas share out are not kept on the host; choose another --pipeline-schedule",
     ),
