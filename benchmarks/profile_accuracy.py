@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common.results import parser_of
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.trial.results import Status, TrialEntry, predicted_seconds
 from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.command import model_argv

@@ -14,8 +14,8 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import GIB, Architecture, Cluster, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
 from megatron.planner.time.first_principles import FirstPrinciples

@@ -28,7 +28,7 @@ from megatron.commands.common import command_line
 from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
 from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
 from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.session import Session

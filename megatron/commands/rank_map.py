@@ -30,8 +30,9 @@ from megatron.pipeline.placement.placement_report import PlacementReport, make_r
 from megatron.pipeline.placement.topology import Topology, load_topology
 from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.schedules import PRESETS, Schedule
-from megatron.planner.memory.activations import ActivationSetting, Recompute, RecomputeScope
+from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import Recompute, RecomputeScope
 from megatron.planner.time.traffic import CutModel
 
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "global_batch_size")

@@ -8,11 +8,12 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import DEVICES, Device, device_gib
 from megatron.planner.job.estimate import Estimate, Verdict, judge
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute
+from megatron.planner.memory.activations import Activations, ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand, most
 from megatron.planner.memory.memory import GIB, MemoryParts, RankMemory, estimate_memory
 from megatron.planner.memory.parameters import TrainingState
+from megatron.planner.memory.recompute import Recompute
 from megatron.planner.memory.schedule_demand import demand_of
 from megatron.planner.planner import Planner
 

@@ -3,7 +3,7 @@
 from datetime import datetime, timezone
 
 from megatron.planner import Architecture
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,

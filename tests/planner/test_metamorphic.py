@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.memory import GIB
+from megatron.planner.memory.recompute import RecomputeScope
 from tests.planner.metamorphic_cases import NETWORK, Case, faster
 from tests.planner.metamorphic_relations import all_cases, quarter, roomy, running, saved, violations  # noqa: F401
 

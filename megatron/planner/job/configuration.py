@@ -15,9 +15,9 @@ from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
 from megatron.planner.job.sharding import Sharding
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
+from megatron.planner.memory.recompute import RecomputeScope
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
 

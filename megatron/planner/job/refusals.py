@@ -10,8 +10,8 @@ tensors that ranks send stay in 16 bits, too.
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Device
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import RecomputeScope
 
 OVERLAPPED = ("flush", "interleaved")
 """Schedules whose microbatches megatron.core merges: token copies of one microbatch are sent while another computes.

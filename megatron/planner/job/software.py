@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
-from megatron.planner.memory.activations import EVERY_OTHER_PRODUCT, ActivationSetting, Recompute, RecomputeScope
+from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.parameters import TrainingState
+from megatron.planner.memory.recompute import EVERY_OTHER_PRODUCT, Recompute, RecomputeScope
 
 ALL_TO_ALL, FLEX = "alltoall", "flex"
 _LAYERS = {"transformer_engine": "TE"}  # in tables

@@ -18,8 +18,9 @@ embedded tokens of the decoder.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.planner.memory.activations import CORE_ATTENTION, NORM, Activations, ActivationSetting
+from megatron.planner.memory.activations import Activations, ActivationSetting
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import CORE_ATTENTION, NORM
 
 
 def activations_of(shape: Architecture, setting: ActivationSetting) -> Activations:

@@ -20,8 +20,8 @@ from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.refusals import refuse_shares
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entry_model import ModelRecord
 from megatron.planner.published.hardware import HardwareRecord
 from megatron.planner.published.settings import SettingsRecord

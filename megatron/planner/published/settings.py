@@ -12,7 +12,7 @@ from megatron.pipeline.schedules import PRESETS
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.refusals import FP8_RECIPES
 from megatron.planner.job.sharding import Sharding
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entry_model import Count
 
 _PAPERS_WORDS = {"1f1b": "flush", "selective": "attention"}

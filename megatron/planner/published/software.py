@@ -23,7 +23,7 @@ from megatron.planner.job.software import (
     TORCHTITAN_2025,
     Software,
 )
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.settings import SettingsRecord
 
 _MT_NLG = replace(MEGATRON_DEEPSPEED, gradient_bytes=4)  # Smith et al. 2022, in bfloat16

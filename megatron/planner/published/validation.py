@@ -25,7 +25,7 @@ from megatron.documents.files import read_document
 from megatron.planner.intervals import Interval, NotValidated, Residual, Residuals, interval_of, kind_of
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Verdict
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
 from megatron.planner.published.entry_model import Count

@@ -16,7 +16,7 @@ from dataclasses import replace
 from megatron.planner.job.cluster import Cluster, make_cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import STAGES, Sharding
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules
 from megatron.planner.search.outcome import Choice, Kept, Outcome, WithoutPipeline

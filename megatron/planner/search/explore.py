@@ -21,9 +21,9 @@ from typing import Any
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner.job.configuration import Configuration, remarks
 from megatron.planner.job.estimate import Verdict
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import RankMemory
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import delay, rules
 from megatron.planner.search.outcome import Choice, Kept, Rejected

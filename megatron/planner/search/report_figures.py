@@ -25,8 +25,8 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.job.estimate import Estimate
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.memory import GIB, MemoryParts
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept

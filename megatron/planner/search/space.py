@@ -13,7 +13,7 @@ from megatron.pipeline.placement.mapping import NAMES
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
 from megatron.pipeline.schedules.placements import rank_of_stage
 from megatron.planner.job.configuration import meaning
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 
 PLAIN = Preset("1f1b", "flush")
 """The schedule that is tried for all others on one stage, where no schedule saves fewer activations or idles less."""

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.sharding import Sharding
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters, stage_parameters
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import CostModel, IterationTime
 from megatron.planner.time.links import Ring

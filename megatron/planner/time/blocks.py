@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy, weight_policy
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import Profile, StagePosition, UpdateTime
 
 

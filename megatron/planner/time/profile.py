@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron.documents.faults import sentence, shown
 from megatron.documents.files import read_json, write_whole
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import RecomputeScope
 
 VERSION = 1
 """The version of the file format. A reader refuses other versions."""

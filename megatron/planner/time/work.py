@@ -75,9 +75,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import FP8_COPY_BYTES, normalized_widths
+from megatron.planner.memory.recompute import RecomputeScope
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import (
     AllReduceTime,
     CopyTime,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron.pipeline.placement import Bandwidth, Degrees, Node, Topology, Traffic, count_transfers
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, Recompute
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.traffic import CutModel
 
 

@@ -7,7 +7,8 @@ import pytest
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.refusals import refuse_fp8
 from megatron.planner.job.software import Software
-from megatron.planner.memory.activations import Activations, ActivationSetting, Recompute, RecomputeScope
+from megatron.planner.memory.activations import Activations, ActivationSetting
+from megatron.planner.memory.recompute import Recompute, RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.work import LayerWork

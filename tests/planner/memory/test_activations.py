@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.placement.cost import required_bandwidth
 from megatron.planner import Activations, ActivationSetting, Architecture, Recompute
-from megatron.planner.memory.activations import RecomputeScope, by_stage
+from megatron.planner.memory.activations import by_stage
+from megatron.planner.memory.recompute import RecomputeScope
 from tests import workers
 from tests.trainer.arguments.command_line import arguments
 

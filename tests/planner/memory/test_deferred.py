@@ -12,10 +12,10 @@ from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from megatron.planner import Activations, ActivationSetting, Architecture, demand_of
-from megatron.planner.memory.activations import Recompute, RecomputeScope
 from megatron.planner.memory.demand import largest_moments, most
 from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.parameters import TrainingState
+from megatron.planner.memory.recompute import Recompute, RecomputeScope
 from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand, schedule_demand
 from tests.pipeline.runtime import made_up_orders
 

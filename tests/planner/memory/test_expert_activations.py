@@ -3,8 +3,9 @@
 import pytest
 
 from megatron.planner import Activations, ActivationSetting
-from megatron.planner.memory.activations import Recompute, RecomputeScope, by_stage
+from megatron.planner.memory.activations import by_stage
 from megatron.planner.memory.architecture import ExpertDegrees
+from megatron.planner.memory.recompute import Recompute, RecomputeScope
 from tests import workers
 from tests.planner.memory.expert_layers import LENGTH, SIZE, shape_of
 

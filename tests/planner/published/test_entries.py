@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.planner.job.software import MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import REMARKS, Entry, Unpredictable, load_entries, read_entry
 from megatron.planner.published.entry_model import ModelRecord
 from megatron.planner.published.hardware import HardwareRecord

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import read_entry
 from megatron.planner.published.fit import fit_entries, fit_profile
 from megatron.planner.published.prediction import predict

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import FLEX
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import Entry, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner.job.sharding import DEEPSPEED, Sharding
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import Entry, Unpredictable, read_entry
 from megatron.planner.published.prediction import Prediction, Question, predict
 from megatron.planner.time.calibration import default_constants

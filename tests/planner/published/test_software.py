@@ -14,7 +14,7 @@ from megatron.planner.job.software import (
     TORCHTITAN,
     TORCHTITAN_2025,
 )
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import Entry, read_entry
 from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import default_constants

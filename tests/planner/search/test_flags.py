@@ -3,7 +3,7 @@
 from hypothesis import given
 
 from megatron.pipeline.schedules import PRESETS
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner import Cluster, load_cluster
 from megatron.planner.job.cluster import CLUSTERS
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from tests.planner.published.bpipe_memory import FIRST_FEASIBLE, ONLY_BALANCED
 from tests.planner.search.helper import a100, gpt3, run
 

@@ -7,7 +7,7 @@ import pytest
 from megatron.planner import Cluster
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import MEGATRON_CORE
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import Space
 from megatron.planner.search.comparisons import fastest_without_pipeline

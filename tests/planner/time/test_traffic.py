@@ -10,7 +10,7 @@ from megatron.pipeline.placement.traffic import point_to_point
 from megatron.pipeline.program.instruction import Kind as Instruction
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, Recompute
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.traffic import CutModel
 from tests.pipeline.placement.examples import gpt3_96b
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.planner import Architecture
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, MEGATRON_V3, TORCHTITAN
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.work import LayerWork
 
 H, A, S = 4096, 32, 2048

@@ -7,7 +7,7 @@ from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules.orders import PRESETS
 from megatron.planner import Configuration
 from megatron.planner.job.configuration import PROVISIONAL_MODES
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 
 
 @st.composite

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
-from megatron.planner.memory.activations import RecomputeScope
 from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.tasks import StagePlan
