@@ -1,5 +1,7 @@
 """Flags that only Megatron-LM reads: each is refused with a remedy or noted, with its value, and hides nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from megatron.trainer.arguments import parse_args, validate_args
@@ -19,6 +21,14 @@ def test_no_flag_is_in_two_tables():
     """A flag that is read here is not in the table of those that are not."""
     assert len(ROWS) > 450
     assert not {row.name for row in ROWS} & {name for flag in FLAGS for name in flag.names}
+
+
+def test_no_flag_of_megatron_lm_is_unknown():
+    """Each is read here, or the table says what becomes of it."""
+    lines = Path(__file__).with_name("megatron_lm_flags.txt").read_text(encoding="utf-8").splitlines()
+    theirs = {name for line in lines if not line.startswith("#") for name in line.split()}
+    assert len(theirs) > 850
+    assert not theirs - {row.name for row in ROWS} - {name for flag in FLAGS for name in flag.names}
 
 
 def test_refused_flags_are_named_in_one_message():

@@ -51,7 +51,7 @@ def test_a_flag_that_works_goes_before_one_that_is_refused():
     [  # each beside the flag whose letters are nearest
         "--delay-param-gather", "--encoder-tensor-model-parallel-size",
         "--no-delay-grad-reduce", "--position-embeddings", "--no-save",
-        "--no-load", "--parallel-size", "--expert-parallel-size", "--persistent-save-interval",
+        "--no-load", "--parallel-size", "--expert-parallel-size",
     ],
 )  # fmt: skip
 def test_other_flags_get_none(name):

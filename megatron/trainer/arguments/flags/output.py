@@ -10,7 +10,9 @@ class Checkpoint:
     """Saving and loading."""
 
     save: str | None = option(None, "Directory to save checkpoints in.", metavar="DIR")
-    save_interval: int | None = option(None, "Iterations between checkpoints, with --save.")
+    save_interval: int | None = option(
+        None, "Iterations between checkpoints, with --save.", aliases=("--persistent-save-interval",)
+    )
     load: str | None = option(
         None, "Directory to load the latest checkpoint from; an empty one starts anew.", metavar="DIR"
     )
@@ -56,7 +58,9 @@ class Checkpoint:
     auto_detect_ckpt_format: bool = switch("Accepted: torch_dist is the only format.")
     ckpt_fully_parallel_save_deprecated: bool = switch("Accepted: on by default.", name="--ckpt-fully-parallel-save")
     ckpt_fully_parallel_save: bool = negation(
-        "--no-ckpt-fully-parallel-save", "The first data parallel rank writes everything."
+        "--no-ckpt-fully-parallel-save",
+        "The first data parallel rank writes everything.",
+        aliases=("--disable-ckpt-fully-parallel-save",),
     )
     ckpt_fully_parallel_load: bool = switch("Each data parallel rank reads a share and passes it on.")
     ckpt_assume_constant_structure: bool = switch("Accepted without effect: each save makes a plan of its own.")
@@ -97,7 +101,9 @@ class Logging:
     tensorboard_queue_size: int = option(1000, "Pending events before TensorBoard writes.")
     log_timers_to_tensorboard: bool = switch("Also record iteration times.")
     log_loss_scale_to_tensorboard: bool = negation(
-        "--no-log-loss-scale-to-tensorboard", "No loss scale in TensorBoard."
+        "--no-log-loss-scale-to-tensorboard",
+        "No loss scale in TensorBoard.",
+        aliases=("--disable-log-loss-scale-to-tensorboard",),
     )
     log_learning_rate_to_tensorboard: bool = negation(
         "--no-log-learnig-rate-to-tensorboard",

@@ -223,7 +223,9 @@ class Distributed:
     ddp_num_buckets: int | None = option(None, "Accepted without effect, as the flag before.")
     ddp_pad_buckets_for_high_nccl_busbw: bool = switch("Pad buckets to a multiple of 2^16.")
     align_grad_reduce: bool = negation(
-        "--no-align-grad-reduce", "Accepted without effect: the program places reductions."
+        "--no-align-grad-reduce",
+        "Accepted without effect: the program places reductions.",
+        aliases=("--disable-align-grad-reduce",),
     )
     align_param_gather: bool = negation("--no-align-param-gather", "Accepted without effect, as the flag before.")
 

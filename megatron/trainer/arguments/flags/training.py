@@ -61,7 +61,9 @@ class Batch:
     deterministic_mode: bool = switch("Only deterministic kernels.")
     manual_gc: bool = switch("Collect garbage only every --manual-gc-interval iterations.")
     manual_gc_interval: int = option(0, "Iterations between manual garbage collections; 0: never.")
-    manual_gc_eval: bool = negation("--no-manual-gc-eval", "No garbage collection around evaluations.")
+    manual_gc_eval: bool = negation(
+        "--no-manual-gc-eval", "No garbage collection around evaluations.", aliases=("--disable-manual-gc-eval",)
+    )
     empty_unused_memory_level: int = option(
         0, "Return unused CUDA memory: 0 never, 1 or 2 each iteration.", choices=(0, 1, 2)
     )
