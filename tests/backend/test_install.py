@@ -135,9 +135,11 @@ def test_what_a_core_has_not_is_not_repaired(has_format, monkeypatch):
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     repaired = []
-    for name in [name for name in vars(fixes) if name.startswith("_repair_")]:
-        monkeypatch.setattr(fixes, name, lambda *which, name=name: repaired.append(name))
+    for name in [name for name in vars(fixes) if name.startswith(("_repair_", "repair_"))]:
+        monkeypatch.setattr(fixes, name, lambda *which, name=name, **options: repaired.append(name))
     if not has_format:
         monkeypatch.delattr(DistributedOptimizer, "sharded_param_state_fully_reshardable")
     fixes.apply()
-    assert ("_repair_places_in_buckets" in repaired) is has_format and "_repair_experts" in repaired
+    assert ("_repair_places_in_buckets" in repaired) is has_format and {"_repair_experts", "repair_attention"} <= {
+        *repaired
+    }
