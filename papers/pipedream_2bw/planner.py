@@ -29,8 +29,9 @@ from megatron.commands.grid_search_commands.search_inputs import add_search_argu
 from megatron.pipeline.placement.traffic import ring_bytes
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
-from megatron.planner.memory.activations import Activations, RecomputeScope
+from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.parameters import layer_parameters
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 
 _GIGA, _GIB = 1e9, 2**30

@@ -19,7 +19,7 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.memory.activations import RecomputeScope
+from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.tasks import StagePlan
