@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.masked_dataset import MaskedWordPieceDatasetConfig
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.datasets import SPLITS, Datasets, TokenFiles, build_blended
@@ -101,20 +101,12 @@ def bert_loss(
     return loss * num_masked, num_masked, weighted
 
 
-class BertDataset(BERTMaskedWordPieceDataset):
-    """megatron.core's dataset, changed so that samples depend only on seed and data.
-
-    megatron.core replaces a tenth of the masked tokens by random ones from a list in the order of the tokenizer's
-    vocabulary. With the `tokenizers` package this order differs from process to process, so that stages and resumed
-    runs would see different samples.
-    """
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self.token_lookup.sort()
+class WordPieceFiles(MaskedWordPieceDataset):
+    """A masked dataset of megatron.core that reads its files as the other datasets do, and whose error says what to
+    change."""
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: BERTMaskedWordPieceDatasetConfig) -> TokenFiles:
+    def build_low_level_dataset(dataset_path: str, config: MaskedWordPieceDatasetConfig) -> TokenFiles:
         return TokenFiles(dataset_path)
 
     def __getitem__(self, idx: int) -> dict:
@@ -125,6 +117,19 @@ class BertDataset(BERTMaskedWordPieceDataset):
                 f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
                 f"data was made with"
             ) from error
+
+
+class BertDataset(WordPieceFiles, BERTMaskedWordPieceDataset):
+    """megatron.core's dataset, changed so that samples depend only on seed and data.
+
+    megatron.core replaces a tenth of the masked tokens by random ones from a list in the order of the tokenizer's
+    vocabulary. With the `tokenizers` package this order differs from process to process, so that stages and resumed
+    runs would see different samples.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.token_lookup.sort()
 
 
 def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:

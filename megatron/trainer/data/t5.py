@@ -12,8 +12,8 @@ import torch
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.data.bert import check_documents
-from megatron.trainer.data.datasets import Datasets, TokenFiles, build_blended
+from megatron.trainer.data.bert import WordPieceFiles, check_documents
+from megatron.trainer.data.datasets import Datasets, build_blended
 from megatron.trainer.data.microbatches import Field
 
 _LONGEST_SPAN = 10
@@ -53,21 +53,12 @@ def t5_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
     }
 
 
-class T5Dataset(T5MaskedWordPieceDataset):
+class T5Dataset(WordPieceFiles, T5MaskedWordPieceDataset):
     """megatron.core's dataset, whose errors say what to change."""
-
-    @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: T5MaskedWordPieceDatasetConfig) -> TokenFiles:
-        return TokenFiles(dataset_path)
 
     def __getitem__(self, idx: int) -> dict:
         try:
             return super().__getitem__(idx)
-        except KeyError as error:  # megatron.core looks up every token, to find the beginnings of words
-            raise ValueError(
-                f"token id {error.args[0]} in {self.dataset_path} is not in the vocabulary; use the tokenizer that the "
-                f"data was made with"
-            ) from error
         except AssertionError as error:  # of the padding, which would be negative
             raise ValueError(
                 f"what sample {idx} of {self.dataset_path} takes out is longer than --decoder-seq-length "

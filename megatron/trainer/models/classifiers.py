@@ -20,7 +20,6 @@ from torch.nn.functional import cross_entropy
 from megatron.core import tensor_parallel
 from megatron.core.models.bert.pooler import Pooler
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType, ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -29,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.bert import bert_layer_spec
+from megatron.trainer.models.core_config import rotary_embedding
 from megatron.trainer.models.gpt import layer_spec, layer_stream
 from megatron.trainer.ranks import set_seeds
 from megatron.trainer.report.metrics import CLASS_LOSS
@@ -165,7 +165,7 @@ class BertClassifier(_Classifier):
             )
             for parameter in self.embedding.parameters():
                 parameter.is_embedding_or_output_parameter = True  # --decoupled-lr
-        self.rotary_pos_emb = _rotary(args, config)
+        self.rotary_pos_emb = rotary_embedding(args, config)
         self.encoder = TransformerBlock(
             config=config, spec=bert_layer_spec(args), pre_process=pre_process, post_process=post_process
         )
@@ -205,18 +205,6 @@ def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Ten
     """
     keys = padding_mask[:, None, None, :]
     return (keys * padding_mask[:, None, :, None] if masks_rows else keys) < 0.5
-
-
-def _rotary(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
-    if args.position_embedding_type != "rope":
-        return None
-    return RotaryEmbedding(
-        kv_channels=config.kv_channels,
-        rotary_percent=args.rotary_percent,
-        rotary_interleaved=config.rotary_interleaved,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        use_cpu_initialization=config.use_cpu_initialization,
-    )
 
 
 # --- a ViT ------------------------------------------------------------------------------------------------------------

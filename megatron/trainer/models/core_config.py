@@ -7,6 +7,7 @@ from torch.nn.functional import gelu, silu
 
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
@@ -250,4 +251,17 @@ def param_scheduler(args: TrainConfig, optimizer: object) -> OptimizerParamSched
         override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=wsd,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
+    )
+
+
+def rotary_embedding(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
+    """The rotary positions of a model that is put together here; None where it has others."""
+    if args.position_embedding_type != "rope":
+        return None
+    return RotaryEmbedding(
+        kv_channels=config.kv_channels,
+        rotary_percent=args.rotary_percent,
+        rotary_interleaved=config.rotary_interleaved,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        use_cpu_initialization=config.use_cpu_initialization,
     )

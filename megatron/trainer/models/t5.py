@@ -28,7 +28,6 @@ from torch import Tensor
 from megatron.core import tensor_parallel
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.enums import LayerType, ModelType
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -37,6 +36,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import scaled_init_method_normal
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import StageLayout
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.models.core_config import rotary_embedding
 from megatron.trainer.models.gpt import layer_stream, seeded_spec
 from megatron.trainer.ranks import set_seeds
 
@@ -71,7 +71,7 @@ class T5Stage(LanguageModule):
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.lengths = args.encoder_seq_length // parts, args.decoder_seq_length // parts
         self.input_tensor: Tensor | None = None
-        self.rotary_pos_emb = _rotary(args, config)
+        self.rotary_pos_emb = rotary_embedding(args, config)
         self._masks = attention_masks if args.transformer_impl == "local" else _masks_of_engine
         self.rotary_lengths = args.encoder_seq_length, args.decoder_seq_length
         if pre_process:
@@ -183,18 +183,6 @@ def _masks_of_engine(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple:
 
 def _positions(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-
-
-def _rotary(args: TrainConfig, config: TransformerConfig) -> RotaryEmbedding | None:
-    if args.position_embedding_type != "rope":
-        return None
-    return RotaryEmbedding(
-        kv_channels=config.kv_channels,
-        rotary_percent=args.rotary_percent,
-        rotary_interleaved=config.rotary_interleaved,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        use_cpu_initialization=config.use_cpu_initialization,
-    )
 
 
 # --- the two stacks of a stage ----------------------------------------------------------------------------------------
