@@ -72,6 +72,8 @@ def test_what_a_window_leaves(before):
         "--window-size 3,0 --window-attn-skip-freq [1,0,1,1] --group-query-attention --num-query-groups 2 --swiglu",
         "--num-experts 4 --moe-layer-freq [0,1,1,1] --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 32 "
         "--disable-bias-linear",
+        "--num-experts 4 --moe-layer-freq [0,1,1,1] --moe-ffn-hidden-size 96 --disable-bias-linear --mtp-num-layers 2 "
+        "--position-embedding-type rope",
     ],
 )
 def test_operations_of_a_run_are_those_of_its_architecture(flags):

@@ -19,7 +19,7 @@ serves all of them.
                               reduction was posted; then a collective on the group's stream, for which the chain's
                               stream waits
       REDUCE_GRAD             over the replicas (d > 1); REDUCE_PARTIAL likewise
-      REDUCE_EMBED            over the ranks of the first and the last stage; REDUCE_PARTIAL_EMBED likewise, but first
+      REDUCE_EMBED            over the ranks of the two stages that share it; REDUCE_PARTIAL_EMBED likewise, but first
                               over the replicas if a prediction reads their mean (d > 1)
       REDUCE_NORM             over the tensor group (t > 1: sequence parallelism); the host waits to read the rank's
                               norm; over the whole job (more than one rank); the host waits to read the result

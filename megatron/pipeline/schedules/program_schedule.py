@@ -309,7 +309,7 @@ def read_schedule(
         path: a CSV file with a row of instructions for each rank.
         recompute: whether a recompute precedes each backward; it is added to rows without updates. None: as in the
             file.
-        tied_embeddings: whether the first and the last stage share an embedding; None: as in the file.
+        tied_embeddings: whether the first and another stage share an embedding; None: as in the file.
         data_parallel: whether the pipeline has replicas; None: as in the file.
         norm_decides: an update depends on all stages together, for example because gradients are clipped by their norm.
         tensor, data: the tensor and data parallel degrees of the job; None: as in the file.

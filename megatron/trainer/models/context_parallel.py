@@ -43,18 +43,11 @@ def by_rank(tokens: Tensor, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def mask_of_rank(length: int, rank: int, size: int, window: tuple[int, int] | None, device: torch.device) -> Tensor:
-    """Where the queries of a rank must not look: bool [1, 1, length / size, length], True for a masked key.
-
-    The mask is causal. `window`: how many keys before a query it sees besides its own, and behind it; -1: all.
-    """
+def mask_of_rank(length: int, rank: int, size: int, device: torch.device) -> Tensor:
+    """Where the queries of a rank must not look: bool [1, 1, length / size, length], True for a later key."""
     places = torch.arange(length, device=device)
     own = by_rank(places, size).chunk(size)[rank]
-    distance = own[:, None] - places[None, :]
-    masked = distance < 0
-    if window is not None and window[0] >= 0:
-        masked = masked | (distance > window[0])
-    return masked[None, None]
+    return (own[:, None] < places[None, :])[None, None]
 
 
 # --- what ranks exchange ----------------------------------------------------------------------------------------------
@@ -65,9 +58,7 @@ class _Gathers:
 
     def __init__(self, attention: nn.Module, *, group: torch.distributed.ProcessGroup, is_causal: bool) -> None:
         self._group, self._is_causal = group, is_causal
-        softmax = attention.scale_mask_softmax
-        self._window, softmax.window_size = softmax.window_size, None  # the mask says it
-        softmax.attn_mask_type = AttnMaskType.padding  # so that a kernel reads the mask
+        attention.scale_mask_softmax.attn_mask_type = AttnMaskType.padding  # so that a kernel reads the mask
 
     def __call__(
         self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -76,7 +67,7 @@ class _Gathers:
         key, value = (in_order(gather_from_sequence_parallel_region(each, group=self._group), size)
                       for each in (key, value))  # fmt: skip
         if mask is None and self._is_causal:
-            mask = mask_of_rank(len(key), self._group.rank(), size, self._window, key.device)
+            mask = mask_of_rank(len(key), self._group.rank(), size, key.device)
         # A copy, for the queries may be a view of a tensor with this rank's keys, which would stay for the backward.
         return attend(query.contiguous(), key, value, mask)
 
@@ -87,8 +78,6 @@ class _SharesHeads:
     def __init__(self, attention: nn.Module, *, group: torch.distributed.ProcessGroup, is_causal: bool) -> None:
         self._group = group
         size = group.size()
-        if getattr(attention, "softmax_offset", None) is not None:
-            raise ValueError("--cp-comm-type a2a shares out heads, whose softmax offsets are not; use all_gather")
         for name in (
             "num_attention_heads_per_partition", "num_query_groups_per_partition", "hidden_size_per_partition"
         ):  # fmt: skip

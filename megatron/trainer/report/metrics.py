@@ -77,13 +77,14 @@ def flops_per_sample(args: TrainConfig) -> float:
         matrices = (*latents.matrices(args.hidden_size, heads), (args.hidden_size, heads * latents.value))
         projections = sum(rows * columns for rows, columns in matrices)
     of_column = args.hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
-    mlp = args.ffn_hidden_size * of_column
+    mlp = mlp_of_last = args.ffn_hidden_size * of_column
     if args.num_experts is not None:
         pattern = args.moe_layer_freq
         if isinstance(pattern, int):
             pattern = [number % pattern == 0 for number in range(args.num_layers)]
         columns = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
         chosen = columns * of_column + args.hidden_size * args.num_experts
+        mlp_of_last = chosen if pattern[-1] else mlp
         mlp += sum(pattern) / args.num_layers * (chosen - mlp)
     ends = args.hidden_size * args.padded_vocab_size
     if args.architecture == "vit":
@@ -93,8 +94,9 @@ def flops_per_sample(args: TrainConfig) -> float:
     weights = args.num_layers * (projections + mlp) + ends
     attended = windows.attended(args.seq_length) if windows else 1.0
     attention = args.num_layers * args.seq_length * width * attended
-    if args.mtp_num_layers is not None:  # each has a layer, a matrix that joins two vectors, and logits of its own
-        each = projections + mlp + 2 * args.hidden_size**2 + ends + args.seq_length * width
+    if args.mtp_num_layers is not None:
+        # Each has a layer like the last one, a matrix that joins two vectors, and logits of its own.
+        each = projections + mlp_of_last + 2 * args.hidden_size**2 + ends + args.seq_length * width
         weights += args.mtp_num_layers * each
     return 6.0 * args.seq_length * (weights + attention)
 

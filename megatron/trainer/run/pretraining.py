@@ -22,10 +22,17 @@ from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.stages.megatron.reduction import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas, schedule_text
+from megatron.trainer.arguments.flags.config import (
+    TrainConfig,
+    choice_of,
+    num_expert_replicas,
+    num_replicas,
+    schedule_text,
+)
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
@@ -41,7 +48,6 @@ from megatron.trainer.checkpoint.checkpoint import (
 from megatron.trainer.checkpoint.hugging_face import load_hugging_face
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
-from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
 from megatron.trainer.ranks import StopSignal
@@ -171,10 +177,10 @@ def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> Ch
 
 def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition) -> None:
     gathered = [None] * args.world_size
-    torch.distributed.all_gather_object(gathered, [(stage.index, num_parameters([stage.model])) for stage in stages])
-    totals: dict[int, int] = {}
+    torch.distributed.all_gather_object(gathered, [(stage.index, _num_parameters(args, stage)) for stage in stages])
+    totals: dict[int, float] = {}
     for index, count in (pair for pairs in gathered for pair in pairs):
-        totals[index] = totals.get(index, 0) + count // num_replicas(args)
+        totals[index] = totals.get(index, 0) + count
     parts = ", ".join(f"{totals[index] / 1e6:.3g}" for index in sorted(totals))
     num_microbatches = args.batch_sizes.num_microbatches(position.consumed_train_samples)
     context = f" x context {args.context_parallel_size}" if args.context_parallel_size > 1 else ""
@@ -186,6 +192,14 @@ def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage]
         f"{counted(num_microbatches, 'microbatch')} of {args.micro_batch_size} a batch\n"
         + (f"{predictions}\n" if predictions else "")
         + f"parameters per stage (millions): {parts}; {flops_per_sample(args) / 1e9:.3g} GFLOP per sample"
+    )
+
+
+def _num_parameters(args: TrainConfig, stage: MegatronStage) -> float:
+    """This rank's share of a stage's parameters: the shares of all ranks add up to the stage."""
+    return sum(
+        param.nelement() / (num_replicas(args) if is_dense(param) else num_expert_replicas(args))
+        for param in stage.model.parameters()
     )
 
 

@@ -1,5 +1,7 @@
 """Runs whose replicas share out experts: checkpoints go on at other degrees with all of the optimizer's state."""
 
+import re
+
 import pytest
 
 from tests.trainer.arguments.command_line import arguments
@@ -30,6 +32,13 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, reade
     found = numbers(train(readers, f"{FLAGS} {read} --load {tmp_path}"))
     for name, expected in numbers(whole).items():
         assert found[name] == pytest.approx(expected[3:], rel=2e-6, abs=0.0)
+
+
+def test_a_stage_has_the_experts_of_all_ranks():
+    """The parameters of a stage, as the run says them, do not depend on who holds its experts."""
+    runs = train(1, FLAGS), train(2, f"{FLAGS} {FLAT} {SHARED}")
+    whole, shared = (re.search(r"parameters per stage .*?;", "".join(run[-1]["lines"])).group() for run in runs)
+    assert whole == shared
 
 
 TWO = "--num-experts 4 --expert-model-parallel-size 2"

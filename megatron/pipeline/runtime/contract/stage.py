@@ -324,7 +324,7 @@ class WeightUpdate(AnyUpdate, Protocol):
         """
 
     def reduce_embed(self, version: int) -> None:
-        """Chain thread: add up the gradients of the tied embeddings of the first and the last stage."""
+        """Chain thread: add up the gradients of the embedding that two stages share."""
 
 
 @runtime_checkable
@@ -371,7 +371,7 @@ class PredictingUpdate(WeightUpdate, Protocol):
         """Keep a copy of the gradients of batch ``version - 1`` after `num_microbatches` of its backwards."""
 
     def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """As `hold`, but only for the gradients of the tied embeddings of the first and the last stage."""
+        """As `hold`, but only for the gradients of the embedding that two stages share."""
 
     def reduce_partial(self, version: int) -> None:
         """Chain thread: average the kept gradients over the data-parallel replicas."""

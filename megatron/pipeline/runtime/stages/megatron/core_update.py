@@ -22,6 +22,7 @@ class CoreUpdate:
     Args:
         optimizer: the result of `get_megatron_optimizer` for the chunks of the rank.
         scheduler: megatron.core's learning-rate schedule, counted in samples; None: a constant learning rate.
+        chunks: the model chunks of the rank, which have one configuration.
         weights: the weight policy of the schedule.
         loss_names: the losses that the last stage reports, the same on all ranks.
 
@@ -37,6 +38,7 @@ class CoreUpdate:
         self,
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler | None,
+        chunks: Sequence[DistributedDataParallel],
         *,
         weights: WeightPolicy,
         loss_names: tuple[str, ...],
@@ -45,6 +47,7 @@ class CoreUpdate:
         self.scheduler = scheduler
         self.weights = weight_policy(weights)
         self.loss_names = loss_names
+        self._per_token = chunks[0].config.calculate_per_token_loss
         chain = optimizers_of(optimizer)
         self._inner = chain[0] if len(chain) == 1 else optimizer
         self._last_norm: float | None = None  # the norm of the last batch that has stepped
@@ -53,13 +56,11 @@ class CoreUpdate:
         self,
         timeout: timedelta | None,
         rank_metrics: Mapping[str, Callable[[], float]] | None,
-        chunks: Sequence[DistributedDataParallel],
     ) -> None:
         """Make the groups of the chain and the decisions that use them. Collective over the job.
 
-        `timeout`, `rank_metrics`, `chunks`: as for `MegatronWeightUpdate`.
+        `timeout`, `rank_metrics`: as for `MegatronWeightUpdate`.
         """
-        self._per_token = chunks[0].config.calculate_per_token_loss
         self._timeout = timeout or DEFAULT_TIMEOUT
         self._groups = ChainGroups.create(timeout=self._timeout)
         self._decisions = Decisions(

@@ -70,10 +70,10 @@ class MegatronFrozenUpdate(CoreUpdate):
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
     ) -> None:
-        super().__init__(optimizer, scheduler, weights=weights, loss_names=loss_names)
+        super().__init__(optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         self._nothing = (0.0,) * num_layers
-        self._connect(timeout, rank_metrics, chunks)
+        self._connect(timeout, rank_metrics)
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self.versions = _NoVersions()
         with torch.no_grad():

@@ -104,7 +104,7 @@ class GradientReduction:
                 group.reduce_scatter(bucket_of(flat, bucket))
 
     def over_embedding(self, slot: GradientSlot) -> None:
-        """Add up the gradients of the word embedding that the first and the last stage share on two ranks."""
+        """Add up the gradients of the word embedding that stages on two ranks share."""
         if not self._embeddings or self._groups.embedding is None:
             return
         [embedding] = self._embeddings
@@ -119,7 +119,7 @@ class GradientReduction:
         return embedding
 
     def over_partial_embedding(self, partial: Tensor | GradientSlot, *, over_data: bool) -> None:
-        """Add up the gradients of the shared embedding on the first and the last stage, in place.
+        """Add up the gradients of the shared embedding on the two stages that have it, in place.
 
         Args:
             partial: the gradient of the embedding, or a slot. With a slot, nothing is done if this rank shares no

@@ -114,9 +114,9 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         host: str | None = None,
         gathers: bool = False,
     ) -> None:
-        CoreUpdate.__init__(self, optimizer, scheduler, weights=FLUSH, loss_names=loss_names)
+        CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=FLUSH, loss_names=loss_names)
         self.residency = residency
-        self._connect(timeout, rank_metrics, chunks)
+        self._connect(timeout, rank_metrics)
         self._check(chunks)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
         self._parameters = {

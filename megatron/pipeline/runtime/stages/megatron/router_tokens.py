@@ -139,7 +139,11 @@ class RouterTokens:
 
     def _set(self, version: int, bias: Tensor) -> None:
         self._biases[version] = bias
-        self._on_device[version] = bias[self._rows].to(backend.device())
+        rows = bias[self._rows]
+        # From pinned memory the host does not wait for what the device computes.
+        self._on_device[version] = (rows.pin_memory() if backend.is_cuda() else rows).to(
+            backend.device(), non_blocking=True
+        )
 
     def _show(self, version: int) -> None:
         if version != self._shown_version:

@@ -260,7 +260,8 @@ class MegatronStage:
             else:
                 deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
                 custom_backward(saved.output, output_grad)
-        self._record(microbatch, self._router_losses.take())
+        if self._config.recompute_granularity is not None:  # layers that are recomputed have their losses now
+            self._record(microbatch, self._router_losses.take())
         self._captured.drop(microbatch.index)
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
 
@@ -398,15 +399,14 @@ class MegatronStage:
         if len(outputs) == 3:
             loss, num_tokens, numbers = outputs
             if self._config.calculate_per_token_loss:
-                numbers = numbers | {NUM_TOKENS: torch.as_tensor(num_tokens)}
+                numbers = numbers | {NUM_TOKENS: num_tokens}
             else:
-                loss = loss * self._shares() / self._over_context(torch.as_tensor(num_tokens)).clamp(min=1)
+                loss = loss / self._over_context(torch.as_tensor(num_tokens)).clamp(min=1)
         else:
             loss, numbers = outputs
-            loss = loss * self._shares()
         if record and parallel_state.get_tensor_model_parallel_rank() == 0:
             self._record(microbatch, {name: _pair(value) for name, value in numbers.items()})
-        return loss / self._parts(microbatch)
+        return loss / (self._parts(microbatch) / self._shares())
 
     def _over_context(self, num_tokens: Tensor) -> Tensor:
         """The number of tokens on all ranks that share a microbatch."""

@@ -112,13 +112,12 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         layers: LayersOfParameters | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        CoreUpdate.__init__(self, optimizer, scheduler, weights=weights, loss_names=loss_names)
+        CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         rule = self.weights
         self._scaler = shared_scaler(self._inner)
         self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
-        self._per_token = chunks[0].config.calculate_per_token_loss
         self._tokens_per_microbatch: float | None = None  # of all replicas, in the last batch that has stepped
         self._check(chunks)
         self._owners = owners(self._inner)
@@ -149,7 +148,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             assert not (rule.updates_alone and self.router_tokens.has_biases), "biases wait for the counts of all ranks"
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
-        self._connect(timeout, rank_metrics, chunks)
+        self._connect(timeout, rank_metrics)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
         self._scales = self._decisions.scales
         self._layers = layers
@@ -222,7 +221,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._reduction.over_data(self._batches[version].buffer)
 
     def reduce_embed(self, version: int) -> None:
-        """Add up the gradients of the word embedding that the first and the last stage share."""
+        """Add up the gradients of the word embedding that two stages share."""
         self._reduction.over_embedding(self._batches[version].buffer)
 
     @torch.no_grad()
