@@ -44,7 +44,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("--to", str, None, "what to make", {"choices": TARGETS, "required": True}),
         ("--ckpt-step", int, "N", "convert the checkpoint of this iteration instead of the latest"),
         ("--make-vocab-size-divisible-by", command_line.count, "N",
-         "to torch_dist: pad the vocabulary to a multiple of this; training pads anew", {"default": 128}),
+         "of a Hugging Face model: pad the vocabulary to a multiple of this; training pads anew", {"default": 128}),
         ("--vocab-size", command_line.count, "N",
          "of a checkpoint: rows of its vocabulary without padding (default: as its arguments say)"),
         ("--config", Path, "FILE",
@@ -69,7 +69,14 @@ def convert(options: argparse.Namespace) -> int:
 
         print(_as_file(model_of(read_config(source), source / "config.json").argv()), end="")
         return 0
-    if options.output is not None and options.output.exists() and not _is_empty(options.output):
+    if is_hugging_face:
+        for name in ("ckpt_step", "vocab_size", "config"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is about a checkpoint, and {source} is a Hugging Face model; leave it "
+                    "out"
+                )
+    if options.output is not None and options.output.exists() and not _is_empty(options.output, options.to):
         raise ValueError(f"{options.output} is not empty; name a folder that does not exist yet")
 
     from megatron import backend  # imports torch
@@ -84,9 +91,14 @@ def convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is_empty(folder: Path) -> bool:
-    """Whether there is nothing but the remains of a conversion that was killed, which the next one removes."""
-    return all(entry.name.startswith(".iter_") for entry in folder.iterdir())
+def _is_empty(folder: Path, target: str) -> bool:
+    """Whether there is nothing but the remains of a conversion to torch_dist that was killed, which the next one
+    replaces."""
+    names = {entry.name for entry in folder.iterdir()}
+    if target != "torch_dist":
+        return not names
+    written = {name for name in names if not name.startswith(".iter_")}
+    return not written or (FLAGS_FILE in written and written <= {*BESIDE, FLAGS_FILE})
 
 
 def _holds_checkpoint(folder: Path) -> bool:
@@ -115,9 +127,10 @@ def _import(options: argparse.Namespace) -> None:
         argv += precision
         args = _completed(argv)
     output.mkdir(parents=True, exist_ok=True)
-    beside = [*_copy_beside(source, output), output / FLAGS_FILE]
+    beside = [output / FLAGS_FILE]
     try:
         (output / FLAGS_FILE).write_text(_as_file(argv))
+        beside += _copy_beside(source, output)
         path = write_checkpoint(output, weights, list(weights.tensors.values()), args=args)
     except BaseException:
         for file in beside:

@@ -202,6 +202,8 @@ def test_what_is_refused(tmp_path):
     convert(folder, ours, "--to", "torch_dist")
     assert "is not empty" in refusal(folder, ours, "--to", "torch_dist")
     assert "is a Hugging Face model already" in refusal(folder, new, "--to", "hugging-face")
+    for flag in ("--config", "--vocab-size", "--ckpt-step"):
+        assert f"{flag} is about a checkpoint" in refusal(folder, new, "--to", "torch_dist", flag, 1)
     assert "is a torch_dist checkpoint already" in refusal(ours, new, "--to", "torch_dist")
     assert "is no folder" in refusal(tmp_path / "none", new, "--to", "torch_dist")
     assert "neither config.json nor a checkpoint" in refusal(tmp_path, new, "--to", "hugging-face")
@@ -215,6 +217,19 @@ def test_what_is_refused(tmp_path):
     data.write_bytes(data.read_bytes()[:-1] + b"x")
     assert "is damaged: its checksum does not match" in refusal(ours, new, "--to", "hugging-face")
     assert not new.exists()
+
+
+def test_a_conversion_that_was_killed_is_made_again(tmp_path):
+    """Its remains in the folder are replaced; a folder with anything else, or without its flags, is not touched."""
+    ours = tmp_path / "ours"
+    (ours / ".iter_0000000.incomplete").mkdir(parents=True)
+    (ours / "tokenizer.json").write_text("mine")
+    assert "is not empty" in refusal(saved("llama"), ours, "--to", "torch_dist")
+    (ours / "flags.txt").write_text("--num-la")
+    convert(saved("llama"), ours, "--to", "torch_dist")
+    assert "--num-layers" in (ours / "flags.txt").read_text() and not [*ours.glob(".iter_*")]
+    (tmp_path / "export" / ".iter_0000000.incomplete").mkdir(parents=True)
+    assert "is not empty" in refusal(ours, tmp_path / "export", "--to", "hugging-face")
 
 
 @pytest.mark.parametrize("direction", ["torch_dist", "hugging-face"])

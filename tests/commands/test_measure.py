@@ -118,7 +118,7 @@ def test_a_search_with_a_profile_is_what_measure_takes(run, tmp_path):
         (["--configuration", "micro_batch_size=1,global_batch_size=4", "--warmup", "10"], 1, "are warm-up"),
         (["--search", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--configuration", "micro_batch_size=1,global_batch_size=4,context=2"], 1,
-         "has context 2, which is priced and not trained here; measure a configuration without"),
+         "has context 2, which is not measured here; measure a configuration without"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(run, tmp_path, arguments, status, message):

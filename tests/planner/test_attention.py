@@ -69,6 +69,7 @@ def test_what_a_window_leaves(before):
     [
         "--multi-latent-attention --q-lora-rank 8 --v-head-dim 24",
         "--multi-latent-attention --window-size 3,0",
+        "--multi-latent-attention --v-head-dim 24 --mtp-num-layers 2 --position-embedding-type rope",
         "--window-size 3,0 --window-attn-skip-freq [1,0,1,1] --group-query-attention --num-query-groups 2 --swiglu",
         "--num-experts 4 --moe-layer-freq [0,1,1,1] --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 32 "
         "--disable-bias-linear",

@@ -162,8 +162,7 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[TrialEntry]:
         for name, size in (("context", entry.configuration.context), ("expert", entry.configuration.expert)):
             if size > 1:
                 raise ValueError(
-                    f"{entry.name} has {name} {size}, which is priced and not trained here; measure a configuration "
-                    "without"
+                    f"{entry.name} has {name} {size}, which is not measured here; measure a configuration without"
                 )
     entries = list({entry.name: entry for entry in reversed(entries)}.values())[::-1]
     if options.predict_from is None:

@@ -303,8 +303,8 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     for name, what in (
         ("--context-parallel-sizes", "context parallel sizes"), ("--expert-parallel-sizes", "expert parallel sizes"),
     ):  # fmt: skip
-        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}, which are priced and not "
-                           "trained here; default: what the flags of the training say, or 1")  # fmt: skip
+        space.add_argument(name, type=command_line.counts, metavar="LIST", help=f"{what}; default: "
+                           "what the flags of the training say, or 1")  # fmt: skip
     scopes = [scope.value for scope in SCOPES]
     space.add_argument("--recompute", type=_names(scopes), default=tuple(scopes), metavar="LIST",
                        help=f"default: {','.join(scopes)}")  # fmt: skip

@@ -115,8 +115,8 @@ class ActivationSetting:
         mask_bytes: bytes of an element of a dropout mask.
         fused_gate: a gated MLP keeps the input of its gate once, as fused kernels do; else it also keeps both factors
             of its result, since megatron.core adds an offset to one of them.
-        further_gates: what a gate without fused kernels keeps besides, in tensors as wide as the hidden layer: quick
-            GELU's sigmoid, and the clamped halves.
+        further_gates: tensors as wide as the hidden layer that an unfused gate keeps besides: the sigmoid of quick
+            GELU, and the clamped halves.
         recompute: the part of the forward that a backward recomputes.
         fuses_loss: the loss keeps only the softmax of the logits; else also the gradients of the softmax and of the
             logits in FP32.

@@ -192,7 +192,7 @@ class Windows:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The architecture of a GPT or BERT of megatron.core, or of a classifier (ViT or BERT) with the same layers.
+    """The architecture of a GPT, BERT or T5 of megatron.core, or of a classifier (ViT or BERT) with the same layers.
 
     Attributes:
         num_layers, hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, sequence_length: Megatron's flags.
@@ -394,7 +394,8 @@ class Architecture:
         layers = self.num_layers * self._products_of_layer
         if self.further is not None:
             matrices = self.active_matrices if self.further_have_experts else self.layer_matrices
-            each = matrices + 2 * self.query_width * self.sequence_length + 2 * h * h + h * self.output_rows
+            scores = (self.query_width + self.result_width) * self.sequence_length
+            each = matrices + scores + 2 * h * h + h * self.output_rows
             layers += self.further.count * each
         return 6.0 * num_sequences * self.sequence_length * (layers + ends)
 

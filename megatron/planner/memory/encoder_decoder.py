@@ -10,9 +10,8 @@ encoder's output. With s tokens of the encoder and r of the decoder, and e bytes
     dropout's mask      r h                                                                   shared
 
 The encoder's output is saved once on each stage with layers of the decoder, whatever their number, and the input of its
-final norm on the stage that has that. Between stages goes
-one tensor of s + r tokens. A stage of the encoder also holds the part of its input that it only passes on, the
-embedded tokens of the decoder.
+final norm on the stage that has that. Between stages goes one tensor of s + r tokens. A stage of the encoder also holds
+the part of its input that it only passes on, the embedded tokens of the decoder.
 """
 
 from collections.abc import Sequence

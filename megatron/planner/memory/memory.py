@@ -290,7 +290,7 @@ def estimate_memory(
 
 
 def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int]) -> int:
-    """The number of copies of a tied embedding on the given stages: the first and the last stage have one each."""
+    """The number of copies of a tied embedding on the given stages: two stages have one each."""
     ends = {*shape.tied_stages(len(layers))}
     return len(ends & set(stages)) if shape.shares_embedding and len(ends) > 1 else 0
 
@@ -298,6 +298,8 @@ def _num_tied(shape: Architecture, stages: Sequence[int], layers: Sequence[int])
 def _outputs(shape: Architecture, stages: Sequence[int], further: Sequence[int]) -> int:
     """How many outputs of layers a stage hands to the next one, at most of the given stages: behind layers of
     multi-token prediction, theirs, too."""
+    if shape.further is None:
+        return 1
     last = len(further) - 1
     hands_on = any(further[stage] for each in stages for stage in (each - 1, each) if 0 <= stage < last)
     return 1 + shape.num_further * hands_on

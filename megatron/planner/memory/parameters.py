@@ -105,6 +105,8 @@ def stage_matrices(
     if shape.decoder is not None:
         crossing = zip(layers, shape.decoder.of_stages(layers), strict=True)
         return tuple(count * of_layer + own * (shape.projections // tensor) for count, own in crossing)
+    if shape.experts is None and shape.further is None:
+        return tuple(count * of_layer for count in layers)
     further = shape.further_of_stages(len(layers))
     joining = [count * joining_matrix(shape, tensor) for count in further]
     if shape.experts is None:

@@ -21,7 +21,7 @@ class Recompute:
     """The part of the forward that a backward recomputes, as set by Megatron's flags.
 
     Attributes:
-        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`, `mla_up_proj`; or
+        modules: recomputed modules of every layer: `core_attn`, `mlp`, `layernorm`, `mla_up_proj`, `moe`; or
             `every_other_product` alone: everything but the attention and every other matrix product.
         method: recomputes whole layers: `uniform`, in chunks of `num_layers`, or `block`, the first `num_layers` of
             each stage; None: no whole layers.

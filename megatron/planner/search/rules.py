@@ -3,8 +3,8 @@
 The constraints are those of BPipe (section 4.2), of PipeDream-2BW (section 4.3) and of the training programs, which
 refuse with their own messages (`megatron/trainer/arguments`, `Schedule`). A test checks that rules and programs agree.
 
-Schedules with weights on the host (l2l) have separate rules. So do context parallelism and experts: the search prices
-them if a user asks for them, but this project's trainer runs neither, and a note says so.
+Schedules with weights on the host (l2l) have separate rules. So do context and expert parallelism, which the search
+prices if a user asks for them.
 """
 
 from __future__ import annotations

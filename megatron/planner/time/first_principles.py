@@ -273,7 +273,7 @@ class FirstPrinciples:
         )
 
     def _reduces_embedding(self, schedule: Schedule) -> bool:
-        """Return whether the first and the last stage share an embedding and are on different ranks."""
+        """Return whether the first and another stage share an embedding and are on different ranks."""
         return schedule.tied_embeddings and len({*schedule.tied_ranks}) > 1
 
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:

@@ -273,7 +273,7 @@ class Gelu(Part):
 
 
 class Window(Part):
-    """Attention to a window of tokens, which has to be off."""
+    """Attention to a window of tokens, which is not taken over and has to be off."""
 
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -282,13 +282,13 @@ class Window(Part):
         is_used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
         if config.get("sliding_window") is not None and is_used:
             raise ValueError(
-                f"sliding_window is {shown(config['sliding_window'])}, and attention to a window is not computed here; "
-                "set it to null if sequences are no longer than that"
+                f"sliding_window is {shown(config['sliding_window'])}, and windows are not taken over from "
+                "config.json; set it to null if sequences are no longer than that"
             )
         kinds = config.get("layer_types")
         if kinds is not None and set(kinds) != {"full_attention"}:
             other = next(each for each in kinds if each != "full_attention")
-            raise ValueError(f"layer_types names {shown(other)}, and all layers have full_attention here")
+            raise ValueError(f"layer_types names {shown(other)}, and layers are taken over with full_attention alone")
         return {}
 
     def write(self, facts: Facts) -> dict[str, object]:

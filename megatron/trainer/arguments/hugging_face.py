@@ -133,7 +133,7 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
         flag = _BY_DEST[name]
         if name in args.given:
             given = _plain(name, getattr(args, name))
-            if given != value and name not in model.family.free and not _says_the_same(name, given, value, model):
+            if given != value and name not in model.family.free and not _says_the_same(name, given, model):
                 raise ValueError(
                     f"{_written(flag, given)} contradicts {source}, which says {_said(flag, value)}; "
                     f"{_remedy(flag, value)}, or give the folder of another model"
@@ -149,7 +149,7 @@ _OLD_NAMES = {"use_rotary_position_embeddings": "rope", "add_position_embedding"
 """Flags that say a kind of position embedding by an old name. Beside rotary ones they say nothing else."""
 
 
-def _says_the_same(name: str, given: object, value: object, model: Model) -> bool:
+def _says_the_same(name: str, given: object, model: Model) -> bool:
     """Whether flags say, in other words, that every head has keys and values of its own."""
     facts = model.facts
     return not facts["group_query_attention"] and (name, given) in (

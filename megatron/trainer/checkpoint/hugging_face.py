@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factory_merges
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -177,7 +177,7 @@ class _Store:
         return with_copies(apply_factory_merges(rest, factories))
 
     def _filled(self, asked: object) -> object:
-        assert isinstance(asked, ShardedTensor) and not isinstance(asked, ShardedTensorFactory), asked
+        assert isinstance(asked, ShardedTensor), asked
         axes = asked.prepend_axis_num
         tensor = self._weights.find(asked.key, tuple(asked.global_offset[:axes]))
         if tensor is None:

@@ -124,8 +124,9 @@ def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[
         return None, {}
     schedule = args.schedule
     residency, p = schedule.residency, schedule.num_ranks
+    # Ranks with different numbers of stages have no configuration, and shared sequences beside hosted weights no price.
     if schedule.num_stages % p or args.context_parallel_size > 1:
-        return None, {}  # ranks with different numbers of stages, or parts of sequences, have no configuration
+        return None, {}
     configuration = Configuration(
         tensor=args.tensor_model_parallel_size, pipeline=p, data=args.data_parallel_size,
         virtual=schedule.num_stages // p, micro_batch_size=args.micro_batch_size,

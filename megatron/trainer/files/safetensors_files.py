@@ -10,6 +10,7 @@ tensors are written as they come. https://huggingface.co/docs/safetensors/index#
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -76,10 +77,7 @@ class SafetensorsFolder:
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Rows `first` to `last` (exclusive) of a tensor, on the CPU, in the file's dtype. Raises ValueError."""
         stored = self.tensors[name]
-        width = 1
-        for size in stored.shape[1:]:
-            width *= size
-        bytes_of_row = width * stored.dtype.itemsize
+        bytes_of_row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
         data = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype)
         if data.numel() == 0:
             return data

@@ -47,7 +47,7 @@ class Job:
         global_batch_size: the user's, or None.
         predictions: how 2bw shall predict its weights, by field of a configuration; empty: it does not.
         platform: the machines as the flags are checked for them.
-        priced: what the user asked for that the program does not train, and a search prices.
+        priced: what the user's flags ask for that shares out sequences and experts.
     """
 
     architecture: str
@@ -78,7 +78,7 @@ class Job:
             if Role.PRICED in flag.roles and (
                 flag.refused or flag.ignored or flag.dest in DEGREES or getattr(given, flag.dest) == FLEX
             ):
-                priced.append((flag, _written(flag, given)))
+                priced.append(flag)
                 if getattr(given, flag.dest) != FLEX:
                     continue
             if Role.PREDICTION in flag.roles and predicts:

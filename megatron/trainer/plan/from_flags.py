@@ -54,12 +54,10 @@ class PricedFlags:
     """Flags that a user gave, and what they ask for.
 
     Attributes:
-        written: those that ask for something, as the user wrote them.
-        context, expert, expert_tensor: degrees, as a configuration has them; the first is trained, too.
+        context, expert, expert_tensor: degrees, as a configuration has them.
         gathers_keys, dispatcher, overlaps_experts: as in `Software`.
     """
 
-    written: tuple[str, ...] = ()
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
@@ -68,21 +66,13 @@ class PricedFlags:
     overlaps_experts: bool = False
 
 
-def read_priced(
-    given: argparse.Namespace, flags: Sequence[tuple[Flag, tuple[str, ...]]], *, has_experts: bool
-) -> PricedFlags:
-    """The priced flags among the parsed ones, with how the user wrote them. `has_experts`: the model has experts.
+def read_priced(given: argparse.Namespace, flags: Sequence[Flag], *, has_experts: bool) -> PricedFlags:
+    """What the priced ones among the parsed flags ask for. `has_experts`: the model has experts.
 
     Raises:
         ValueError: a value that is none, flags of experts without experts, or what has no price.
     """
-    nothing = {name: (1,) for name in DEGREES}
-    written = tuple(
-        " ".join(words)
-        for flag, words in flags
-        if getattr(given, flag.dest) not in nothing.get(flag.dest, (*flag.neutral, False))
-    )
-    names = {flag.dest: flag.name for flag, _ in flags}
+    names = {flag.dest: flag.name for flag in flags}
     values = {name: getattr(given, name) for name in names}
     kind = given.cp_comm_type
     if given.context_parallel_size > 1 and set(kind) != {RING} and set(kind) != {GATHER}:
@@ -107,7 +97,6 @@ def read_priced(
         if lone is not None:
             raise ValueError(f"{lone} is given, and --num-experts is not; give both, or neither")
     return PricedFlags(
-        written=written,
         context=given.context_parallel_size,
         expert=expert,
         expert_tensor=values.get("expert_tensor_parallel_size") if has_experts else None,

@@ -137,7 +137,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         (
             "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --pipeline-schedule l2l "
             "--pipeline-model-parallel-size 2",
-            "global_aux_loss: l2l keeps no counts of a batch; choose",
+            "global_aux_loss: weights on the host keep no counts of a batch; choose",
         ),
         ("--num-experts 4 --moe-router-load-balancing-type best", "best is none of aux_loss, seq_aux_loss"),
         ("--num-experts 4 --moe-aux-loss-coeff 1 2", "has 2 values and --moe-router-load-balancing-type 1; give"),

@@ -161,6 +161,12 @@ def test_programs_say_which_stage_has_the_copy(tmp_path):
         ValueError, match="of the first stage and 2, and layers of multi-token prediction are on stage 3"
     ):
         arguments(f"{last} --pipeline-program {file}", world_size=4)
+    said = other.read_text().replace("# tied_embeddings", "# tied_stage: 3\n# tied_embeddings")
+    other.write_text(said)
+    assert "# tied_stage: 3" in said
+    assert arguments(f"{last} --pipeline-program {other}", world_size=4).schedule.program.tied_stages == (0, 3)
+    with pytest.raises(ValueError, match="of the first stage and 2, and the output layer is on stage 3; write # t"):
+        arguments(f"--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-program {file}", world_size=4)
 
 
 def test_no_further_layers_share_no_embedding():
@@ -175,7 +181,7 @@ def test_no_further_layers_share_no_embedding():
         ("--mtp-loss-scaling-factor 0.3", "--mtp-num-layers is not; give both, or neither"),
         ("--mtp-num-layers -1", "--mtp-num-layers -1 must be at least 0"),
         ("--mtp-num-layers 1", "where learned positions are; add --position-embedding-type rope"),
-        (f"{ONE} --calculate-per-token-loss", "is not that of --calculate-per-token-loss; leave one of the two out"),
+        (f"{ONE} --calculate-per-token-loss", "fewer have one of a later token; leave one of the two out"),
         (f"{ONE} {UNTIED} --freeze-training", "would freeze with the first layers; leave out the flags that freeze"),
         (
             f"{ONE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",

@@ -41,7 +41,7 @@ REFUSED = Group(
         *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),
         *_list("routers draw no random numbers; leave the flag out.", "--moe-router-force-load-balancing"),
         *_list(_FP8, "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"),
-        *_list("experts are recomputed with their layers; use --recompute-granularity full.", "--moe-layer-recompute"),
+        *_list("an old flag; use --recompute-granularity selective --recompute-modules moe.", "--moe-layer-recompute"),
         *_list("weights of a dense model are not copied into experts; leave the flag out.", "--moe-use-upcycling"),
         refused(
             "--moe-router-topk-limited-devices",

@@ -32,7 +32,7 @@ _Row = tuple[Callable[[argparse.Namespace], bool], Callable[[argparse.Namespace]
 _REFUSALS: tuple[_Row, ...] = (
     (
         lambda args: args.architecture != "gpt",
-        lambda args: ": the masks of a BERT and the tokens of a classifier are not cut into parts; leave it out",
+        lambda args: ": the masks of a BERT or T5 and the tokens of a classifier are not cut into parts; leave it out",
     ),
     (
         lambda args: args.multi_latent_attention or args.window_size is not None or args.softmax_type != "vanilla",

@@ -3,7 +3,7 @@
 import argparse
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
-from megatron.trainer.arguments.flags.config import expert_tensor_size, num_replicas
+from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size, num_replicas
 from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
 from megatron.trainer.arguments.flags.specification import name_of
 
@@ -51,12 +51,12 @@ def counted_tokens(args: argparse.Namespace) -> None:
         return
     if args.freeze_training:
         raise ValueError(f"{asked}: frozen layers count no tokens of a batch; leave --freeze-training out")
-    if args.pipeline_schedule == "l2l":
-        raise ValueError(f"{asked}: l2l keeps no counts of a batch; choose another --pipeline-schedule")
+    if choice_of(args).residency is not None:
+        raise ValueError(f"{asked}: weights on the host keep no counts of a batch; choose another --pipeline-schedule")
     if args.moe_router_enable_expert_bias and args.schedule.weights.updates_alone:
         raise ValueError(
-            f"{asked}: under --pipeline-schedule {args.pipeline_schedule} stages update alone, before the tokens of "
-            "all ranks are counted; choose another schedule"
+            f"{asked}: under {choice_of(args).flag} stages update alone, before the tokens of all ranks are counted; "
+            "choose another schedule"
         )
 
 
@@ -184,7 +184,7 @@ _NOT_SHARED_OUT = (
         "activations of experts that ranks share out are not moved to another rank; choose another --pipeline-schedule",
     ),
     (
-        lambda args: args.pipeline_schedule == "l2l",
+        lambda args: choice_of(args).residency is not None,
         "experts that replicas share out are not kept on the host; choose another --pipeline-schedule",
     ),
     (

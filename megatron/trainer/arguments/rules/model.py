@@ -216,8 +216,8 @@ def multi_token(args: argparse.Namespace) -> None:
         )
     if args.calculate_per_token_loss:
         raise ValueError(
-            f"{asked}: fewer tokens have a loss of a later token than of the next one, so that the mean over "
-            "microbatches, which is trained, is not that of --calculate-per-token-loss; leave one of the two out"
+            f"{asked}: --calculate-per-token-loss divides all gradients by the tokens with a loss of the next token, "
+            "and fewer have one of a later token; leave one of the two out"
         )
     if args.freeze_training or args.elastic_pipeline or args.activation_cache is not None:
         raise ValueError(

@@ -126,13 +126,17 @@ def tied_stage(args: argparse.Namespace) -> int | None:
 
 def further_layers(args: argparse.Namespace) -> None:
     """Check that the layers of multi-token prediction are where the stage with the loss takes them."""
-    stage, of_program = stage_of_further_layers(args), args.program and args.program.tied_stage
-    if args.program is not None and args.mtp_num_layers is not None and of_program != tied_stage(args):
-        raise ValueError(
-            f"--pipeline-program {args.pipeline_program} adds up the gradients of the embedding of the first stage and "
-            f"{'the last' if of_program is None else of_program}, and layers of multi-token prediction are on stage "
-            f"{num_stages(args) + stage}; write # tied_stage: {num_stages(args) + stage} into it"
-        )
+    stage, program = stage_of_further_layers(args), args.program
+    if program is not None and program.tied_embeddings:
+        _, of_program = program.program.tied_stages
+        copy = num_stages(args) + (-1 if stage is None else stage)
+        if of_program != copy:
+            raise ValueError(
+                f"--pipeline-program {args.pipeline_program} adds up the gradients of the embedding of the first stage "
+                f"and {'the last' if of_program == num_stages(args) - 1 else of_program}, and "
+                f"{'the output layer is' if stage is None else 'layers of multi-token prediction are'} on stage "
+                f"{copy}; write # tied_stage: {copy} into it"
+            )
     if stage is None or stage == -1:
         return
     layout = f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}"
