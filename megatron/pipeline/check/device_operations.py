@@ -69,7 +69,7 @@ from megatron.pipeline.check.compact import (
     I,
     Transfer,
 )
-from megatron.pipeline.program.instruction import Members
+from megatron.pipeline.program.instruction import OWN_UPDATES, Members
 
 NONE = -1
 
@@ -159,6 +159,8 @@ class _Lowering:
                 self._move(code, place)
             elif code in AWAITS:
                 self._step(code, version)
+            elif KIND_OF_CODE[code] in OWN_UPDATES:
+                self._launch(MAIN, "compute")
             else:
                 self._reduce(code, version)
         return self.made

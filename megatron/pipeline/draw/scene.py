@@ -11,11 +11,11 @@ from functools import cached_property
 
 from megatron.pipeline.draw import colours
 from megatron.pipeline.program.instruction import (
-    AWAITS_REDUCTIONS,
     COMPUTATIONS,
     ENDS_BACKWARD,
     HOST_WORDS,
     OWN_MOVES,
+    OWN_UPDATES,
     REDUCTIONS,
     SENDS,
     Kind,
@@ -88,7 +88,7 @@ class Scene:
     def marks(self) -> dict[Kind, list[Span]]:
         """The updates that ranks compute, by kind; an update without a sign is included only if it takes time."""
         found = {kind: [each for each in self.spans if each.instruction.kind is kind] for kind in Kind
-                 if kind in AWAITS_REDUCTIONS}  # fmt: skip
+                 if kind in OWN_UPDATES}  # fmt: skip
         return {kind: marks for kind, marks in found.items() if marks}
 
     @cached_property
@@ -120,7 +120,7 @@ class Scene:
 
 def _is_signed(span: Span) -> bool:
     kind = span.instruction.kind
-    return kind in COMPUTATIONS or (bool(kind.row.sign) and kind in AWAITS_REDUCTIONS | OWN_MOVES)
+    return kind in COMPUTATIONS or (bool(kind.row.sign) and kind in OWN_UPDATES | OWN_MOVES)
 
 
 def cells_of(timeline: Timeline) -> list[Cell]:

@@ -11,6 +11,8 @@ from weakref import ref
 from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, START, Execution, MoveQueue, Take
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import (
+    AWAITS_REDUCTIONS,
+    COMPUTATIONS,
     RECEIVE_OF,
     RECEIVES,
     SEND_OF,
@@ -18,7 +20,6 @@ from megatron.pipeline.program.instruction import (
     Instruction,
     Kind,
     Lane,
-    Subject,
     Tensor,
 )
 from megatron.pipeline.program.lane_order import awaited_in_lanes
@@ -27,14 +28,14 @@ from megatron.pipeline.program.move_order import Pairs, awaited_moves
 NOBODY = -1
 NOTHING = 0  # the number of the first `Take`, which takes no time
 
-_COMPUTE, _SEND, _RECEIVE, _UPDATE, _MOVE, _REDUCE, _CARRY = range(7)
+_COMPUTE, _SEND, _RECEIVE, _UPDATE, _KEEP, _MOVE, _REDUCE, _CARRY = range(8)
 
 
 def _action(kind: Kind) -> int:
     """Return the action of a rank that comes to the word."""
     word = kind.row
     if word.lane is Lane.COMPUTE:
-        return _COMPUTE if word.subject is Subject.MICROBATCH else _UPDATE
+        return _COMPUTE if kind in COMPUTATIONS else _UPDATE if kind in AWAITS_REDUCTIONS else _KEEP
     if word.lane is Lane.TRANSFERS:
         return _SEND if word.sends else _RECEIVE
     return {Lane.MOVES: _MOVE, Lane.CHAIN: _REDUCE}.get(word.lane, _CARRY)
@@ -231,7 +232,7 @@ class RowExecution(Execution):
             needed = self._needed.get(kind.row.needs, nothing)
             delivered = self._delivered.get(kind.row.makes, nothing)
             of_stage = [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
-        elif action == _UPDATE:
+        elif action in (_UPDATE, _KEEP):
             of_stage = [self._take(kind, (stage,)) for stage in stages]
         self._meanings[kind] = action, of_stage
         return action, of_stage
@@ -359,6 +360,8 @@ class RowExecution(Execution):
                     )
                     if instruction.kind is Kind.STEP:
                         self.stepped[rank].add(version)
+                elif action == _KEEP:
+                    node_of[position] = now = self._add(now, of_stage[instruction.stage])
                 elif action == _REDUCE:
                     self._post(rank, position, instruction, now)
                 elif action == _MOVE:

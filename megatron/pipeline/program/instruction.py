@@ -281,7 +281,8 @@ def kinds(holds: Callable[[Word], object]) -> frozenset[Kind]:
 BUSY = kinds(lambda word: word.lane is Lane.COMPUTE)  # a rank carries out one of these at a time
 UPDATES = kinds(lambda word: word.subject is Subject.UPDATE)
 COMPUTATIONS = BUSY - UPDATES
-AWAITS_REDUCTIONS = BUSY & UPDATES  # each waits for the reductions of its version that stand before it
+OWN_UPDATES = BUSY & UPDATES
+AWAITS_REDUCTIONS = OWN_UPDATES - kinds(lambda word: word.keeps)  # for those of its version that stand before it
 MOVES = kinds(lambda word: word.lane is Lane.MOVES)
 OWN_MOVES = kinds(lambda word: word.lane is Lane.MOVES and not word.of_pair)  # the evictor's ends of moves
 EVICTIONS = kinds(lambda word: word.lane is Lane.MOVES and word.saved < 0 and not word.of_pair)

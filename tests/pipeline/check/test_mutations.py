@@ -11,7 +11,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.check.examples import broken, cases, moved_later, saved_bounds, swapped
+from tests.pipeline.check.examples import broken, cases, moved_later, saved_bounds, swapped, with_row
 from tests.pipeline.check.mutations import (
     assert_each_is_judged,
     assert_every_mutation_is_rejected,
@@ -43,6 +43,26 @@ def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     bounds = saved_bounds(schedule, program.batches)
     wrong = verdict(mutant, bounds)
     assert_judged(mutant, bounds, wrong, what)
+
+
+def test_kept_gradients_wait_for_no_reduction():
+    """HOLD behind a reduction that completes later: the rank goes on, as the executor does, and sends its gradient."""
+    schedule = Schedule(
+        order="1f1b", weights=PROVISIONAL, num_stages=3, tied_embeddings=True, data_parallel=True,
+        provisional_microbatches=1, reduce_partial=True,
+    )  # fmt: skip
+    program = schedule.build((3,))
+    row = [*program.rows[2]]
+    sent, reduced = (
+        next(position for position, each in enumerate(row) if each.kind is kind)
+        for kind in (Kind.SEND_B, Kind.REDUCE_PARTIAL_EMBED)
+    )
+    row[sent], row[reduced] = row[reduced], row[sent]
+    assert row[sent + 1].kind is Kind.HOLD
+    bounds = saved_bounds(schedule, program.batches)
+    mutant = with_row(program, 2, row)
+    assert verdict(mutant, bounds) == ""
+    check(mutant, max_saved=bounds)
 
 
 PREDICTIONS = {

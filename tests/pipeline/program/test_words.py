@@ -14,6 +14,7 @@ from megatron.pipeline.program.instruction import (
     ENDS_BACKWARD,
     HOST_WORDS,
     MOVES,
+    OWN_UPDATES,
     RECEIVES,
     REDUCTIONS,
     SENDS,
@@ -39,11 +40,12 @@ def test_every_word_has_a_row():
     """The table is complete, and every word is in one lane, about one subject."""
     assert set(WORDS) == set(Kind)
     assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES | STASH_WORDS
-    assert AWAITS_REDUCTIONS == BUSY - COMPUTATIONS
-    assert UPDATES - AWAITS_REDUCTIONS == REDUCTIONS | (HOST_WORDS - STASH_WORDS)
+    assert OWN_UPDATES == BUSY - COMPUTATIONS
+    assert UPDATES - OWN_UPDATES == REDUCTIONS | (HOST_WORDS - STASH_WORDS)
     assert {Kind.OFFLOAD, Kind.RELOAD} == STASH_WORDS < HOST_WORDS
     assert not REDUCTIONS & HOST_WORDS
-    assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == AWAITS_REDUCTIONS
+    assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == OWN_UPDATES
+    assert {Kind.STEP, Kind.PREDICT} == AWAITS_REDUCTIONS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind.row.other_end])
