@@ -9,12 +9,12 @@ from megatron.planner import Architecture
 from megatron.planner.memory.owned import parameters
 from megatron.planner.memory.parameters import stage_parameters
 from tests import workers
+from tests.planner.memory.test_activations import LATENT
 from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.text_helper import text_arguments
 from tests.trainer.run.vision_helper import vision_arguments
 
-LATENT = "--multi-latent-attention --kv-lora-rank 28 --qk-head-dim 24 --qk-pos-emb-head-dim 4 --v-head-dim 12"
 SHAPES = (
     "",
     "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu --disable-bias-linear "

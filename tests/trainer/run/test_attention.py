@@ -63,7 +63,7 @@ CUTS = {
 
 @table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=3)
 def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
-    """Losses and weights are those of one rank; sinks are drawn alike on tensor ranks, and move."""
+    """Losses and weights are those of one rank; sinks are drawn alike on tensor ranks."""
     results, expected = train(ranks, f"{flags} {cut}"), on_one_rank(flags)
     assert len(losses(expected)) == 6
     assert losses(results) == pytest.approx(losses(expected), rel=tolerance, abs=0.0)

@@ -7,13 +7,10 @@ import torch
 
 from megatron.trainer.arguments import Platform
 from megatron.trainer.start_up import initialize
+from tests.pipeline.runtime.stages.megatron.megatron_model import NORMS_OF_ENGINE
 from tests.trainer.run.run_case import joined_weights, table, train, train_case
 from tests.trainer.run.test_virtual_stages import CLIPPED, DAMPED, EXACT, FULLY, P2, V2, single, values
 
-NORMS = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
 ENGINE = "--transformer-impl transformer_engine --use-cpu-initialization --no-gradient-accumulation-fusion"
 
 
@@ -29,7 +26,7 @@ def of_engine(num_ranks: int, flags: str, **options) -> list[dict]:
     function = f"{__name__}:engine_case"
     results = train(num_ranks, f"{flags} {ENGINE}", function=function, device="engine", **options)
     for result in results:
-        for inside, alone in NORMS.items():
+        for inside, alone in NORMS_OF_ENGINE.items():
             result["weights"] = {name.replace(inside, alone): each for name, each in result["weights"].items()}
     return results
 

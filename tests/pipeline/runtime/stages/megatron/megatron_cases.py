@@ -258,7 +258,11 @@ def deviation(case: Case, expected: dict, ranks: list[dict]) -> Deviation:
         for ours, theirs in zip(result["batches"], expected["batches"], strict=True):
             assert (ours["overflow"], ours["scale"], ours["lr"]) == (theirs["overflow"], theirs["scale"], theirs["lr"])
             if "tokens" in theirs and case.t == 1:  # tensor ranks round otherwise, so a token may take another expert
-                assert ours["tokens"] == theirs["tokens"]
+                # So do replicas in bf16: a token in a hundred.
+                moved = 0.01 if case.dtype == "bfloat16" and case.d > 1 else 0.0
+                for our, their in zip(ours["tokens"], theirs["tokens"], strict=True):
+                    assert sum(our) == sum(their)
+                    assert sum(abs(a - b) for a, b in zip(our, their, strict=True)) <= 2 * moved * sum(their)
             assert len(ours["further"]) == case.further
             for our, their in zip((ours["loss"], *ours["further"]), (theirs["loss"], *theirs["further"]), strict=True):
                 worst.loss = max(worst.loss, _relative(our, their))

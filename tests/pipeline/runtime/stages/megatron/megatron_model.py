@@ -266,7 +266,7 @@ def _with_weights(case: Case, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-_NORMS_OF_ENGINE = {
+NORMS_OF_ENGINE = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
@@ -288,7 +288,7 @@ def global_names(model: GPTModel | BertModel) -> dict[str, torch.nn.Parameter]:
             first //= model.config.expert_model_parallel_size
             parts[position] = str(first + int(parts[position]))
         name = ".".join(parts).removeprefix("lm_head.")  # where megatron.core's T5 names its output layer first
-        for inside, alone in _NORMS_OF_ENGINE.items():
+        for inside, alone in NORMS_OF_ENGINE.items():
             name = name.replace(inside, alone)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"

@@ -11,7 +11,6 @@ from megatron import backend
 backend.install()
 
 from tests import workers
-from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,
@@ -19,7 +18,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     parallel,
     training_data,
 )
-from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
 
 LATENT = {
@@ -108,8 +107,7 @@ def test_training_equals_one_process(outcomes, name, layout):
 def test_predictions_equal_one_process(model):
     """Provisional weights are those of the plain loop."""
     case = Case(**model | TWO_BW | {"predict": True}, p=2)
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+    check_predictions(case, EXACT)
 
 
 def put_off() -> tuple[set[str], set[str]]:

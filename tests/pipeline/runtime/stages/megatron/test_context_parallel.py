@@ -14,7 +14,7 @@ from megatron.pipeline.runtime.activations.dropout import SeededDropout
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
-from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import EXACT, Outcomes, Row, check, marked
 
 BARS = cases.Deviation(loss=1e-7, norm=2e-6, newest=2e-6, older=2e-6)
@@ -77,8 +77,7 @@ def test_training_equals_one_process(outcomes, name, layout):
 def test_predictions_equal_one_process(options):
     """Predictions read the mean over the ranks that share a sequence, or the last update."""
     case = Case(**TWO_BW | {"predict": True, **options}, p=2)
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, workers.run(4, f"{cases.__name__}:train", timeout=200, **vars(case))), BARS)
+    check_predictions(case, BARS)
 
 
 def masks(**options) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ backend.install()
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
-from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, FP16, SPREAD, Outcomes, Row, check, marked
 
 EXPERTS = {"experts": 4, "swiglu": True, "layers": 4}
@@ -108,8 +108,7 @@ def test_predictions_equal_one_process(uniform, router):
     """Provisional weights of routers and experts are those of the plain loop."""
     options = {"provisional_microbatches": 1, "clip": 0.5} if uniform else {}
     case = Case(**TWO_BW | {"predict": True, **options, **router}, p=2)
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+    check_predictions(case, EXACT)
 
 
 def test_without_the_losses_the_numbers_are_others():

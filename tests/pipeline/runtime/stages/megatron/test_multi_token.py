@@ -21,7 +21,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_model import (
     training_data,
 )
 from tests.pipeline.runtime.stages.megatron.megatron_reference import take_further_losses
-from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, FP16, SPREAD, Outcomes, Row, check, marked
 
 FURTHER = {"further": 1, "position": "rope"}
@@ -104,5 +104,4 @@ def test_predictions_equal_one_process(uniform):
     """Both copies of the embedding are predicted from the sum of their gradients."""
     options = {"provisional_microbatches": 1, "clip": 0.5} if uniform else {}
     case = Case(**TWO_BW | {"predict": True, **options}, p=2)
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), CLOSE)
+    check_predictions(case, CLOSE)

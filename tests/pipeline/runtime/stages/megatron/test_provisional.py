@@ -108,6 +108,12 @@ def run(case: cases.Case) -> list[dict]:
     return workers.run(case.num_ranks, f"{cases.__name__}:train", timeout=200, **vars(case))
 
 
+def check_predictions(case: cases.Case, allowed: cases.Deviation) -> None:
+    """A run with predicted weights, against the plain loop that predicts."""
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
+    check((case, expected, run(case)), allowed)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "layout"), rows(), ids=str)
 def test_training_equals_a_plain_loop(name, layout):

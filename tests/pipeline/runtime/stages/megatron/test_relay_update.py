@@ -108,6 +108,7 @@ def test_gradients_are_divided_by_the_tokens_of_the_batch():
     assert outcome.norms == pytest.approx([batch["norm"] for batch in expected["batches"]], rel=1e-14)
 
 
+@pytest.mark.full
 def test_eager_is_deferred_where_nothing_depends_on_the_norm():
     """Losses and norms of four batches are the same, bit for bit."""
     eager, deferred = (train(num_stages=4, eager=each, batches=(2, 1, 3, 2)) for each in (True, False))

@@ -72,11 +72,10 @@ def test_training_equals_the_whole_model(outcomes, name, layout):
 @pytest.mark.parametrize("options", [{}, {"provisional_microbatches": 1, "clip": 0.5}])
 def test_predictions_equal_one_process(options):
     """Provisional weights of both stacks are those of the plain loop."""
-    from tests.pipeline.runtime.stages.megatron.test_provisional import REFERENCE
+    from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 
     case = cases.Case(**TWO_BW | {"predict": True, **options}, p=2)
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, workers.run(2, f"{cases.__name__}:train", timeout=200, **vars(case))), EXACT)
+    check_predictions(case, EXACT)
 
 
 @pytest.mark.full
