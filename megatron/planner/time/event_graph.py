@@ -25,6 +25,7 @@ from itertools import chain, pairwise
 from megatron.pipeline.graph.execution import START, Execution, Take
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import (
+    AWAITS_REDUCTIONS,
     BEGINS_BACKWARD,
     COMPUTATIONS,
     EVICTIONS,
@@ -226,12 +227,13 @@ class _FoldedExecution(Execution):
                     elif kind in REDUCTIONS:
                         self._post(rank, position, instruction, now)
                     else:
-                        version = instruction.version
-                        while self.pending[rank][version]:
+                        version, reduced = instruction.version, ()
+                        while kind in AWAITS_REDUCTIONS and self.pending[rank][version]:
                             self.awaits_reductions[rank] = True
                             yield position, version
-                        reduced = self.reduced[rank].get(version, [START])[-1:]
-                        now = self._add(now, self._take(kind, self._stages[rank]), tuple(reduced))
+                        if kind in AWAITS_REDUCTIONS:
+                            reduced = tuple(self.reduced[rank].get(version, [START])[-1:])
+                        now = self._add(now, self._take(kind, self._stages[rank]), reduced)
                         self._own[kind, rank, version] = now
                     continue
                 meaning = meanings.get((kind, stage))

@@ -79,7 +79,7 @@ def captured_case(tensor: int, cases: list[tuple[Architecture, bool]]) -> list[i
             made = block(shape, tensor=tensor, expert=1, expert_tensor=tensor, fused=fused)
             hidden = torch.randn(LENGTH // tensor, SIZE, shape.hidden_size).requires_grad_()
             mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
-            found.append(_captured_bytes(made, hidden, mask))
+            found.append(_captured_bytes(made, hidden, mask, num_keys=LENGTH))
         return found
     finally:
         parallel_state.destroy_model_parallel()
