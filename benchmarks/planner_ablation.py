@@ -31,8 +31,8 @@ from megatron.planner.published.fit import ConstantsFit, fit_runs
 from megatron.planner.published.prediction import Question
 from megatron.planner.published.validation import judge_facts, load_facts, row_errors
 from megatron.planner.time import first_principles, iteration
-from megatron.planner.time.batch_end import end_of_batch
 from megatron.planner.time.calibration import FITTED, START, load_calibration
+from megatron.planner.time.closed_forms import end_of_batch
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.stage_times import StageTimes
 from megatron.planner.time.work import LayerWork, Work

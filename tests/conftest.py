@@ -13,19 +13,17 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from tests import workers
+from tests.draws import load_profile
 from tests.turns import Turns
-
-hypothesis.settings.register_profile("project", deadline=None)  # other processes share the cores
-hypothesis.settings.load_profile("project")
 
 TURNS = pytest.StashKey[Turns]()
 
 
 def pytest_configure(config):
+    load_profile(full=config.option.markexpr.startswith("full"))
     if hasattr(config, "workerinput"):  # of pytest-xdist: the processes' temporary directories lie in one
         config.stash[TURNS] = Turns(Path(config.option.basetemp).parent)
 

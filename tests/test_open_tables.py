@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import backend
@@ -25,6 +25,7 @@ from tests.planner.search.helper import PAPER, run
 
 backend.install()
 
+from tests.draws import draws
 from tests.pipeline.runtime.stages.megatron.megatron_cases import Case, deviation
 from tests.trainer.run import run_case
 
@@ -49,7 +50,7 @@ def test_where_its_stages_lie():
     assert schedule().build((2,)).stages_of(1) == (0, 3)
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans(), st.booleans())
 def test_its_programs_are_proved(num_ranks: int, batches: list[int], recompute: bool, tied: bool):
     """For any size, ramp-up and flags; the text is read back as the same program."""
@@ -62,7 +63,7 @@ def test_its_programs_are_proved(num_ranks: int, batches: list[int], recompute: 
         check_periodic(chosen.build_periodic(batches[0]))
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.integers(1, 3), st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=3))
 def test_its_segments_are_the_programs(num_ranks: int, stretches: list[list[int]]):
     """Segments and drains, which are what runs, are what is built; drains in between included."""

@@ -6,13 +6,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.commands.schedule import main as tool
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from tests import workers
+from tests.draws import draws
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding_a_schedule.md").read_text()
@@ -82,7 +83,7 @@ def test_the_table_of_times(capsys, tmp_path, monkeypatch):
         assert re.findall(r"peak memory +(\d+) at", out) == peaks.split(", ")
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(
     st.integers(1, 7),
     st.lists(st.integers(0, 4), min_size=1, max_size=4),

@@ -3,11 +3,12 @@
 from typing import Annotated, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron.documents.faults import Boolean, Name, Number, nearest, refuse_unknown_keys, sentence, shown
+from tests.draws import draws
 
 
 class _Record(BaseModel):
@@ -60,7 +61,7 @@ def test_what_is_right_is_taken():
     assert (record.count, record.seconds, record.is_on, record.name) == (3, 2.0, True, "17")
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(st.dictionaries(st.text(max_size=8), st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda each: st.lists(each, max_size=3)
 ), max_size=4))  # fmt: skip

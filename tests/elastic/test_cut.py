@@ -3,11 +3,12 @@
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.elastic.cut import busiest, cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.stages import stages_of
+from tests.draws import draws
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
 
@@ -18,7 +19,7 @@ def all_cuts(num_units, num_ranks):
         yield tuple(end - begin for begin, end in pairwise(borders))
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(WORK, st.data())
 def test_no_cut_is_better(work, data):
     """Brute force over all cuts of up to 14 units, for any number of ranks."""
@@ -31,7 +32,7 @@ def test_no_cut_is_better(work, data):
     assert len(greedy) == num_ranks and sum(greedy) == len(work) and min(greedy) >= 1
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(WORK, st.data())
 def test_no_cut_that_fits_is_better(work, data):
     """Brute force over the cuts in which each rank has as many units as it may have."""

@@ -1,10 +1,11 @@
 """evaluate() against the oracle, and its reasons."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.partition import Partition, evaluate, parse_graph
+from tests.draws import draws
 from tests.partition import oracle
 from tests.partition.graphs import content
 
@@ -41,7 +42,7 @@ def cases(draw):
     return made, stages, tuple(holds)
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(cases())
 def test_it_is_the_oracle(case):
     """Price, and whether there is one, for any graph and placement: skips, inputs, shared parameters, two profiles."""

@@ -3,12 +3,13 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.partition import evaluate, parse_graph
 from megatron.partition.sequential import cut_sequentially
 from megatron.partition.units import PICOSECONDS, compiled, partition_of
+from tests.draws import draws
 from tests.partition import graphs, oracle
 
 
@@ -46,7 +47,7 @@ def every_cut(made, order):
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(files())
 def test_it_is_the_best_of_all_cuts(made):
     """Skips that are read in several stages, tensors that cost more than compute, memory, unequal devices."""

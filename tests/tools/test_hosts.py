@@ -82,6 +82,7 @@ def test_counters_rate_and_link():
         hosts.set_rate(None)
 
 
+@pytest.mark.full
 def test_what_is_sent_again_is_known():
     """Bytes that were lost on the way to a host whose cable was pulled: its peer sends them again, and nothing else
     makes the device count more than there was to send."""

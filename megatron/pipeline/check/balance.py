@@ -15,19 +15,9 @@ the same moves in the same order. Otherwise a stage would load another microbatc
 proof of progress shows that the moves complete and that no ranks wait for each other in a circle.
 """
 
-from megatron.pipeline.check.compact import (
-    ACCEPT,
-    EVICT,
-    FIRST_MOVE,
-    FIRST_STASH,
-    LOAD,
-    RETURN,
-    B,
-    CompactProgram,
-    F,
-    I,
-    R,
-)
+from megatron.pipeline.check.compact import FIRST_MOVE, FIRST_STASH, B, CompactProgram, F, I, R, codes_of
+
+EVICT, ACCEPT, RETURN, LOAD = codes_of("EVICT ACCEPT RETURN LOAD")
 
 # States of the activations of a microbatch at a stage; at its pair stage: _NOWHERE, _LENT, _GIVEN_BACK.
 _NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)

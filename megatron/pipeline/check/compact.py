@@ -92,8 +92,6 @@ def codes_of(words: str) -> list[int]:
 
 F, B, I, W, R = codes_of("F B I W R")  # noqa: E741
 SEND_F, RECV_F, SEND_B, RECV_B = codes_of("SEND_F RECV_F SEND_B RECV_B")
-EVICT, ACCEPT, RETURN, LOAD = codes_of("EVICT ACCEPT RETURN LOAD")
-OFFLOAD, RELOAD = codes_of("OFFLOAD RELOAD")
 REDUCE_GRAD, REDUCE_EMBED, REDUCE_NORM, STEP = codes_of("REDUCE_GRAD REDUCE_EMBED REDUCE_NORM STEP")
 FETCH, FREE, STORE_GRAD, UPDATE = codes_of("FETCH FREE STORE_GRAD UPDATE")
 AWAITS = frozenset(CODE_OF_KIND[kind] for kind in AWAITS_REDUCTIONS if kind.row.proof)

@@ -21,18 +21,13 @@ activations stay saved, and each needed transfer was posted at both ends.
 """
 
 from megatron.pipeline.check.compact import (
-    ACCEPT,
-    EVICT,
     FIRST_MOVE,
     FIRST_TRANSFER,
+    FIRST_UPDATE,
     KIND_OF_CODE,
-    LOAD,
     NUM_CODES,
-    OFFLOADS,
     RECV_B,
     RECV_F,
-    RELOADS,
-    RETURN,
     SEND_B,
     SEND_F,
     B,
@@ -50,7 +45,7 @@ FORWARD, RECOMPUTED, INPUT_GRAD, WEIGHT_GRAD, _FIRST_OF_TRANSFERS = (1 << bit fo
 # (mask of facts, their required values, facts added); an instruction without a microbatch changes no facts.
 _Rule = tuple[int, int, int]
 _NO_CONCERN: _Rule = (0, 0, 0)
-_ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, EVICT, ACCEPT, RETURN, LOAD, *OFFLOADS, *RELOADS)
+_ABSENT_WHERE_EVALUATED = (R, B, I, W, SEND_B, RECV_B, *range(FIRST_MOVE, FIRST_UPDATE))
 
 # fact -> (code that adds it, message if the fact is missing, message if it is already there)
 _FACTS = {

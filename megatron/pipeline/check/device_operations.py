@@ -53,14 +53,11 @@ from dataclasses import dataclass, field
 from megatron.pipeline.check.compact import (
     AWAITS,
     CODE_OF_KIND,
-    EVICT,
     FIRST_MOVE,
     FIRST_TRANSFER,
     FIRST_UPDATE,
     KIND_OF_CODE,
-    LOAD,
     RECV_F,
-    RETURN,
     SEND_F,
     STEP,
     B,
@@ -69,7 +66,7 @@ from megatron.pipeline.check.compact import (
     I,
     Transfer,
 )
-from megatron.pipeline.program.instruction import OWN_UPDATES, Members
+from megatron.pipeline.program.instruction import EVICTIONS, LOADS, OWN_UPDATES, Members
 
 NONE = -1
 
@@ -284,9 +281,11 @@ class _Lowering:
     def _move(self, code: int, place: int) -> None:
         which = self._pair
         self._post(MOVES)
-        if code == LOAD:
+        kind = KIND_OF_CODE[code]
+        if kind in LOADS:
             self._loaded.add(place)
-        behind = NONE if code == RETURN else self._given("compute") if code == EVICT else self._read
+        returns = kind.row.of_pair and kind.row.saved < 0
+        behind = NONE if returns else self._given("compute") if kind in EVICTIONS else self._read
         if behind != NONE:
             self._launch(MOVES, "moves", behind)
         self._do(MOVES, MEET, (which, self._num_calls[MOVES]))

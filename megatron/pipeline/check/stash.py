@@ -27,18 +27,19 @@ from megatron.pipeline.check.compact import (
     FIRST_UPDATE,
     KIND_OF_CODE,
     NUM_CODES,
-    OFFLOAD,
     OFFLOADS,
-    RELOAD,
     RELOADS,
     B,
     CompactProgram,
     F,
     R,
     W,
+    codes_of,
 )
 from megatron.pipeline.program.instruction import Lane
 from megatron.pipeline.program.lane_order import most_boundaries
+
+OFFLOAD, RELOAD = codes_of("OFFLOAD RELOAD")
 
 
 def count_waiting(compact: CompactProgram) -> tuple[int, ...]:

@@ -12,8 +12,9 @@ before, which closes a circle, or at a rank that has reached its border.
 
 from dataclasses import replace
 
+from megatron.pipeline.graph.channels import Channel
 from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, ReductionQueue
-from megatron.pipeline.graph.row_graph import Channel, RowExecution
+from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 
 _Node = int | ReductionQueue  # what waits: the row of a rank, or a queue of reductions

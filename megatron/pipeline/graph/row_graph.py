@@ -5,27 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import ref
 
+from megatron.pipeline.graph.channels import NOBODY, Channel, Channels, Executed
 from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, START, Execution, MoveQueue, Take
-from megatron.pipeline.program.edges import StageGraph
-from megatron.pipeline.program.instruction import (
-    AWAITS_REDUCTIONS,
-    COMPUTATIONS,
-    RECEIVE_OF,
-    RECEIVES,
-    SEND_OF,
-    SENDS,
-    Instruction,
-    Kind,
-    Lane,
-    Tensor,
-)
+from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, COMPUTATIONS, SEND_OF, Instruction, Kind, Lane
 from megatron.pipeline.program.lane_order import awaited_in_lanes
-from megatron.pipeline.program.move_order import Pairs, awaited_moves
+from megatron.pipeline.program.move_order import awaited_moves
 
-NOBODY = -1
 NOTHING = 0  # the number of the first `Take`, which takes no time
 
 _COMPUTE, _SEND, _RECEIVE, _UPDATE, _KEEP, _MOVE, _REDUCE, _CARRY = range(8)
@@ -42,66 +29,6 @@ def _action(kind: Kind) -> int:
 
 
 ACTIONS = {kind: _action(kind) for kind in Kind}
-
-
-class Executed(Protocol):
-    """Anything with rows: a program, or the timeline of a program."""
-
-    rows: Sequence[Sequence[Instruction]]
-    rank_of_stage: Sequence[int]
-    batches: Sequence[int]
-    first_microbatch: int
-    graph: StageGraph
-    pairs: Pairs
-
-
-class Channel:
-    """One direction of an edge, for one kind of tensor. A channel pairs the k-th send with the k-th receive.
-
-    Attributes:
-        number: index among the channels.
-        tensor: the kind of tensor that the channel carries.
-        edge: index of the edge.
-        maker, taker: the stages that send and receive the tensor.
-        sender, receiver: the ranks of these stages.
-        nodes: for each microbatch, counted from the program's first, the node at whose end the tensor has arrived;
-            `START`: not known yet.
-        sends, receives: posted ends whose other end is not yet posted; for each, the rank's last node before it, its
-            position and its microbatch.
-        most_unread: the largest number of sends whose receives are not yet posted; further sends wait. None: no bound.
-        num_sent, received: with such a bound, the number of posted sends, and for each posted receive the receiving
-            rank's last node before it.
-        awaited: the microbatch that the receiving rank waits for, or `NOBODY`.
-        sender_waits: whether the sending rank waits for a receive.
-        is_posted: whether the rows contain the transfers as words; otherwise each tensor is sent as soon as it is made.
-    """
-
-    __slots__ = (
-        "awaited", "edge", "is_posted", "maker", "most_unread", "nodes", "num_sent", "number", "received", "receiver",
-        "receives", "sender", "sender_waits", "sends", "taker", "tensor",
-    )  # fmt: skip
-
-    def __init__(self, number: int, tensor: Tensor, edge: int, ends: tuple[int, int], executed: Executed) -> None:
-        self.number, self.tensor, self.edge = number, tensor, edge
-        self.maker, self.taker = ends
-        self.sender, self.receiver = executed.rank_of_stage[self.maker], executed.rank_of_stage[self.taker]
-        self.nodes = [START] * sum(executed.batches)
-        self.sends: deque[tuple[int, int, int]] = deque()
-        self.receives: deque[tuple[int, int, int]] = deque()
-        self.most_unread: int | None = None
-        self.num_sent = 0
-        self.received: list[int] = []
-        self.awaited = NOBODY
-        self.sender_waits = self.is_posted = False
-
-    @property
-    def crosses(self) -> bool:
-        """Whether the channel connects two different ranks."""
-        return self.sender != self.receiver
-
-
-_Posted = tuple[Channel, deque, deque, list[int]]
-"""Where an instruction posts a transfer: channel, waiting ends of this side and of the other, the other's `node_of`."""
 
 
 class _LaneQueue:
@@ -170,47 +97,9 @@ class RowExecution(Execution):
         self._words_awaited: list[dict[int, tuple[int, ...]]] = [{} for _ in rows]
         self._lanes: list[dict[Lane, _LaneQueue]] = [{} for _ in rows]
         self._awaits_lanes = [False] * len(rows)
-        self._set_up_channels()
+        self._channels = Channels(executed, self.node_of)
+        self.channels = self._channels.all
         self._meanings: dict[Kind, tuple[int, list]] = {}
-
-    def _set_up_channels(self) -> None:
-        """Make the channels and the tables that find them.
-
-        `_needed`: tensor, stage -> the channels that bring the tensor to the stage.
-        `_posted`: kind of transfer, stage, peer that the instruction names -> where the transfer is posted.
-        `_delivered`: tensor, stage -> the channels that carry the tensor without a word in the rows. These are the
-        channels within a rank, and all channels of a program without transfers.
-        """
-        executed, kinds = self.executed, SENDS | RECEIVES
-        num_stages, graph = len(executed.rank_of_stage), executed.graph
-        self.channels: list[Channel] = []
-        self._needed, self._delivered = ({tensor: [()] * num_stages for tensor in Tensor} for _ in range(2))
-        self._posted: dict[Kind, list[dict[int | None, _Posted]]] = {
-            kind: [{} for _ in range(num_stages)] for kind in kinds
-        }
-        transfers = any(instruction.kind in kinds for row in executed.rows for instruction in row)
-        for number, edge in enumerate(graph.edges):
-            ways = ((Tensor.ACTIVATION, (edge.source, edge.target)), (Tensor.GRADIENT, (edge.target, edge.source)))
-            for tensor, ends in ways[: 1 + edge.gradient]:
-                channel = Channel(len(self.channels), tensor, number, ends, executed)
-                maker, taker = ends
-                self.channels.append(channel)
-                self._needed[tensor][taker] += (channel,)
-                channel.is_posted = transfers and channel.crosses
-                if channel.is_posted:
-                    if not edge.gradient:  # only such an edge may come from a forward-only stage
-                        channel.most_unread = graph.most_unread(maker)
-                    at_maker = (channel, channel.sends, channel.receives, self.node_of[channel.receiver])
-                    at_taker = (channel, channel.receives, channel.sends, self.node_of[channel.sender])
-                    for kind, stage, peer, peers, posted in (
-                        (SEND_OF[tensor], maker, taker, graph.takers(tensor, maker), at_maker),
-                        (RECEIVE_OF[tensor], taker, maker, graph.makers(tensor, taker), at_taker),
-                    ):
-                        self._posted[kind][stage][peer] = posted
-                        if len(peers) == 1:  # an instruction need not name an only peer
-                            self._posted[kind][stage][None] = posted
-                else:
-                    self._delivered[tensor][maker] += (channel,)
 
     def _learn(self, rank: int, position: int, instruction: Instruction) -> tuple[int, list]:
         """Find the action for a kind that is met for the first time, and a list with an entry for each stage.
@@ -226,11 +115,11 @@ class RowExecution(Execution):
         if kind not in ACTIONS:
             raise self.error(rank, position, instruction, f"the simulator does not know {kind.value}")
         action, stages = ACTIONS[kind], range(len(self.executed.rank_of_stage))
-        of_stage: list = self._posted.get(kind, [])
+        of_stage: list = self._channels.posted.get(kind, [])
         if action == _COMPUTE:
             nothing = [()] * len(stages)
-            needed = self._needed.get(kind.row.needs, nothing)
-            delivered = self._delivered.get(kind.row.makes, nothing)
+            needed = self._channels.needed.get(kind.row.needs, nothing)
+            delivered = self._channels.delivered.get(kind.row.makes, nothing)
             of_stage = [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
         elif action in (_UPDATE, _KEEP):
             of_stage = [self._take(kind, (stage,)) for stage in stages]

@@ -18,7 +18,7 @@ followed by an all-gather (sequence parallelism, distributed optimizer) sends th
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -79,7 +79,7 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
         num_microbatches=num_microbatches,
         activations=exchanged(sends, schedule.num_ranks),
         evictions=tuple(sum(each.kind in EVICTIONS for each in row) / num_batches for row in rows),
-        ends=ends_of(placement, schedule.tied_stage),
+        ends=ends_of(schedule),
         pair_of_rank=pairs,
     )
 
@@ -107,11 +107,10 @@ def exchanged(sent: Mapping[tuple[int, int], float], num_ranks: int) -> tuple[fl
     return tuple(found)
 
 
-def ends_of(rank_of_stage: Sequence[int], tied_stage: int | None = None) -> tuple[int, int] | None:
-    """The ranks of the two stages that may share an embedding, the first and `tied_stage` (None: the last); None: the
-    first and the last rank."""
-    ends = rank_of_stage[0], rank_of_stage[-1 if tied_stage is None else tied_stage]
-    return None if ends == (0, max(rank_of_stage)) else ends
+def ends_of(schedule: PipelineSchedule) -> tuple[int, int] | None:
+    """The ranks of the two stages that may share an embedding; None: the first and the last rank."""
+    ends = schedule.tied_ranks
+    return None if ends == (0, schedule.num_ranks - 1) else ends
 
 
 class TrafficKind(str, Enum):

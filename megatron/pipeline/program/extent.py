@@ -20,8 +20,32 @@ from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
 
+class Tied:
+    """What follows from the `rank_of_stage`, `tied_embeddings` and `tied_stage` of a program or schedule."""
+
+    rank_of_stage: tuple[int, ...]
+    tied_embeddings: bool
+    tied_stage: int | None
+
+    @property
+    def tied_stages(self) -> tuple[int, int]:
+        """The two stages that share an embedding if embeddings are tied."""
+        return 0, len(self.rank_of_stage) - 1 if self.tied_stage is None else self.tied_stage
+
+    @property
+    def tied_ranks(self) -> tuple[int, int]:
+        """The ranks of these stages."""
+        first, other = self.tied_stages
+        return self.rank_of_stage[first], self.rank_of_stage[other]
+
+    @property
+    def ties_ranks(self) -> bool:
+        """Whether two ranks share an embedding."""
+        return self.tied_embeddings and len({*self.tied_ranks}) > 1
+
+
 @dataclass(frozen=True)
-class Extent:
+class Extent(Tied):
     """Stages, batches and rules of a program, from a drained state to a drained state.
 
     Attributes:
@@ -113,20 +137,14 @@ class Extent:
         batch, newest = (self.first_batch + bisect_right(self._batch_starts, each) - 1 for each in (microbatch, behind))
         return self.weights.version_of(batch, newest=newest)
 
-    @property
-    def tied_stages(self) -> tuple[int, int]:
-        """The two stages that share an embedding if embeddings are tied."""
-        return 0, self.num_stages - 1 if self.tied_stage is None else self.tied_stage
-
     def reduces_embeddings(self, rank: int) -> bool:
         """Whether a rank has a REDUCE_EMBED in each chain.
 
         The optimizer of a rank with both ends of tied embeddings adds up their gradients itself. With weights on the
         host it cannot: the gradient of one end has gone to the host long before the other gradient exists.
         """
-        ends = {self.rank_of_stage[stage] for stage in self.tied_stages}
-        apart = len(ends) > 1 or (self.residency is not None and self.num_stages > 1)
-        return self.tied_embeddings and apart and rank in ends
+        on_host = self.tied_embeddings and self.residency is not None and self.num_stages > 1
+        return (self.ties_ranks or on_host) and rank in self.tied_ranks
 
     # --- batches
 
@@ -181,8 +199,7 @@ class Extent:
 
     def reads_ties(self, stage: int) -> bool:
         """Whether the predictions of a stage read a gradient of tied embeddings of which another rank has a part."""
-        reads = self.provisional_microbatches != 0
-        return reads and self.tied_embeddings and self.crosses(*self.tied_stages) and stage in self.tied_stages
+        return self.provisional_microbatches != 0 and self.ties_ranks and stage in self.tied_stages
 
     def num_read_of_ties(self, batch: int) -> int:
         """Return how many backwards of a batch the predictions of tied embeddings read: the smaller of both ends."""

@@ -26,7 +26,7 @@ from itertools import accumulate, chain
 from megatron.pipeline.check import check
 from megatron.pipeline.graph.row_graph import forget_graph
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
-from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.extent import Extent, Tied
 from megatron.pipeline.program.instruction import Kind, Row, Rows
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.move_order import Pairs
@@ -85,7 +85,7 @@ class ShiftedRows(Sequence[Row]):
         return shifted_row(self._rows[rank], microbatches=self._microbatches, versions=self._versions)
 
 
-class PipelineSchedule(ABC):
+class PipelineSchedule(Tied, ABC):
     """Builds the programs of batches that `validate` accepts.
 
     Attributes:
@@ -119,7 +119,6 @@ class PipelineSchedule(ABC):
     num_stages: int
     num_ranks: int
     num_virtual_stages: int
-    rank_of_stage: tuple[int, ...]
     edges: tuple[Edge, ...]
     graph: StageGraph
     pairs: Pairs
@@ -130,8 +129,6 @@ class PipelineSchedule(ABC):
     recompute: bool
     balance: bool
     splits_backward: bool
-    tied_embeddings: bool
-    tied_stage: int | None
     data_parallel: bool
     provisional_microbatches: int | None
     reduce_partial: bool

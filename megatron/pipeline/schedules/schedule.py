@@ -165,11 +165,6 @@ class Schedule(PipelineSchedule):
         return max(self.rank_of_stage) + 1
 
     @property
-    def tied_ranks(self) -> tuple[int, int]:
-        """The ranks of the two stages that share an embedding if embeddings are tied."""
-        return self.rank_of_stage[0], self.rank_of_stage[-1 if self.tied_stage is None else self.tied_stage]
-
-    @property
     def graph(self) -> StageGraph:
         """The stages with their edges."""
         return StageGraph.of(self.num_stages, self.edges)

@@ -215,9 +215,8 @@ def closed_form_demand(schedule: Schedule, num_microbatches: int) -> Demand:
 
 def _ends_of_ties(schedule: Schedule) -> set[int]:
     """The ranks whose predictions read a gradient of tied embeddings that is split over two ranks."""
-    ends = {*schedule.tied_ranks}
     reads = schedule.weights.predicts and schedule.provisional_microbatches != 0
-    return ends if reads and schedule.tied_embeddings and len(ends) > 1 else set()
+    return {*schedule.tied_ranks} if reads and schedule.ties_ranks else set()
 
 
 @lru_cache(maxsize=4096)

@@ -238,7 +238,7 @@ class FirstPrinciples:
             num_microbatches=m,
             activations=exchanged({ends: count * m for ends, count in crossing.items()}, schedule.num_ranks),
             evictions=tuple(m * part * schedule.num_virtual_stages for part in moving_parts(schedule)),
-            ends=ends_of(placement, schedule.tied_stage),
+            ends=ends_of(schedule),
         )
         setting = self.software.activation_setting(configuration)
         cut = CutModel(model=self.model, setting=setting, schedule=schedule, layers=layers)
@@ -272,12 +272,8 @@ class FirstPrinciples:
             activations.saved, layers, self.model.layers_with_experts(layers), self.model.further_of_stages(len(layers))
         )
 
-    def _reduces_embedding(self, schedule: Schedule) -> bool:
-        """Return whether the first and another stage share an embedding and are on different ranks."""
-        return schedule.tied_embeddings and len({*schedule.tied_ranks}) > 1
-
     def _embedding(self, configuration: Configuration, links: Links, schedule: Schedule) -> float:
-        if not self._reduces_embedding(schedule):
+        if not schedule.ties_ranks:
             return 0.0
         first, last = schedule.tied_ranks
         return self._embedding_bytes(configuration) / self._rate(last, first, links)

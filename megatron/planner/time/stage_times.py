@@ -41,13 +41,10 @@ class StageTimes:
         self.predict = seconds["predict"] if predicts else [0.0] * num_stages
         self.hold = seconds["hold"] if predicts else [0.0] * num_stages
         self.reduce = seconds["reduce_grad"] if schedule.data_parallel else [0.0] * num_stages
-        shares_embedding = schedule.tied_embeddings and len({*schedule.tied_ranks}) > 1
-        self.reduce_embed = max(seconds["reduce_embed"]) if shares_embedding else 0.0
+        self.reduce_embed = max(seconds["reduce_embed"]) if schedule.ties_ranks else 0.0
         self.reduce_norm = max(seconds["reduce_norm"])
         self.partial = [each if schedule.reduce_partial else 0.0 for each in self.reduce]
-        reads = schedule.provisional_microbatches != 0
-        tied = (0, num_stages - 1 if schedule.tied_stage is None else schedule.tied_stage)
-        for stage in tied if shares_embedding and reads else ():
+        for stage in schedule.tied_stages if schedule.ties_ranks and schedule.provisional_microbatches != 0 else ():
             self.partial[stage] += self.reduce_embed
         if not predicts:
             self.partial = [0.0] * num_stages

@@ -4,19 +4,20 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.simulate import Costs, simulate
 from papers.l2l import compute, lanes, memory, optimizer
 from papers.l2l import model as models
 from tests.benchmarks.test_emulated import rows_of
+from tests.draws import draws
 from tests.pipeline.check.hosted import hosted
 
 SECONDS = st.sampled_from((0, 1, 2, 3, 5, 8, 13, 21))
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     st.integers(2, 8), st.integers(1, 5), st.sampled_from(("eager", "deferred")), SECONDS, SECONDS, SECONDS, SECONDS
 )  # fmt: skip

@@ -5,7 +5,7 @@ import time
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
@@ -21,6 +21,7 @@ from megatron.pipeline.check.hardware_queues import (
 )
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
+from tests.draws import draws
 from tests.pipeline.check.examples import cases, written
 from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
 
@@ -121,7 +122,7 @@ def drained_programs(draw: st.DrawFn) -> Program:
     return build(name, p, m, num_batches=2, **flags)
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(drained_programs(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
 def test_schedules_that_drain_need_one_queue(program, tensor, data, seed):
     """gpipe, flush and interleaved: the main thread waits while the chain launches, so one queue is proved, receives
@@ -135,7 +136,7 @@ def test_schedules_that_drain_need_one_queue(program, tensor, data, seed):
         assert ends(ranks, tensor=tensor, data=data, one_queue=True, seed=seed)
 
 
-@settings(deadline=None, max_examples=40)
+@draws(40)
 @given(cases(max_stages=5, max_batches=3), st.booleans(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 10**6))
 def test_every_schedule_runs_on_separate_queues(case, balance, tensor, data, seed):
     """gpipe, flush, 2bw, pipedream and interleaved, with and without balance, at any degrees; and random executions of

@@ -1,13 +1,14 @@
 """Bad programs with weights on the host are rejected, and what is judged agrees with a machine that runs them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.check.examples import broken, moved_later, swapped, with_row
 from tests.pipeline.check.hosted import both_verdicts, hosted, hosted_bounds, hosted_cases
 from tests.pipeline.check.mutations import (
@@ -23,7 +24,7 @@ def bounds_of(schedule: Schedule, batches: tuple[int, ...]) -> list[int] | None:
     return None if schedule.residency.stash == "host" else hosted_bounds(schedule, batches)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(hosted_cases(max_ranks=4, max_virtual=5))
 def test_what_is_built_is_right(case: tuple[Schedule, Program]):
     """By the oracle and by the checker, for every number of batches, with the memory of the relay."""
@@ -35,7 +36,7 @@ def test_what_is_built_is_right(case: tuple[Schedule, Program]):
     assert Program.from_csv(program.to_csv()) == program
 
 
-@settings(max_examples=200, deadline=None)
+@draws(200)
 @given(st.data())
 def test_a_broken_program_is_rejected(data: st.DataObject):
     """Any instruction dropped, doubled anywhere, or with another version."""
@@ -44,7 +45,7 @@ def test_a_broken_program_is_rejected(data: st.DataObject):
     assert_rejected(mutant, what)
 
 
-@settings(max_examples=250, deadline=None)
+@draws(250)
 @given(st.data())
 def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     """Two instructions exchanged: accepted are exactly the programs that run right, early and late."""

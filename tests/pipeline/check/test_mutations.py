@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
@@ -11,6 +11,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.check.examples import broken, cases, moved_later, saved_bounds, swapped, with_row
 from tests.pipeline.check.mutations import (
     assert_each_is_judged,
@@ -25,7 +26,7 @@ from tests.pipeline.check.oracle import verdict
 SMALL = {"max_stages": 4, "max_microbatches": 5, "max_batches": 3}
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@draws(400)
 @given(st.data())
 def test_a_broken_program_is_rejected(data: st.DataObject):
     """Dropping, duplicating or re-versioning any instruction of any program is found, and placed."""
@@ -34,7 +35,7 @@ def test_a_broken_program_is_rejected(data: st.DataObject):
     assert_rejected(mutant, what)
 
 
-@settings(max_examples=400, deadline=None)
+@draws(400)
 @given(st.data())
 def test_a_swap_is_judged_as_the_oracle_judges_it(data: st.DataObject):
     """Two instructions exchanged: accepted are exactly the programs that compute the definition within the bound."""

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.program.weight_policies import STASH
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.check.examples import saved_bounds, schedules, written
 
 
@@ -22,7 +23,7 @@ def periodic(
     return PeriodicProgram(extent=extent, fill=rows[0], period=rows[1], drain=rows[2], num_microbatches=size)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(schedules(max_stages=6))
 def test_every_built_period_repeats(schedule: Schedule):
     """Fill, n periods and drain of every schedule are proved for every n, and keep the papers' bounds."""

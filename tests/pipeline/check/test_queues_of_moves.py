@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
@@ -23,6 +23,7 @@ from megatron.pipeline.check.hardware_queues import PROVED, count_deadlocks, pro
 from megatron.pipeline.program.instruction import MOVES as MOVE_WORDS
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
+from tests.draws import draws
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
 
@@ -121,7 +122,7 @@ def balanced_programs(draw: st.DrawFn) -> Program:
     return build(name, p, m, num_batches=2, **flags)
 
 
-@settings(deadline=None, max_examples=30)
+@draws(30)
 @given(balanced_programs(), st.integers(1, 2), st.integers(1, 2), st.integers(0, 10**6))
 def test_all_moves_run_on_separate_queues(program, tensor, data, seed):
     """Wherever activations move, at any degrees, also where a move is given a buffer late; and random executions of

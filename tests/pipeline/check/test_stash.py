@@ -3,18 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.lane_order import Residency, most_boundaries
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.check.examples import with_row, written
 from tests.pipeline.check.hosted import both_verdicts, hosted, hosted_cases
 
 
-@settings(max_examples=12, deadline=None)
+@draws(12)
 @given(hosted_cases(max_ranks=4, max_virtual=5, max_microbatches=5, stash="host"))
 def test_what_is_built_is_right(case: tuple[Schedule, Program]):
     """By the oracle and by the checker, for every number of batches; each rank has few boundaries on the device."""

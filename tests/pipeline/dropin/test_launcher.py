@@ -149,6 +149,7 @@ def test_installed_by_an_import(checkout):
     assert done.stdout.count("megatron.pipeline.dropin: megatron.training of ") == 1
 
 
+@pytest.mark.full
 def test_training_on_a_cpu(checkout, tmp_path):
     """Their training, which asks for CUDA, nccl and a compiler, trains, evaluates and saves on two stages, and goes on
     from there."""

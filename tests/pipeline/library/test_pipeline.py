@@ -54,7 +54,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_training_in_one_process(way):
     """Losses, parameters and running means are bit-equal, with frozen and with unused parameters and integers that
@@ -74,7 +74,7 @@ def test_complex_tensors_travel_with_their_gradients():
     assert_same(run(2, settings, "interleaved"), single_process(settings, delay=0))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("settings", [SINGLE, DOUBLE, replace(DOUBLE, clip_grad=0.3)])
 @pytest.mark.parametrize(
     ("schedule", "delay"), [("flush", 0), ("halved", 0), ("recomputed", 0), ("2bw", 1), ("provisional", 0)]
@@ -111,7 +111,7 @@ SUMS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", SUMS)
 def test_a_loss_may_be_a_sum_and_its_count(way):
     """Microbatches count different numbers, and each counted label weighs the same in losses, norms and gradients,

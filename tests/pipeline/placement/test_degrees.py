@@ -1,7 +1,7 @@
 """Logical ranks are megatron.core's."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.placement import Degrees
@@ -10,7 +10,6 @@ from tests import workers
 SIZE = st.integers(1, 6)
 
 
-@settings(deadline=None)
 @given(SIZE, SIZE, SIZE, st.booleans())
 def test_coordinates_and_ranks_are_inverse(tensor, pipeline, data, in_a_row):
     """Every rank has its own place, and every place its rank."""

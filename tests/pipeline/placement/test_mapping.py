@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.placement import Degrees, load_mapping, pair_adjacent, standard
@@ -71,7 +71,6 @@ def test_no_pair_crosses_a_node_that_holds_whole_pairs(nodes, tensor, pipeline, 
     assert sum(pair.num_crossing for pair in pairs) == 0
 
 
-@settings(deadline=None)
 @given(DEGREES)
 def test_named_mappings_are_permutations_with_tensor_ranks_adjacent(degrees):
     """Each rank once; a tensor parallel group on consecutive slots, in order; a pair's groups side by side."""
@@ -129,7 +128,6 @@ def test_unreadable_files(tmp_path):
         load_mapping(tmp_path / "broken", 4)
 
 
-@settings(deadline=None)
 @given(st.permutations(range(7)))
 def test_inverse(mapping):
     """The slot of a rank is where the mapping has it."""

@@ -5,11 +5,12 @@ import time
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.placement import Degrees, Traffic, optimize, optimized, pair_adjacent, placement_cost, standard
 from megatron.pipeline.placement.optimize import Assignment, slot_groups_of
+from tests.draws import draws
 from tests.pipeline.placement.examples import machine, traffic_of
 
 AMOUNT = st.sampled_from([0.0, 1e8, 1e9, 7e9, 5e10])
@@ -44,7 +45,7 @@ def total(mapping, job) -> float:
     return placement_cost(mapping, degrees, traffic, topology).total_seconds
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(jobs(max_slots=30))
 def test_never_worse_than_the_named_mappings(job):
     """On any machine; a permutation; as many tensor parallel groups inside one node as fit."""
@@ -58,7 +59,7 @@ def test_never_worse_than_the_named_mappings(job):
             assert group == tuple(range(group[0], group[0] + degrees.tensor)) and group[0] % degrees.tensor == 0
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(jobs(max_slots=6, max_tensor=1))
 def test_best_of_all_permutations(job):
     """t=1, up to six slots: no permutation of the ranks is better."""
@@ -67,7 +68,7 @@ def test_best_of_all_permutations(job):
     assert total(optimized(degrees, traffic, topology), job) <= best * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(jobs(max_slots=24), st.randoms(use_true_random=False))
 def test_exchanges_change_the_cost_as_predicted(job, random):
     """What `change` says is what the cost from scratch says, after any exchanges."""
@@ -87,7 +88,7 @@ def test_exchanges_change_the_cost_as_predicted(job, random):
         assert cost == pytest.approx(again, abs=1e-12 * scale)
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(jobs(max_slots=14, max_tensor=1), st.sampled_from([1, 4, 32]))
 def test_search_finds_nearly_what_the_exact_method_finds(job, num_microbatches):
     """On a GPT's traffic and any machine: without the exact method the result is within a tenth of the best."""

@@ -4,19 +4,20 @@ import dataclasses
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.strategies import DELAYED, Run, runs, text
 
 COMPUTE_ONLY = "0F0,0F1,,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(runs(max_stages=4))
 def test_round_trip(run: Run):
     """What is written is read back as an equal program, facts and rows, policies that somebody registered included."""
@@ -32,7 +33,7 @@ def test_round_trip_of_an_evaluation(num_stages: int, num_microbatches: int, ver
     assert Program.from_csv(program.to_csv()) == program
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(runs(max_stages=4))
 def test_flags_follow_from_the_instructions(run: Run):
     """Without its lines of facts a program is read as the same one, given what its rows cannot say."""

@@ -1,15 +1,16 @@
 """Fill, periods and drain are the program of that many batches."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check_periodic
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.strategies import schedules, sizes
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.data())
 def test_unrolled_is_built(data: st.DataObject):
     """unroll(n) equals build with n batches more than the fill has, for any schedule."""

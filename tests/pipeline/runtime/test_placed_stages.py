@@ -144,6 +144,7 @@ def train_module(num_ranks: int, **options) -> list:
     return workers.run(num_ranks, f"{__name__}:run_module", timeout=60, **options)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("num_ranks", "options", "delay"), MODULES.values(), ids=MODULES)
 def test_modules_anywhere_train_as_one_process(num_ranks, options, delay):
     """Bit-equal, with evaluations between drained batches."""

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
@@ -16,6 +16,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from tests.draws import draws
 from tests.pipeline.runtime.graph_cases import random_shape
 
 PREDICTED = {"weights": "stale-predicted", "recompute": True}
@@ -42,7 +43,7 @@ def schedules(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(schedules(), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 def test_every_graph_is_proved_and_cut_where_a_run_may_stop(schedule, sizes):
     """One live version, and another one where there is any ahead of it;

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
@@ -14,6 +14,7 @@ from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import SimulationError, simulate
 from megatron.pipeline.simulate.costs import Costs
+from tests.draws import draws
 from tests.pipeline.check.mutations import assert_every_mutation_is_rejected
 
 PRESETS = ("gpipe", "flush", "2bw")
@@ -38,7 +39,7 @@ def frozen_schedules(draw: st.DrawFn) -> Schedule:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(frozen_schedules(), st.data())
 def test_programs_are_proved(schedule: Schedule, data: st.DataObject):
     """For any p, number of frozen stages and m: nothing is saved in front, and nothing of gradients happens there."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
@@ -17,6 +17,7 @@ from megatron.pipeline.simulate import SimulationError, simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from megatron.pipeline.simulate.timeline import Timeline
+from tests.draws import draws
 from tests.pipeline.check.examples import with_row
 from tests.pipeline.check.mutations import assert_every_mutation_is_rejected
 from tests.pipeline.schedules.test_frozen import placement
@@ -45,7 +46,7 @@ def what_waits(row: Row, num_frozen: int) -> dict[Instruction, int]:
     return {replace(row[place], stage=row[place].stage - num_frozen): needed for place, needed in found.items()}
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(st.data())
 def test_a_prefix_changes_nothing_behind_it(data: st.DataObject):
     """For any number of active stages, any prefix, border rank or not, and any batches: what is trained computes and
@@ -88,7 +89,7 @@ def test_a_prefix_changes_nothing_behind_it(data: st.DataObject):
         assert timeline.peak_saved_on_rank(rank) <= most
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(st.integers(4, 9), st.integers(1, 3), st.booleans(), st.integers(1, 20))
 def test_evictor_and_acceptor_list_the_same(num_active: int, num_frozen: int, together: bool, num_microbatches: int):
     """Active stage x and active stage a-1-x, the one at its rank as the other at its own."""

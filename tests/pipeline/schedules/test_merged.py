@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check
@@ -16,6 +16,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.critical_path import critical_path
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
+from tests.draws import draws
 from tests.pipeline.runtime.graph_cases import random_shape
 
 
@@ -33,7 +34,7 @@ def schedules(draw):
 batches = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(schedules(), batches, st.integers(0, 10_000))
 def test_every_graph_is_proved_simulated_and_written(schedule, sizes, seed):
     """With bounds on what is saved; its text reads back; the simulation ends, the chain that bounds it has no gap, and
@@ -60,7 +61,7 @@ def test_every_graph_is_proved_simulated_and_written(schedule, sizes, seed):
     assert simulate(program, Costs(forward=costs.forward)).end <= timeline.end + 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(schedules(), st.integers(0, 10_000))
 def test_a_program_with_one_word_less_or_another_peer_is_rejected(schedule, seed):
     """Whatever is left out; a transfer of another edge; an edge that nothing serves."""
@@ -82,7 +83,7 @@ def test_a_program_with_one_word_less_or_another_peer_is_rejected(schedule, seed
             check(program.with_rows((*program.rows[:rank], rows, *program.rows[rank + 1 :])))
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(schedules(), st.integers(0, 10_000))
 def test_a_computation_before_what_it_needs_is_rejected(schedule, seed):
     """Whichever of several tensors it is, from another rank or from a stage of its own."""
@@ -108,7 +109,7 @@ def test_a_computation_before_what_it_needs_is_rejected(schedule, seed):
         check(program.with_rows((*program.rows[:rank], tuple(row), *program.rows[rank + 1 :])))
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(schedules())
 def test_what_waits_between_stages_of_a_rank_is_counted(schedule):
     """Against a walk through the row with the tensors in hand."""

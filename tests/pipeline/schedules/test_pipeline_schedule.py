@@ -1,12 +1,13 @@
 """A stream gives, batch by batch, the program that would have been built had the batches been known."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, REDUCTIONS, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules import pipeline_schedule as stream_module
+from tests.draws import draws
 from tests.pipeline.strategies import Run, kinds_of, runs, schedules, sizes
 
 Rows = list[list[Instruction]]
@@ -17,7 +18,7 @@ def extend(rows: Rows, segment) -> None:
         row += segment[rank]
 
 
-@settings(max_examples=80, deadline=None)
+@draws(80)
 @given(runs(max_stages=6))
 def test_segments_and_drain_are_the_program(run: Run):
     """The segments of a run's batches and its drain are the built program, for ramp-ups and wherever it begins."""
@@ -33,7 +34,7 @@ def test_segments_and_drain_are_the_program(run: Run):
     assert stream.next_microbatch == run.first_microbatch + sum(run.batches)
 
 
-@settings(max_examples=50, deadline=None)
+@draws(50)
 @given(st.data())
 def test_drains_in_between(data: st.DataObject):
     """With drains between, it is one program after another, each from where the one before it ended."""
@@ -52,7 +53,7 @@ def test_drains_in_between(data: st.DataObject):
     assert rows == expected
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(runs(max_stages=5))
 def test_borders(run: Run):
     """A segment holds its batch's forwards, receives for nothing that comes later, and under 2bw and the like a STEP at
@@ -78,7 +79,7 @@ def test_borders(run: Run):
                 assert all(each.kind in REDUCTIONS and each.version == due + 1 for each in behind[1:])
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(runs(max_stages=5))
 def test_report_lag(run: Run):
     """By the end of batch i's segment every rank has stepped batch i - report_lag and posted its norm."""

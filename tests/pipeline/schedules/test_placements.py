@@ -1,13 +1,14 @@
 """Stages on any ranks: what a preset's placement says, and that programs of such schedules are right."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import PRESETS, Schedule
+from tests.draws import draws
 from tests.pipeline.placed_schedules import PLACED, registered
 
 
@@ -26,7 +27,7 @@ def test_a_preset_says_where_its_stages_lie():
     assert build("interleaved", 2, 2).rank_of_stage == (0, 1, 0, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     st.sampled_from(sorted(PLACED)),
     st.integers(1, 5),

@@ -1,12 +1,13 @@
 """The order relay: each stage on the whole batch before the rank's next one, for any ranks, stages and batches."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import COMPUTATIONS, Instruction
 from megatron.pipeline.schedules import Schedule
+from tests.draws import draws
 from tests.pipeline.check.examples import with_row
 
 
@@ -36,7 +37,7 @@ def test_recompute_is_for_all_stages_but_the_last():
     assert schedule(2, 2).build((3,)).not_recomputed == ()
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6))
 def test_it_is_interleaved_with_the_batch_as_one_group(p: int, v: int, more: int):
     """Where Megatron's rule takes such a group."""
@@ -46,7 +47,7 @@ def test_it_is_interleaved_with_the_batch_as_one_group(p: int, v: int, more: int
     )
 
 
-@settings(max_examples=100, deadline=None)
+@draws(100)
 @given(
     st.integers(1, 6),
     st.integers(1, 5),

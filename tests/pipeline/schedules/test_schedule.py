@@ -1,70 +1,20 @@
 """Built programs: every order and policy, over p, m, ramp-ups and places of a run."""
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import shifted_row
 from megatron.pipeline.program.weight_policies import FLUSH, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, Schedule
+from tests.draws import draws
 from tests.pipeline.strategies import Run, kinds_of, runs, text
 
 
-@settings(max_examples=40, deadline=None)
-@given(runs())
-def test_every_program_is_proved(run: Run):
-    """Whatever is built is accepted by the checker, within the bound on saved microbatches that the schedule states."""
-    report = check(run.build(), max_saved=run.schedule.max_saved_microbatches(run.batches))
-    assert report.versioned
-
-
-@settings(max_examples=60, deadline=None)
-@given(runs())
-def test_every_microbatch_passes_every_stage_in_order(run: Run):
-    """Each stage runs every forward and every backward once, in ascending order, a backward after its forward; or both
-    of its halves, the one for weights after the other.
-    """
-    program = run.build()
-    expected = list(range(run.first_microbatch, run.first_microbatch + sum(run.batches)))
-    for stage, rank in enumerate(program.rank_of_stage):
-        position = {}
-        halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        backwards = halves if run.schedule.order in ("zb-h1", "zbv") else (Kind.BACKWARD,)
-        for kind in (Kind.FORWARD, *backwards):
-            places = [(index, each) for index, each in enumerate(program.rows[rank]) if each.kind is kind]
-            position[kind] = {each.microbatch: index for index, each in places if each.stage == stage}
-            assert list(position[kind]) == expected
-        for before, after in pairwise((Kind.FORWARD, *backwards)):
-            assert all(position[before][each] < position[after][each] for each in expected)
-
-
-@settings(max_examples=80, deadline=None)
-@given(runs())
-def test_versions_are_the_policys_formula(run: Run):
-    """flush and predictions: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s));
-    recompute and backward use their forward's.
-    """
-    program, num_stages = run.build(), run.schedule.num_stages
-    for row in program.rows:
-        for each in kinds_of(row, *COMPUTATIONS):
-            batch = program.batch_of(each.microbatch)
-            formula = {
-                "flush": batch,
-                "2bw": max(batch - 1, 0),
-                "2bw-provisional": batch,
-                "3bw": max(batch - 2, 0),
-                "4bw": max(batch - 3, 0),
-                "stash": max(run.first_batch, batch - (num_stages - 1 - each.stage)),
-            }
-            assert each.version == formula[program.weights.name]
-
-
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(runs())
 def test_flush_and_gpipe_drain_between_batches(run: Run):
     """Under flush no microbatch is in flight at a STEP; 2bw drains at the end alone, where the last steps stand."""
@@ -81,7 +31,7 @@ def test_flush_and_gpipe_drain_between_batches(run: Run):
             assert drained == min(program.weights.delay, len(run.batches))
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(runs(), st.integers(0, 50), st.integers(0, 9))
 def test_programs_do_not_depend_on_their_place(run: Run, microbatches: int, batches: int):
     """A later start shifts the program. Only the first batches differ whose version would lie before version 0."""
@@ -186,7 +136,7 @@ def test_bpipe_is_flush_balanced():
         assert schedule.max_saved_microbatches((size,)) == tuple(min(p, size) for p in range(num_stages, 0, -1))
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 5), st.sampled_from(["gpipe", "flush", "2bw", "pipedream"]))
 def test_evaluation(num_stages: int, num_microbatches: int, version: int, name: str):
     """An evaluation is forwards of every microbatch at every stage with the newest version, and is proved."""
@@ -209,13 +159,3 @@ def test_evaluation_prefetches():
     assert text(schedule.build_evaluation(2, version=0).rows[1]) == "1RECV_F0 1RECV_F1 1F0@0 1F1@0"
     with pytest.raises(ValueError, match="cannot have 0 microbatches"):
         schedule.build_evaluation(0, version=0)
-
-
-@pytest.mark.full
-def test_size():
-    """p=64, m=512 is built whole: a forward, a backward and their transfers at each stage, and the updates."""
-    num_stages, num_microbatches = 64, 512
-    program = Schedule.preset("2bw", num_stages=num_stages).build((num_microbatches,))
-    computations = 2 * num_stages * num_microbatches
-    transfers = 4 * (num_stages - 1) * num_microbatches
-    assert program.num_instructions == computations + transfers + 2 * num_stages

@@ -2,13 +2,14 @@
 and W go through the same passes and proofs."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Row
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import Costs, simulate
+from tests.draws import draws
 from tests.pipeline.runtime import made_up_orders
 from tests.pipeline.strategies import kinds_of
 
@@ -37,7 +38,7 @@ def in_flight(row: Row, stage: int, ends: frozenset[Kind]) -> int:
 # --- zb-h1
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.integers(1, 8), st.integers(1, 24))
 def test_h1_is_1f1b_whose_w_come_late(p: int, m: int):
     """Forwards, and I in the place of B, are 1F1B's; on rank s the W of a microbatch follows the I of the s-th after
@@ -62,7 +63,7 @@ def test_h1_is_1f1b_whose_w_come_late(p: int, m: int):
                     )
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.integers(1, 8), BATCHES, FLAGS, st.sampled_from(["flush", "2bw"]))
 def test_h1_is_proved_with_p_microbatches_on_every_rank(p: int, more: list[int], flags: dict, weights: str):
     """Any p, ramp-ups, flags, and 2bw: proved, for every number of batches; no stage holds more than p microbatches
@@ -76,7 +77,7 @@ def test_h1_is_proved_with_p_microbatches_on_every_rank(p: int, more: list[int],
     assert max(periodic.peak_saved_microbatches) <= p
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(st.integers(1, 8), st.integers(0, 20), st.integers(1, 6))
 def test_h1_idles_a_third_of_what_1f1b_does(p: int, more: int, unit: int):
     """At f = i = w every rank idles for (p-1)(f+i-w), where 1F1B does for (p-1)(f+i+w) (Qi et al. 2023, table 2)."""
@@ -88,7 +89,7 @@ def test_h1_idles_a_third_of_what_1f1b_does(p: int, more: int, unit: int):
         assert flush.idle(rank) == pytest.approx((p - 1) * 3 * unit)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.integers(1, 7), st.integers(1, 16), st.tuples(*[st.integers(1, 5)] * 3))
 def test_h1_is_no_slower_than_1f1b(p: int, m: int, times: tuple[int, int, int]):
     """Whatever F, I and W take: a batch ends no later than with whole backwards that take as long as both halves."""
@@ -125,7 +126,7 @@ def test_zbv_is_torchs(p: int):
             assert found == expected, (m, rank)
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(st.integers(1, 7), st.lists(st.integers(1, 24), min_size=1, max_size=3), FLAGS)
 def test_zbv_is_proved_with_2p_microbatches_on_every_rank(p: int, batches: list[int], flags: dict):
     """Any p, batches and flags, also batches that do not fill the V: proved, for every number of batches, with 2p
@@ -140,7 +141,7 @@ def test_zbv_is_proved_with_2p_microbatches_on_every_rank(p: int, batches: list[
         assert report.peak_saved_microbatches == bounds[0]
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(st.integers(1, 7), st.integers(0, 20), st.integers(1, 6))
 def test_zbv_has_no_bubble_between_a_ranks_first_and_last_computation(p: int, more: int, unit: int):
     """At f = i = w, with batches that fill the V. What is left is that a rank begins a forward of a stage after the one

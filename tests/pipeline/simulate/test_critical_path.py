@@ -5,13 +5,14 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import SHARED_REDUCTIONS, UPDATES, Kind
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.critical_path import critical_path
+from tests.draws import draws
 from tests.pipeline.simulate.programs import build, without_transfers
 
 
@@ -74,7 +75,7 @@ def test_a_send_that_waits_until_it_is_read(num_frozen):
     assert Kind.REDUCE_GRAD in {span.instruction.kind for span in path}
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(case=st.sampled_from(CASES), seed=st.integers(0, 2**32), lowered=st.booleans(), overlap=st.booleans())
 def test_the_makespan_grows_with_what_is_on_the_path(case, seed, lowered, overlap):
     """Only one chain of generic costs is the longest. So the derivative of the makespan by a cost is the number of

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import Instruction, Kind
@@ -12,6 +12,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, SimulationError, simulate
 from megatron.pipeline.simulate.critical_path import critical_path
 from megatron.pipeline.simulate.timeline import Timeline
+from tests.draws import draws
 from tests.pipeline.check.hosted import hosted
 
 SECONDS = st.sampled_from((0, 1, 2, 3, 5, 8, 13, 21))
@@ -39,7 +40,7 @@ def closed_form(N: int, u: int, X: float, G: float, R: float, U: float) -> float
     return X + (N - 1) * max(u, X) + max(3 * u, X) + (N - 1) * pace + R + G + U
 
 
-@settings(max_examples=150, deadline=None)
+@draws(150)
 @given(st.integers(2, 9), st.integers(1, 5), SECONDS, SECONDS, SECONDS, SECONDS)
 def test_a_batch_takes_what_the_closed_form_says(N: int, u: int, X: int, G: int, R: int, U: int):
     """Exactly, unless fetches are longer than backwards, or two gradient buffers are what holds everything up.
@@ -55,7 +56,7 @@ def test_a_batch_takes_what_the_closed_form_says(N: int, u: int, X: int, G: int,
         assert last_end(timeline) <= expected
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(st.integers(2, 9), st.integers(1, 5), st.integers(0, 30))
 def test_where_fetches_are_long_2n_less_2_of_them_pass(N: int, u: int, more: int):
     """One after another, but for the two resident stages at the turn and the last backwards."""
@@ -134,7 +135,7 @@ def test_what_never_comes_is_named():
         simulate(early)
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans(), st.integers(1, 4),
     SECONDS, SECONDS, SECONDS, SECONDS,

@@ -1,7 +1,7 @@
 """Memory over time: its peaks are what the checker proves, its shape what the timeline shows."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
@@ -11,6 +11,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from megatron.planner.memory.schedule_demand import demand_of
+from tests.draws import draws
 from tests.pipeline.simulate.programs import build, program
 
 UNITS = MemorySizes(activations=1, weights=1, gradients=1, tied_gradients=0.25, optimizer=1, transfers=1)
@@ -30,7 +31,7 @@ CASES = (
 )
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(case=st.sampled_from(CASES), data=st.data())
 def test_peaks_are_what_the_checker_proves(case, data):
     """At any speed: as many versions and gradient buffers, and where nothing moves as many activations; with moves, and

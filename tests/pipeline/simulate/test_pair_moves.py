@@ -1,10 +1,11 @@
 """Moves of saved activations in the simulator."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.simulate import Costs, SimulationError, simulate
+from tests.draws import draws
 from tests.pipeline.simulate.programs import build, program
 
 
@@ -49,7 +50,7 @@ def test_balancing_costs_no_time(name, f, b, p):
     assert max(map(timeline.peak_saved_microbatches, range(p))) == -(-(p + 2) // 2)
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(data=st.data(), name=st.sampled_from(["flush", "2bw"]), p=st.integers(1, 9))
 def test_no_speed_exceeds_the_bound(data, name, p):
     """Stages of any speed, moves and transfers of any duration: at no moment more than ceil((p+2)/2) is saved."""

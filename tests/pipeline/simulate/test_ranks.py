@@ -4,13 +4,14 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.graph import row_graph
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, SimulationError, simulate
+from tests.draws import draws
 from tests.pipeline.simulate.programs import B, F, build, program
 
 
@@ -64,7 +65,7 @@ def test_a_program_may_begin_anywhere_in_a_run():
 GROWING = ("forward", "backward", "recompute", "step", "latency", "forward_bytes", "reduce_grad", "reduce_norm")
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     name=st.sampled_from(["gpipe", "flush", "2bw"]),
     p=st.integers(1, 5),
@@ -84,7 +85,7 @@ def test_nothing_gets_faster_when_a_cost_grows(name, p, extra, costs, grown):
         assert all(first.end <= second.start + 1e-9 for first, second in pairwise(before.computations(rank)))
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(p=st.integers(1, 6), extra=st.lists(st.integers(0, 5), min_size=1, max_size=4), factor=st.floats(0.1, 10))
 def test_the_unit_of_time_does_not_matter(p, extra, factor):
     """All costs times a factor give all times times that factor."""

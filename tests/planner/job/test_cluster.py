@@ -4,15 +4,16 @@ import json
 import re
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from megatron.planner.job.cluster import Cluster, load_cluster
 from megatron.planner.job.devices import DEVICES
+from tests.draws import draws
 
 WHOLE = {"gpu": "A100-80", "nodes": 2, "gpus_per_node": 8, "bandwidth": {"between_nodes": 100, "within_node": 300}}
 VALUES = st.booleans() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.integers(max_value=0)
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = draws(100, suppress=(HealthCheck.function_scoped_fixture,))
 
 
 def refusal(tmp_path, document) -> str:

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
@@ -17,6 +17,7 @@ from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.parameters import TrainingState
 from megatron.planner.memory.recompute import Recompute, RecomputeScope
 from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand, schedule_demand
+from tests.draws import draws
 from tests.pipeline.runtime import made_up_orders
 
 H, S, V = 64, 32, 128
@@ -54,7 +55,7 @@ def test_bytes_over_tensor_ranks():
         assert gathered == pytest.approx(2 * S * (cut / 4 + 2 * H + whole))
 
 
-@settings(max_examples=15, deadline=None)
+@draws(15)
 @given(
     st.sampled_from(["zb-h1", "zbv", "2bw-zb-h1", "split-late", "split-in-part", "split-interleaved"]),
     st.integers(1, 5), st.integers(1, 3), st.booleans(),

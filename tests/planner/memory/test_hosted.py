@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron import backend
@@ -21,6 +21,7 @@ from megatron.planner.memory.node_memory import Crew, crowds, fewest_sharing, ho
 from megatron.planner.memory.schedule_demand import closed_form_demand, proved_demand
 from megatron.planner.planner import Planner
 from tests import workers
+from tests.draws import draws
 
 CASES = "tests.pipeline.runtime.stages.megatron.megatron_relay_cases"
 MODEL = Architecture.gpt3(
@@ -37,7 +38,7 @@ def relayed(**changes: object) -> Configuration:
     return Configuration(**{"schedule": "l2l", "virtual": 12, "micro_batch_size": 2, "global_batch_size": 16} | changes)
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(p=st.integers(1, 4), v=st.integers(1, 5), m=st.integers(1, 9), tied=st.booleans(), data=st.booleans(),
        stash=st.sampled_from(["device", "host"]), resident=st.integers(1, 3))  # fmt: skip
 def test_the_closed_form_is_the_proved_programs(p, v, m, tied, data, stash, resident):
@@ -125,7 +126,7 @@ def test_replicas_on_one_node_share_a_store_and_others_do_not():
     assert apart == [{0: Crew(2, 2)}] * 2 and fewest_sharing(apart) == 1
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(p=st.sampled_from([1, 2, 3]), data=st.integers(1, 2), gib=st.floats(0.05, 8.0), stash=st.sampled_from([0, 1]))
 def test_the_largest_model_fits_and_a_layer_more_a_rank_does_not(p, data, gib, stash):
     """By the estimate of memory itself."""

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.planner.job.software import MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
@@ -55,7 +55,6 @@ def test_says_what_it_assumes():
     assert read_entry(VTRAIN[0]).software == MEGATRON_DEEPSPEED
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["", *PARTS]), st.text(min_size=1, max_size=12),
     st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=2),

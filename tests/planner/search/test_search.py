@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.weight_policies import TWO_BW
@@ -13,6 +13,7 @@ from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import Software
 from megatron.planner.search import SCOPES, Space, Training, search
 from megatron.planner.search.space import offer, preset_of, schedules_on_device
+from tests.draws import draws
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
 SMALL = Architecture.gpt3(
@@ -91,7 +92,7 @@ def choices(outcome) -> dict:
     }  # fmt: skip
 
 
-@settings(max_examples=2, deadline=None)
+@draws(2)
 @given(memory=st.floats(0.15, 0.8), batch=st.sampled_from([(12, None), (24, None), (30, None), (6, 50)]))
 @example(memory=0.4, batch=(6, 50))  # a larger microbatch may make up a smaller batch, and so need less memory
 def test_nothing_that_fits_is_missed(memory, batch):
@@ -107,7 +108,7 @@ def test_nothing_that_fits_is_missed(memory, batch):
 
 
 @pytest.mark.full
-@settings(max_examples=2, deadline=None)
+@draws(2)
 @given(memory=st.floats(0.15, 0.8))
 def test_early_stopping_loses_no_speed(memory):
     """BPipe, 4.2: what early stopping leaves out recomputes or balances more than it needs, so the fastest stays. What

@@ -1,7 +1,7 @@
 """How long reductions and updates show: under any delay of weights, with predictions, and where a pipeline drains."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedules import Schedule
@@ -10,13 +10,14 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.time import CLOSED_FORMS, StageTimes, closed_form, simulated
 from megatron.planner.time.closed_forms import closed_form_of, one_f_one_b
+from tests.draws import draws
 from tests.planner import made_up
 from tests.planner.time.test_iteration import configuration
 
 FORMED = ("double-buffered", "triple", "quadruple")
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     delay=st.sampled_from(FORMED), p=st.integers(1, 6), m=st.integers(1, 14), backward=st.sampled_from([1.0, 2.0, 3.5]),
     step=st.sampled_from([0.0, 0.5, 2.0]), norm=st.sampled_from([0.0, 1.0]), batches=st.floats(0.0, 5.0),
@@ -39,7 +40,7 @@ def test_delays_of_any_number_of_batches_hide_reductions_as_simulated(
         assert closed_form(costs, asked).seconds == pytest.approx(simulated(costs, asked, schedule).seconds, rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     p=st.integers(1, 5), more=st.integers(0, 8), read=st.none() | st.integers(0, 8),
     backward=st.sampled_from([1.0, 3.5]), step=st.sampled_from([0.0, 0.5, 2.0]),

@@ -1,7 +1,7 @@
 """Costs that settle on who works beside whom, against a machine whose speed follows the moment."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import Kind
@@ -9,6 +9,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.time.profiled import settle
+from tests.draws import draws
 
 BUSY = {Kind.FORWARD, Kind.BACKWARD, Kind.STEP}
 
@@ -61,7 +62,7 @@ def settled_end(schedule, batches, work, slowdown):
     return simulate(program, costs).end
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(
     st.integers(2, 4), st.integers(1, 12), st.floats(0.0, 0.6), st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4)
 )

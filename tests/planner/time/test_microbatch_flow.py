@@ -1,7 +1,7 @@
 """How long microbatches take through the stages: against simulation, and in cases that are known."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedules import Schedule
@@ -9,13 +9,14 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.time.microbatch_flow import busy_at, busy_at_rank, flow, keeps_up, passage, round_trips
 from megatron.planner.time.stage_times import StageTimes
+from tests.draws import draws
 
 
 def times(p: int, *, order: str = "flush", **costs: object) -> StageTimes:
     return StageTimes(Costs(**costs), Schedule.preset(order, num_stages=p))
 
 
-@settings(max_examples=40, deadline=None)
+@draws(40)
 @given(forward=st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.0]), min_size=1, max_size=6), more=st.integers(0, 20))
 def test_the_slowest_stage_decides_about_a_batch_that_drains(forward, more):
     """As simulated, with stages that differ and transfers that take no time."""

@@ -171,7 +171,7 @@ def add_predictions(segments: Segments, rank: int, extent: Extent) -> Segments:
         batch = extent.first_batch + index
         chain = [each for each in segment if each.kind in REDUCTIONS and each.version == batch + 1]
         before = [each for each in segment if each not in chain]
-        predict = Instruction(Kind.PREDICT, stage, version=batch + 1)
+        predict = Instruction(extent.weights.maker, stage, version=batch + 1)
         result[index] = [*_with_partial_gradients(before, stage, batch, extent), predict, *chain]
     return result
 

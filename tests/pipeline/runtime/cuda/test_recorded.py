@@ -312,7 +312,8 @@ def test_replicas_that_gather_connect_before_training():
     assert all("late" in account.kinds for account in found)
 
 
-@pytest.mark.parametrize("taken_back", ["words_after_the_row", "followed_lanes", "stored_gradients"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("taken_back", ["followed_lanes", "words_after_the_row", "stored_gradients"])
 def test_what_lanes_need_is_missed(taken_back):
     """Each wait of the lanes is needed: without it two streams, or a stream and the host, are at the same bytes."""
     found = relay(1, TRAINING, num_virtual_stages=4, residency=Residency(2), taken_back=taken_back)

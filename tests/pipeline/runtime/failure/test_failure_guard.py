@@ -112,7 +112,7 @@ def test_an_exception_in_a_forward_names_rank_stage_instruction_and_cause(with_t
     assert "Traceback" in output and "failing_forward" in output
 
 
-@pytest.mark.parametrize(("with_torchrun", "bad_rank"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize(("with_torchrun", "bad_rank"), [pytest.param(True, 1, marks=pytest.mark.full), (False, 0)])
 def test_a_killed_rank_is_named_by_the_others(with_torchrun, bad_rank):
     """kill -9 leaves no word; the neighbours notice at once, also when the rank that hosts the store is killed."""
     codes, output = launch("kill", bad_rank, num_ranks=2, with_torchrun=with_torchrun)

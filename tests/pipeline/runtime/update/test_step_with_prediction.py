@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -17,6 +17,7 @@ from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 from tests import workers
+from tests.draws import draws
 from tests.pipeline.runtime.stages.module import module_cases
 from tests.pipeline.runtime.stages.module.reference import Training
 
@@ -106,7 +107,7 @@ def equal(first, second):
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@draws(150, suppress=(HealthCheck.function_scoped_fixture,))
 @given(
     made=OPTIMIZERS,
     each_of=st.lists(ONE, min_size=1, max_size=5),

@@ -3,7 +3,7 @@
 from itertools import chain
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
@@ -12,6 +12,7 @@ from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes import balance as balance_pass
 from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
+from tests.draws import draws
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 from tests.pipeline.strategies import kinds_of, text
 
@@ -79,7 +80,7 @@ def test_the_bound_is_the_papers(num_stages: int):
 # --- properties
 
 
-@settings(max_examples=25, deadline=None)
+@draws(25)
 @given(st.integers(1, 32), st.lists(st.integers(1, 70), min_size=1, max_size=2), st.booleans())
 def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: bool):
     """For any p and m: proved, within ceil((p+2)/2) on both sides; only stages up to (p-4)/2 evict, if m is enough."""
@@ -94,7 +95,7 @@ def test_bpipe_keeps_the_bound(num_stages: int, batches: list[int], recompute: b
     assert schedule.evicting_ranks(batches) == evicting
 
 
-@settings(max_examples=12, deadline=None)
+@draws(12)
 @given(st.data(), st.integers(1, 16), st.booleans())
 def test_2bw_keeps_the_bound_and_repeats(data: st.DataObject, num_stages: int, extra_warmup: bool):
     """For ramp-ups, and for any number of equal batches: proved within half of the pair's sum and one, rounded up."""
@@ -109,7 +110,7 @@ def test_2bw_keeps_the_bound_and_repeats(data: st.DataObject, num_stages: int, e
         assert max(report.peak_saved_microbatches) <= bound
 
 
-@settings(max_examples=15, deadline=None)
+@draws(15)
 @given(st.integers(1, 12), st.lists(st.integers(12, 30), min_size=1, max_size=3), st.sampled_from(["flush", "2bw"]))
 def test_the_order_stays(num_stages: int, batches: list[int], name: str):
     """Without its moves, a balanced program is the program that was to be balanced."""

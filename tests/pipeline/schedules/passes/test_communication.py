@@ -1,14 +1,13 @@
 """Transfers: complete, in order, ahead of their use, and free of deadlock."""
 
-from collections import defaultdict, deque
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes.communication import add_communication
+from tests.draws import draws
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 from tests.pipeline.strategies import Run, kinds_of, runs
 
@@ -90,34 +89,10 @@ def test_a_tensor_that_nothing_needs_is_an_error():
 # --- over built programs
 
 
-Channel = tuple[int, int, Kind]  # from stage, to stage, what is sent
-
-_CHANNELS = {Kind.SEND_F: (0, 1), Kind.SEND_B: (0, -1), Kind.RECV_F: (-1, 0), Kind.RECV_B: (1, 0)}
 _NEEDS = {Kind.FORWARD: Kind.RECV_F, Kind.BACKWARD: Kind.RECV_B, Kind.BACKWARD_INPUT: Kind.RECV_B}
 
 
-def channel(instruction: Instruction) -> Channel:
-    """The channel of a transfer, the same for both its ends."""
-    source, target = (instruction.stage + offset for offset in _CHANNELS[instruction.kind])
-    return source, target, Kind.SEND_F if target > source else Kind.SEND_B
-
-
-@settings(max_examples=60, deadline=None)
-@given(runs(max_stages=5))
-def test_both_ends_of_a_channel_list_the_same_microbatches(run: Run):
-    """Tensors carry no tag: the n-th that is sent has to be the n-th that is received."""
-    sent, received = defaultdict(list), defaultdict(list)
-    program = run.build()
-    for row in program.rows:
-        for each in kinds_of(row, Kind.SEND_F, Kind.SEND_B):
-            sent[channel(each)].append(each.microbatch)
-        for each in kinds_of(row, Kind.RECV_F, Kind.RECV_B):
-            received[channel(each)].append(each.microbatch)
-    assert sent == received
-    assert len(sent) == 2 * sum(program.crosses(stage, stage + 1) for stage in range(run.schedule.num_stages - 1))
-
-
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(runs(max_stages=5))
 def test_one_computation_runs_between_a_receive_and_its_use(run: Run):
     """Within a segment each receive is posted one computation ahead; the segment's first one, where it begins."""
@@ -132,7 +107,7 @@ def test_one_computation_runs_between_a_receive_and_its_use(run: Run):
                     assert kinds_of(between, *_NEEDS) == computations[max(0, index - 1) : index]
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(runs(max_stages=5))
 def test_a_send_follows_what_makes_its_tensor(run: Run):
     """No tensor waits for anything before it is sent."""
@@ -141,40 +116,3 @@ def test_a_send_follows_what_makes_its_tensor(run: Run):
             if each.kind in (Kind.SEND_F, Kind.SEND_B):
                 makers = {Kind.FORWARD} if each.kind is Kind.SEND_F else BEGINS_BACKWARD
                 assert before.kind in makers and before.microbatch == each.microbatch
-
-
-def rendezvous(program: Program) -> list[int]:
-    """Execute a program where a send completes only once its receive is posted; return how far each row came."""
-    queues: dict[tuple[Channel, bool], deque[int]] = defaultdict(deque)
-    arrived: set[tuple[Channel, int]] = set()
-    position = [0] * program.num_ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank, row in enumerate(program.rows):
-            while position[rank] < len(row):
-                instruction = row[position[rank]]
-                if instruction.kind in _CHANNELS:
-                    is_send = instruction.kind in (Kind.SEND_F, Kind.SEND_B)
-                    queues[channel(instruction), is_send].append(instruction.microbatch)
-                    sends, receives = queues[channel(instruction), True], queues[channel(instruction), False]
-                    while sends and receives:
-                        assert sends[0] == receives.popleft()
-                        arrived.add((channel(instruction), sends.popleft()))
-                elif instruction.kind in _NEEDS:
-                    source = instruction.stage - 1 if instruction.kind is Kind.FORWARD else instruction.stage + 1
-                    receive = Instruction(_NEEDS[instruction.kind], instruction.stage, instruction.microbatch)
-                    awaited = channel(receive), instruction.microbatch
-                    if program.crosses(source, instruction.stage) and awaited not in arrived:
-                        break
-                position[rank] += 1
-                moved = True
-    return position
-
-
-@settings(max_examples=50, deadline=None)
-@given(runs(max_stages=5))
-def test_no_deadlock_under_rendezvous(run: Run):
-    """Every rank comes to the end of its row, though no send completes before its receive is posted."""
-    program = run.build()
-    assert rendezvous(program) == [len(row) for row in program.rows]

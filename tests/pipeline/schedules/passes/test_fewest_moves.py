@@ -3,13 +3,14 @@
 from itertools import accumulate, chain, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Kind, Row
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from tests.draws import draws
 from tests.pipeline.schedules.passes.fewest_moves import Word, fewest_evictions, fewest_windows, words
 from tests.pipeline.strategies import kinds_of
 
@@ -72,7 +73,7 @@ def test_windows_find_what_trying_all_finds(p: int, v: int, m: int):
         assert fewest == fewest_evictions(row, bound, {}, at_most=fewest)
 
 
-@settings(max_examples=20, deadline=None)
+@draws(20)
 @given(st.integers(4, 32), st.integers(1, 70))
 def test_no_batch_of_any_size_moves_less(num_stages: int, num_microbatches: int):
     """1F1B, up to 32 stages."""
@@ -80,7 +81,7 @@ def test_no_batch_of_any_size_moves_less(num_stages: int, num_microbatches: int)
     assert any(moved) == (min(num_stages, num_microbatches) > -(-(num_stages + 2) // 2))
 
 
-@settings(max_examples=8, deadline=None)
+@draws(8)
 @given(st.integers(2, 32), st.integers(2, 4), st.integers(1, 5))
 def test_no_interleaved_batch_moves_less(p: int, v: int, num_groups: int):
     """Groups of p microbatches, up to 32 ranks, in rows of up to 400 computations; and pv+1 is kept at any timing."""

@@ -1,13 +1,14 @@
 """Weights come and go with the runs of a row; gradients leave behind each stage's last backward."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import HOST_WORDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency
+from tests.draws import draws
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 
 RELAY = "0F0 0F1 1F0 1F1 2F0 2F1 3F0 3B0 3F1 3B1 2B0 2B1 1B0 1B1 0B0 0B1"
@@ -44,7 +45,7 @@ def test_nothing_stays_over_a_border():
     ]
 
 
-@settings(max_examples=60, deadline=None)
+@draws(60)
 @given(st.integers(1, 12), st.integers(1, 14), st.integers(1, 3))
 def test_a_batch_fetches_2n_less_k(num_stages: int, resident: int, m: int):
     """However many microbatches it has; no order of use allows fewer, since K of them are there at the turn."""

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
@@ -14,6 +14,7 @@ from megatron.pipeline.schedules import Schedule, schedule
 from megatron.pipeline.schedules.passes import residency as stash
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from tests.draws import draws
 
 
 def l2l(num_stages: int, *, where: str = "host", num_ranks: int = 1, resident: int = 2) -> Schedule:
@@ -31,7 +32,7 @@ def makespan(m: int, *, ahead: int | None = None, where: str = "host", **costs: 
         return simulate(l2l(12, where=where).build((m,)), Costs(**costs)).makespan
 
 
-@settings(max_examples=30, deadline=None)
+@draws(30)
 @given(
     p=st.integers(1, 4), v=st.integers(1, 5), m=st.integers(1, 6), resident=st.integers(1, 3),
     offload=st.floats(0, 3), fetch=st.floats(0, 20),
