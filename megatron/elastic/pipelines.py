@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from megatron.elastic import stages as elastic_stages
 from megatron.elastic.cut import cut_exactly, cut_that_fits
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
@@ -240,13 +241,14 @@ def _stages(
         seconds = seconds_of_prefix(layers, num_frozen, num_stored)
         stages.append(StageWork(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
     in_front = num_frozen if cached else 0
-    for rank, (begin, end) in enumerate(pairwise(accumulate(layers_of_rank, initial=in_front))):
-        border = min(max(num_frozen, begin), end)
-        if begin < border:
-            stages.append(StageWork(rank, sum(layers.forward[begin:border]), 0.0, 0, border - begin))
-        if border < end:
-            trained = slice(border, end)
-            stages.append(StageWork(rank, sum(layers.forward[trained]), sum(layers.backward[trained]), end - border, 0))
+    cut = elastic_stages.stages_of(layers_of_rank, num_frozen - in_front)
+    own = pairwise(accumulate(cut.layers, initial=in_front))
+    for stage, (rank, (begin, end)) in enumerate(zip(cut.rank_of_stage, own, strict=True)):
+        forward, backward = sum(layers.forward[begin:end]), sum(layers.backward[begin:end])
+        trained = stage >= cut.num_frozen
+        stages.append(
+            StageWork(rank, forward, backward * trained, (end - begin) * trained, (end - begin) * (not trained))
+        )
     return stages
 
 

@@ -4,18 +4,10 @@ import json
 import re
 from html import unescape
 
-import pytest
-
-from megatron.commands import grid_search as tool
-from tests.commands.in_process import runner
+from megatron.commands import grid_search as tool  # noqa: F401  of the fixture `run`
 from tests.commands.search_argv import CLUSTER, GPT, QUICK
 
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    search = runner(tool, capsys)
-    return lambda *argv: search("search", *argv)
+SUBCOMMAND = ("search",)
 
 
 def test_every_output_says_it(run, tmp_path):

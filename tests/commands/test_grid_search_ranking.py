@@ -5,20 +5,14 @@ from html import unescape
 
 import pytest
 
-from megatron.commands import grid_search as tool
-from tests.commands.in_process import runner
+from megatron.commands import grid_search as tool  # noqa: F401  of the fixture `run`
+
+SUBCOMMAND = ("search",)
 
 GPT = [
     "--num-layers", 16, "--hidden-size", 4096, "--num-attention-heads", 32, "--seq-length", 2048, "--vocab-size", 50257,
     "--global-batch-size", 16, "--cluster", "H100", "--tensor", 2, "--pipeline", 4, "--simulate", 1,
 ]  # fmt: skip
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    search = runner(tool, capsys)
-    return lambda *argv: search("search", *argv)
 
 
 def words_of(path) -> str:

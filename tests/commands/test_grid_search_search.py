@@ -16,8 +16,10 @@ from megatron.commands.grid_search_commands import search_inputs as inputs
 from megatron.planner.job.devices import DEVICES
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import PROGRAMS, Job
-from tests.commands.in_process import ROOT, runner
+from tests.commands.in_process import ROOT
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
+
+SUBCOMMAND = ("search",)
 
 TOOL = ROOT / "tools" / "grid_search.py"
 
@@ -26,13 +28,6 @@ MODERN = """
     --group-query-attention --num-query-groups 4 --position-embedding-type rope --clip-grad 0 --bf16
     --normalization RMSNorm --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --data-path 1 a 2 b
 """
-
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    search = runner(tool, capsys)
-    return lambda *argv: search("search", *argv)
 
 
 def test_a_table_and_json(run):

@@ -4,17 +4,11 @@ import json
 
 import pytest
 
-from megatron.commands import grid_search as tool
-from tests.commands.in_process import runner
+from megatron.commands import grid_search as tool  # noqa: F401  of the fixture `run`
 from tests.commands.search_argv import CLUSTER, GPT
 
 MODEL = [*GPT, *CLUSTER, "--schedules", "flush", "--tensor", "1,2", "--pipeline", "1,2,4", "--simulate", 1]
 PRICE = ["--tokens", "20B", "--price-per-gpu-hour", 2]
-
-
-@pytest.fixture
-def run(capsys):
-    return runner(tool, capsys)
 
 
 @pytest.mark.full

@@ -13,12 +13,7 @@ from megatron.trainer.plan.command import PROGRAMS
 from tests.commands.in_process import ROOT, runner
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
 
-
-@pytest.fixture
-def run(capsys):
-    """Run the tool in this process."""
-    search = runner(tool, capsys)
-    return lambda *argv: search("search", *argv)
+SUBCOMMAND = ("search",)
 
 
 def stubbed(script: Path, folder: Path, *argv: str, **environment: str) -> list[str]:

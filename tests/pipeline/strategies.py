@@ -30,8 +30,12 @@ class Run:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
-    name, num_stages = draw(st.sampled_from(PRESETS)), draw(st.integers(1, max_stages))
+def schedules(
+    draw: st.DrawFn, *, max_stages: int = 8, presets: tuple[str, ...] = PRESETS, balances: bool = True,
+    reads: tuple[int | None, ...] = (None, 0, 1),
+) -> Schedule:  # fmt: skip
+    """`reads`: the numbers of microbatches that predictions may read."""
+    name, num_stages = draw(st.sampled_from(presets)), draw(st.integers(1, max_stages))
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
     if name == "l2l":
         flags["residency"] = Residency(draw(st.integers(1, 3)), draw(st.sampled_from((EAGER, DEFERRED))))
@@ -43,7 +47,7 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
         flags["tied_embeddings"] = draw(st.booleans())
     if name in ("flush", "2bw"):
         flags["extra_warmup"] = draw(st.booleans())
-    if name in ("flush", "2bw", "interleaved"):
+    if balances and name in ("flush", "2bw", "interleaved"):
         flags["balance"] = draw(st.booleans())
     schedule = Schedule.preset(name, num_stages=num_stages, **flags)
     if name == "zb-h1":
@@ -51,7 +55,7 @@ def schedules(draw: st.DrawFn, *, max_stages: int = 8) -> Schedule:
     if name == "2bw":
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
     if schedule.weights is PROVISIONAL:
-        num_read, reduces = draw(st.sampled_from((None, 0, 1))), draw(st.booleans())
+        num_read, reduces = draw(st.sampled_from(reads)), draw(st.booleans())
         schedule = replace(schedule, provisional_microbatches=num_read, reduce_partial=reduces and num_read != 0)
     return schedule
 
@@ -66,21 +70,22 @@ def fewest_microbatches(schedule: Schedule) -> int:
     return in_flight if schedule.balance else math.ceil(in_flight / schedule.weights.delay)
 
 
-def sizes(schedule: Schedule) -> st.SearchStrategy[int]:
-    """Batches that the schedule can run."""
+def sizes(schedule: Schedule, more: int = 6) -> st.SearchStrategy[int]:
+    """Batches that the schedule can run, up to so many microbatches `more` than the fewest."""
     if schedule.weights is STASH:
         return st.just(1)
     fewest = fewest_microbatches(schedule)
     if schedule.order == "interleaved" and schedule.num_virtual_stages > 1:
-        return st.integers(1, 4).map(lambda groups: groups * schedule.num_ranks)
-    return st.integers(fewest, fewest + 6)
+        return st.integers(1, max(1, 2 * more // 3)).map(lambda groups: groups * schedule.num_ranks)
+    return st.integers(fewest, fewest + more)
 
 
 @st.composite
-def runs(draw: st.DrawFn, *, max_stages: int = 8) -> Run:
-    schedule = draw(schedules(max_stages=max_stages))
-    longest = 3 * schedule.num_stages if schedule.weights is STASH else 4
-    batches = tuple(draw(st.lists(sizes(schedule), min_size=1, max_size=longest)))
+def runs(draw: st.DrawFn, *, more: int = 6, max_batches: int | None = None, **choices: object) -> Run:
+    """`choices`: those of `schedules`."""
+    schedule = draw(schedules(**choices))
+    longest = max_batches or (3 * schedule.num_stages if schedule.weights is STASH else 4)
+    batches = tuple(draw(st.lists(sizes(schedule, more), min_size=1, max_size=longest)))
     first_batch = draw(st.integers(0, 4))
     first_microbatch = draw(st.integers(first_batch, 40)) if first_batch else 0
     return Run(schedule, batches, first_batch, first_microbatch)

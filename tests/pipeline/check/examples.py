@@ -2,15 +2,14 @@
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import FLUSH, PROVISIONAL, STASH, TWO_BW, weight_policy
+from megatron.pipeline.program.weight_policies import FLUSH, weight_policy
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.strategies import DELAYED, fewest_microbatches
+from tests.pipeline.strategies import runs
 
 
 def written(*rows: str, batches: tuple[int, ...] = (1,), weights: str = "flush", **fields: object) -> Program:
@@ -75,50 +74,16 @@ def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
     return peaks
 
 
-@st.composite
-def schedules(draw: st.DrawFn, max_stages: int = 8) -> Schedule:
-    """Any schedule: order, policy, and what its chain contains."""
-    num_stages = draw(st.integers(1, max_stages))
-    name = draw(st.sampled_from(["gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv"]))
-    flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
-    if name == "interleaved":
-        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
-    if name == "zbv":
-        flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 1) if num_stages % v == 0]))
-    if name != "pipedream":
-        flags["tied_embeddings"] = draw(st.booleans())
-    if name in ("flush", "2bw"):
-        flags["extra_warmup"] = draw(st.booleans())
-    schedule = Schedule.preset(name, num_stages=num_stages, **flags)
-    if name == "zb-h1":
-        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, TWO_BW, *DELAYED))))
-    if name == "2bw":
-        schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
-    if schedule.weights is PROVISIONAL:
-        num_read, reduces = draw(st.sampled_from((None, 1))), draw(st.booleans())
-        schedule = replace(schedule, provisional_microbatches=num_read, reduce_partial=reduces)
-    return schedule
+CHOICES = {
+    "presets": ("gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv"), "balances": False,
+    "reads": (None, 1),
+}  # fmt: skip
+"""Schedules whose programs `saved_bounds` and the oracle know."""
 
 
-@st.composite
-def cases(
-    draw: st.DrawFn, max_stages: int = 8, max_microbatches: int = 12, max_batches: int = 4
-) -> tuple[Schedule, Program]:
+def cases(*, max_batches: int = 4, **choices: object) -> st.SearchStrategy[tuple[Schedule, Program]]:
     """A schedule and a program that it builds: ramped-up batches, at any place of a run."""
-    schedule = draw(schedules(max_stages=max_stages))
-    if schedule.weights is STASH:
-        sizes = st.just(1)
-    elif schedule.weights.delay:
-        fewest = fewest_microbatches(schedule)
-        sizes = st.integers(fewest, max(fewest, max_microbatches))
-    elif schedule.order == "interleaved" and schedule.num_virtual_stages > 1:
-        sizes = st.integers(1, max(1, max_microbatches // schedule.num_ranks)).map(lambda n: n * schedule.num_ranks)
-    else:
-        sizes = st.integers(1, max_microbatches)
-    batches = tuple(draw(st.lists(sizes, min_size=1, max_size=max_batches)))
-    first_batch = draw(st.integers(0, 3))
-    first_microbatch = draw(st.integers(first_batch, 20)) if first_batch else 0
-    return schedule, schedule.build(batches, first_batch=first_batch, first_microbatch=first_microbatch)
+    return runs(max_batches=max_batches, **CHOICES, **choices).map(lambda run: (run.schedule, run.build()))
 
 
 @st.composite

@@ -11,7 +11,8 @@ from megatron.pipeline.program.program import PeriodicProgram, Program
 from megatron.pipeline.program.weight_policies import STASH
 from megatron.pipeline.schedules import Schedule
 from tests.draws import draws
-from tests.pipeline.check.examples import saved_bounds, schedules, written
+from tests.pipeline.check.examples import CHOICES, saved_bounds, written
+from tests.pipeline.strategies import schedules
 
 
 def periodic(
@@ -24,7 +25,7 @@ def periodic(
 
 
 @draws(60)
-@given(schedules(max_stages=6))
+@given(schedules(max_stages=6, **CHOICES))
 def test_every_built_period_repeats(schedule: Schedule):
     """Fill, n periods and drain of every schedule are proved for every n, and keep the papers' bounds."""
     p = schedule.num_stages

@@ -44,9 +44,8 @@ def assert_in_order(accounts, *, moves=False):
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        pytest.param(
-            1, {"schedule": "2bw", "dtype": "float16", "overflow_batches": (1, 2), "drains": (2,)}, marks=FULL
-        ),
+        pytest.param(1, {"schedule": "2bw", "dtype": "float16", "overflow_batches": (1, 2),
+         "drains": (2,)}, marks=FULL),
         (2, {"schedule": "gpipe", "p": 2, "clip": 1.0}),
         (2, {"schedule": "flush", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
         pytest.param(2, {"schedule": "flush", "t": 2, "sequence_parallel": True}, marks=FULL),
@@ -55,78 +54,28 @@ def assert_in_order(accounts, *, moves=False):
         (2, {"schedule": "2bw", "p": 2, "dtype": "float16", "overflow_batches": (2,), "drains": (1,)}),
         pytest.param(2, {"schedule": "2bw", "t": 2, "clip": 1.0, "sequence_parallel": True}, marks=FULL),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0}),
-        pytest.param(
-            2,
-            {"schedule": "2bw", "d": 2, "clip": 1.0, "distributed_optimizer": True, "dtype": "float16"},
-            marks=FULL,
-        ),
+        pytest.param(2, {"schedule": "2bw", "d": 2, "clip": 1.0, "distributed_optimizer": True,
+         "dtype": "float16"}, marks=FULL),
         (2, {"schedule": "2bw", "d": 2, "clip": 1.0, "single_gradient_buffer": True}),
         (2, {"schedule": "2bw", "p": 2, "predict": True, "clip": 1.0, "tied": True, "drains": (1,)}),
-        pytest.param(
-            2,
-            {
-                "schedule": "2bw",
-                "p": 2,
-                "predict": True,
-                "provisional_microbatches": 1,
-                "dtype": "float16",
-                "overflow_batches": (2,),
-                "drains": (3,),
-            },
-            marks=FULL,
-        ),
-        pytest.param(
-            2,
-            {
-                "schedule": "2bw",
-                "t": 2,
-                "predict": True,
-                "clip": 1.0,
-                "sequence_parallel": True,
-                "dtype": "bfloat16",
-            },
-            marks=FULL,
-        ),
-        pytest.param(
-            2,
-            {
-                "schedule": "2bw",
-                "d": 2,
-                "predict": True,
-                "clip": 1.0,
-                "distributed_optimizer": True,
-                "reduce_partial": True,
-                "drains": (1,),
-            },
-            marks=FULL,
-        ),
-        (
-            4,
-            {
-                "schedule": "2bw",
-                "p": 2,
-                "d": 2,
-                "tied": True,
-                "predict": True,
-                "clip": 1.0,
-                "distributed_optimizer": True,
-                "reduce_partial": True,
-                "drains": (1,),
-            },
-        ),
+        pytest.param(2, {"schedule": "2bw", "p": 2, "predict": True, "provisional_microbatches": 1,
+         "dtype": "float16", "overflow_batches": (2,), "drains": (3,)}, marks=FULL),
+        pytest.param(2, {"schedule": "2bw", "t": 2, "predict": True, "clip": 1.0, "sequence_parallel": True,
+         "dtype": "bfloat16"}, marks=FULL),
+        pytest.param(2, {"schedule": "2bw", "d": 2, "predict": True, "clip": 1.0, "distributed_optimizer": True,
+         "reduce_partial": True, "drains": (1,)}, marks=FULL),
+        (4, {"schedule": "2bw", "p": 2, "d": 2, "tied": True, "predict": True, "clip": 1.0,
+         "distributed_optimizer": True, "reduce_partial": True, "drains": (1,)}),
         (2, {"schedule": "pipedream", "p": 2, "batches": (1,) * 6}),
         (2, {"schedule": "interleaved", "p": 2, "v": 2, "tied": True}),
         (2, {"schedule": "zb-h1", "p": 2, "clip": 1.0, "tied": True, "drains": (1,)}),
         pytest.param(2, {"schedule": "zb-h1", "t": 2, "sequence_parallel": True}, marks=FULL),
-        pytest.param(
-            4,
-            {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True, "drains": (1,)},
-            marks=FULL,
-        ),
+        pytest.param(4, {"schedule": "2bw", "p": 2, "d": 2, "dtype": "float16", "distributed_optimizer": True,
+         "drains": (1,)}, marks=FULL),
         pytest.param(4, {"schedule": "bpipe", "p": 4, "moves": True, "batches": (4, 4)}, marks=FULL),
         (4, {"schedule": "2bw", "p": 4, "moves": True, "balance": True, "batches": (4,) * 3, "dtype": "bfloat16"}),
     ],
-)
+)  # fmt: skip
 def test_megatron_updates_are_in_order(num_ranks, options):
     """A GPT under every schedule, with d=2, t=2 and in fp16: each access comes after those that it has to, nothing is
     freed too early or kept for ever, the computing thread waits for no kernel, and every communicator is connected
