@@ -2,11 +2,11 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from megatron.commands import schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "papers").rglob("*.md"))]
@@ -46,8 +46,9 @@ def test_pages_are_short_and_wrapped(page):
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/design.md"], ids=lambda page: page.name)
-def test_schedule_commands_run(page, tmp_path):
+def test_schedule_commands_run(page, tmp_path, monkeypatch):
     """The commands of tools/schedule.py that these pages show succeed."""
+    monkeypatch.chdir(tmp_path)
     for command in COMMAND.findall(page.read_text(encoding="utf-8")):
         argv = shlex.split(command, comments=True)
-        subprocess.run([sys.executable, str(ROOT / argv[0]), *argv[1:]], cwd=tmp_path, check=True, timeout=120)
+        assert argv[0] == "tools/schedule.py" and schedule.main(argv[1:]) == 0

@@ -56,6 +56,7 @@ def test_commands_find_what_is_shown(run, argv, lines, monkeypatch, tmp_path):
         assert counts.startswith(f"{content['num_kept']} configurations fit, {content['num_rejected']} choices")
 
 
+@pytest.mark.full
 def test_a_sweep_finds_what_is_shown(run, monkeypatch, tmp_path):
     """Headings, each row's configuration and remarks, its days and money to 2%, and where the knee is."""
     monkeypatch.chdir(ROOT)
