@@ -14,8 +14,13 @@ initial one, and STEP@v makes version v from the gradients of batch v-1.
     stale-provisional   as stale, but stepped       after the chain of v           1 + 1 stepped    docs/ftpipe.md
     2bw-provisional     j, predicted                before forwards of batch v+1   2 + 1 true       docs/provisional.md
 
-ion of its own batch. Batches
-may have any size, with gradients accumulated over their microbatches.
+`stash` goes with orders that have p-s microbatches in flight at stage s, as 1F1B has. The newest version at stage s is
+then p-s-1 batches old, which the checker proves.
+
+`stale` keeps one version. A stage of depth k (the number of edges to the end) has its forward of microbatch i after its
+backward of microbatch i-k-1, and steps after the last backward of a batch. Counted from the last drain, the forward
+uses the version of the batch of microbatch i-k, and the backward that of its own batch. Batches may have any size, with
+gradients accumulated over their microbatches.
 
 `stale-predicted` is like `stale`, but a forward uses a prediction from its version to the version of its backward:
 F5@1+2 predicts two steps. The number of steps is known before the run (docs/ftpipe.md).
