@@ -297,12 +297,16 @@ class _Story:
             f"{_name(device)} has {self._word(device, head)} at the head of a queue, which waits for "
             f"{self._word(device, needed)}"
         )
-        member = self._missing_member(device, needed)
+        return self._until(device, needed, sentence)
+
+    def _until(self, device: QueueingDevice, operation: int, sentence: str) -> tuple[str, _Node | None]:
+        """The sentence about a wait for an operation, and who keeps it from being issued."""
+        member = self._missing_member(device, operation)
         if member is None:
             return sentence, None
         if member is not device:
             sentence += f", which {_name(member)} has not joined"
-        return sentence, self._holder(member, device, needed)
+        return sentence, self._holder(member, device, operation)
 
     def _missing_member(self, device: QueueingDevice, operation: int) -> QueueingDevice | None:
         """The rank that has not issued the operation: the rank itself, or a member of its collective."""
@@ -336,13 +340,7 @@ class _Story:
         action, argument = device.operations.steps[thread][device.step[thread]]
         here = f"{_name(device)} has its {THREADS[thread]} thread wait"
         if action == HOST_WAIT:
-            sentence = f"{here} for {self._word(device, argument)}"
-            member = self._missing_member(device, argument)
-            if member is None:
-                return sentence, None
-            if member is not device:
-                sentence += f", which {_name(member)} has not joined"
-            return sentence, self._holder(member, device, argument)
+            return self._until(device, argument, f"{here} for {self._word(device, argument)}")
         if action == AWAIT:
             awaited, _ = argument
             what = "chain of reductions" if awaited == CHAIN else f"{THREADS[awaited]} thread"

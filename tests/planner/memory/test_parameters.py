@@ -44,94 +44,17 @@ def counted_and_real(args, made, tensor: int, stage: int, model) -> tuple[tuple,
     return (stage_parameters(shape, tensor, layers)[stage], sizes), (num_parameters([model]), real)
 
 
-def count_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
+def count_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
     """This rank's stage, and for each shape what `counted_and_real` gives."""
     from megatron.core import parallel_state
-    from megatron.trainer.models import core_config, gpt
+    from megatron.trainer.models import bert, classifiers, core_config, gpt
 
-    parallel_state.initialize_model_parallel(tensor, pipeline)
-    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
-    try:
-        for flags in shapes:
-            args = arguments(
-                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
-                world_size=torch.distributed.get_world_size(),
-            )
-            args = replace(args, padded_vocab_size=256)
-            made = core_config.transformer_config(args)
-            model = gpt.gpt_model(
-                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-            )  # fmt: skip
-            counts.append(counted_and_real(args, made, tensor, stage, model))
-    finally:
-        parallel_state.destroy_model_parallel()
-    return stage, counts
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("tensor, pipeline", [(1, 1), (2, 2)])
-def test_parameters_of_gpt(tensor, pipeline):
-    """Every stage and tensor rank of GPTs of several shapes has as many parameters as counted."""
-    shapes = [flags for flags in SHAPES if pipeline > 1 or "pipeline" not in flags]
-    results = workers.run(
-        tensor * pipeline,
-        "tests.planner.memory.test_parameters:count_case",
-        tensor=tensor,
-        pipeline=pipeline,
-        shapes=shapes,
-    )
-    assert {stage for stage, _ in results} == set(range(pipeline))
-    for stage, counts in results:
-        for flags, (counted, real) in zip(shapes, counts, strict=True):
-            assert counted == real, (stage, flags)
-
-
-def bert_case(tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
-    """The same for BERTs."""
-    from megatron.core import parallel_state
-    from megatron.trainer.models import core_config
-    from megatron.trainer.models.bert import bert_model
-
-    parallel_state.initialize_model_parallel(tensor, pipeline)
-    stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
-    try:
-        for flags in shapes:
-            args = bert_arguments(
-                f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
-                world_size=torch.distributed.get_world_size(),
-            )
-            args = replace(args, padded_vocab_size=256)
-            made = core_config.transformer_config(args)
-            model = bert_model(
-                args, made, pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-            )  # fmt: skip
-            counts.append(counted_and_real(args, made, tensor, stage, model))
-    finally:
-        parallel_state.destroy_model_parallel()
-    return stage, counts
-
-
-def test_parameters_of_bert():
-    """BERT's token types, masked-language head and binary head are counted, on the stage that holds them."""
-    shapes = ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]
-    results = workers.run(4, "tests.planner.memory.test_parameters:bert_case", tensor=2, pipeline=2, shapes=shapes)
-    for stage, counts in results:
-        for flags, (counted, real) in zip(shapes, counts, strict=True):
-            assert counted == real, (stage, flags)
-
-
-def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) -> tuple[int, list[tuple]]:
-    """The same for a ViT or a BERT that tells classes."""
-    from megatron.core import parallel_state
-    from megatron.trainer.models import core_config
-    from megatron.trainer.models.classifiers import BertClassifier, VisionTransformer
-
-    build, arguments_of = (
-        (VisionTransformer.build, vision_arguments) if kind == "ViT" else (BertClassifier.build, text_arguments)
-    )  # fmt: skip
-
+    arguments_of, build = {
+        "GPT": (arguments, gpt.gpt_model),
+        "BERT": (bert_arguments, bert.bert_model),
+        "ViT classifier": (vision_arguments, classifiers.VisionTransformer.build),
+        "BERT classifier": (text_arguments, classifiers.BertClassifier.build),
+    }[kind]
     parallel_state.initialize_model_parallel(tensor, pipeline)
     stage, counts = parallel_state.get_pipeline_model_parallel_rank(), []
     try:
@@ -140,6 +63,7 @@ def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) ->
                 f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline} {flags}",
                 world_size=torch.distributed.get_world_size(),
             )
+            args = args if "classifier" in kind else replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
             model = build(
                 args, made, pre_process=parallel_state.is_pipeline_first_stage(),
@@ -152,17 +76,22 @@ def classifier_case(kind: str, tensor: int, pipeline: int, shapes: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    "kind, other",
+    ("kind", "tensor", "pipeline", "shapes"),
     [
-        ("ViT", "--disable-vision-class-token --patch-dim 2 --num-classes 70 --normalization RMSNorm"),
-        ("BERT", "--bert-no-binary-head --num-classes 70"),
+        ("GPT", 1, 1, [flags for flags in SHAPES if "pipeline" not in flags]),
+        pytest.param("GPT", 2, 2, SHAPES, marks=pytest.mark.full),
+        ("BERT", 2, 2, ["", "--bert-no-binary-head --untie-embeddings-and-output-weights"]),
+        ("ViT classifier", 2, 2,
+         ["", "--disable-vision-class-token --patch-dim 2 --num-classes 70 --normalization RMSNorm"]),
+        ("BERT classifier", 2, 2, ["", "--bert-no-binary-head --num-classes 70"]),
     ],
-)
-def test_parameters_of_classifiers(kind, other):
-    """Patches, class token and positions, or a vocabulary, stand on the first stage, pooler and classes on the last."""
-    shapes, case = ["", other], "tests.planner.memory.test_parameters:classifier_case"
-    results = workers.run(4, case, kind=kind, tensor=2, pipeline=2, shapes=shapes)
-    assert {stage for stage, _ in results} == {0, 1}
+)  # fmt: skip
+def test_parameters_are_those_of_the_models(kind, tensor, pipeline, shapes):
+    """Every stage and tensor rank has as many parameters as counted: of GPTs of several shapes; of BERTs with their
+    token types and heads; of classifiers with patches, class token, pooler and classes."""
+    case, asked = f"{__name__}:count_case", {"tensor": tensor, "pipeline": pipeline, "shapes": shapes}
+    results = workers.run(tensor * pipeline, case, kind=kind, **asked)
+    assert {stage for stage, _ in results} == set(range(pipeline))
     for stage, counts in results:
         for flags, (counted, real) in zip(shapes, counts, strict=True):
             assert counted == real, (stage, flags)
