@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,34 @@ def _account(recorder: Recorder, reports: list[BatchReport]) -> Account:
     return Account(recorder.findings, dict(recorder.threads), [next(iter(each.losses.values())) for each in reports])
 
 
+def _train(
+    recorder: Recorder,
+    engine: PipelineEngine,
+    sizes: Iterable[tuple[int, int]],
+    *,
+    drains: Sequence[int] = (),
+    drained: Callable[[], None] = lambda: None,
+) -> list[BatchReport]:
+    """Train batches of so many (microbatches, samples); behind each of `drains` the pipeline drains, and `drained` is
+    called."""
+    reports = []
+    for batch, size in enumerate(sizes):
+        with recorder.training():
+            reports += engine.run_batch(*size)
+        if batch in drains:
+            with recorder.training():
+                reports += engine.drain()
+            drained()
+    with recorder.training():
+        reports += engine.drain()
+    return reports
+
+
+def sizes_of(case: Case) -> list[tuple[int, int]]:
+    infos = (megatron_cases.batch_info(case, batch) for batch in range(len(case.batches)))
+    return [(each.num_microbatches, each.num_samples) for each in infos]
+
+
 def train_gpt(
     *, seed: int = 0, backend: str = "nccl", moves: bool = False, taken_back: str | None = None, **options
 ) -> Account:
@@ -68,18 +96,12 @@ def train_gpt(
             _mark(recorder, stage.model.parameters(), stage.model.buffers)
         _mark(recorder, update.optimizer.get_parameters())
         engine = megatron_cases.engine_of(case, stages, update, backend=backend, activation_memory=memory)
-        reports = []
-        for batch in range(len(case.batches)):
-            info = megatron_cases.batch_info(case, batch)
-            with recorder.training():
-                reports += engine.run_batch(info.num_microbatches, info.num_samples)
-            if batch in case.drains:
-                with recorder.training():
-                    reports += engine.drain()
-                engine.evaluate(2)
-                _reload(update)
-        with recorder.training():
-            reports += engine.drain()
+
+        def evaluate_and_reload() -> None:
+            engine.evaluate(2)
+            _reload(update)
+
+        reports = _train(recorder, engine, sizes_of(case), drains=case.drains, drained=evaluate_and_reload)
         recorder.find_held(pooled=pooled(engine, memory))
         engine.close()
         update.close()
@@ -109,14 +131,8 @@ def train_module(
         if slow_host:
             queue = pipeline.engine._transfers._queue
             queue._carry_out = _after_pausing(queue._carry_out, 0.01)
-        engine, reports = pipeline.engine, []
-        for batch, num_microbatches in enumerate(training.batches):
-            with recorder.training():
-                reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
-                if batch in drains:
-                    reports += engine.drain()
-        with recorder.training():
-            reports += engine.drain()
+        engine, sizes = pipeline.engine, [(m, m * reference.MICROBATCH_SIZE) for m in training.batches]
+        reports = _train(recorder, engine, sizes, drains=drains)
         recorder.find_held(pooled=pooled(engine, pipeline.memory))
         dist.barrier()
         pipeline.close()
@@ -131,12 +147,8 @@ def train_graph(
         built = graph_cases.build(shape, backend="nccl", **options)
         for stage in built.stages:
             _mark(recorder, stage.module.parameters())
-        engine, reports = built.engine, []
-        for num_microbatches in batches:
-            with recorder.training():
-                reports += engine.run_batch(num_microbatches, num_microbatches * graph_cases.SAMPLES)
-        with recorder.training():
-            reports += engine.drain()
+        engine = built.engine
+        reports = _train(recorder, engine, [(m, m * graph_cases.SAMPLES) for m in batches])
         engine.evaluate(2)
         recorder.find_held(pooled=pooled(engine, None))
         built.close()
@@ -150,12 +162,8 @@ def train_relay(training: Training, *, seed: int = 0, taken_back: str | None = N
         weights, gradients = relay.update.weights, relay.update.gradients
         _mark(recorder, [*weights._arena.values(), *weights._nan.values()])
         _mark(recorder, [flat for buffer in gradients._free for flat in buffer.values()])
-        engine, reports = relay.engine, []
-        for num_microbatches in training.batches:
-            with recorder.training():
-                reports += engine.run_batch(num_microbatches, num_microbatches * reference.MICROBATCH_SIZE)
-        with recorder.training():
-            reports += engine.drain()
+        engine = relay.engine
+        reports = _train(recorder, engine, [(m, m * reference.MICROBATCH_SIZE) for m in training.batches])
         recorder.find_held(pooled=pooled(engine, None))
         dist.barrier()
         relay.close()
@@ -194,17 +202,7 @@ def train_gpt_relay(
         _mark(recorder, *(stage.model.buffers for stage in stages))
         ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
         engine = PipelineEngine(schedule, stages, update, ranks=ranks, backend="nccl", ledger=update.ledger)
-        reports = []
-        for batch in range(len(case.batches)):
-            info = megatron_cases.batch_info(case, batch)
-            with recorder.training():
-                reports += engine.run_batch(info.num_microbatches, info.num_samples)
-            if batch in case.drains:
-                with recorder.training():
-                    reports += engine.drain()
-                engine.evaluate(2)
-        with recorder.training():
-            reports += engine.drain()
+        reports = _train(recorder, engine, sizes_of(case), drains=case.drains, drained=lambda: engine.evaluate(2))
         recorder.find_held(pooled=pooled(engine, None))
         engine.close()
         update.close()
