@@ -16,12 +16,14 @@ from megatron.pipeline.program.weight_policies import (
 )
 
 
-def test_2bw_is_the_papers_formula():
-    """Input k (from 1) uses version max(floor((k-1)/m) - 1, 0): PipeDream-2BW, section 3.1."""
+@pytest.mark.parametrize("delay", [1, 2, 3, 4])
+def test_2bw_is_the_papers_formula(delay: int):
+    """Input k (from 1) uses version max(floor((k-1)/m) - 1, 0): PipeDream-2BW, section 3.1. With a longer delay, one
+    that is as much older."""
+    policy = TWO_BW if delay == 1 else WeightPolicy("delayed", delay=delay)
     for m in (1, 4, 7):
         for k in range(1, 6 * m + 1):
-            version = TWO_BW.version_of((k - 1) // m, newest=99)
-            assert version == max((k - 1) // m - 1, 0)
+            assert policy.version_of((k - 1) // m, newest=99) == max((k - 1) // m - delay, 0)
 
 
 def test_flush_uses_the_newest_and_stash_the_stages_newest():

@@ -5,34 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
-from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import shifted_row
 from megatron.pipeline.program.weight_policies import FLUSH, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, Schedule
 from tests.draws import draws
 from tests.pipeline.strategies import Run, kinds_of, runs, text
-
-
-@draws(80)
-@given(runs())
-def test_versions_are_the_policys_formula(run: Run):
-    """flush and predictions: j; 2bw: max(j-1, 0), and so on with longer delays; stash: max(first batch, k-(p-1-s));
-    recompute and backward use their forward's.
-    """
-    program, num_stages = run.build(), run.schedule.num_stages
-    for row in program.rows:
-        for each in kinds_of(row, *COMPUTATIONS):
-            batch = program.batch_of(each.microbatch)
-            formula = {
-                "flush": batch,
-                "2bw": max(batch - 1, 0),
-                "2bw-provisional": batch,
-                "3bw": max(batch - 2, 0),
-                "4bw": max(batch - 3, 0),
-                "stash": max(run.first_batch, batch - (num_stages - 1 - each.stage)),
-            }
-            assert each.version == formula[program.weights.name]
 
 
 @draws(60)
