@@ -10,8 +10,8 @@ moves (`program.move_order`). They do not depend on any time:
   everything that it needs: tensors, moves, words of other lanes, the reductions of its version. All other words are
   only posted.
 - A transfer waits until both of its ends are posted, and for the transfer before it on its channel. There is one
-  channel for each directed edge and kind of tensor. A forward-only stage has a bound on the SENDs whose receives are
-  not yet posted (`StageGraph.most_unread`); a SEND beyond that bound waits.
+  channel for each directed edge and kind of tensor (`channels`). A forward-only stage has a bound on the SENDs whose
+  receives are not yet posted (`StageGraph.most_unread`); a SEND beyond that bound waits.
 - A move waits for the requests of both ranks, and for the move before it.
 - A reduction waits until all of its members have posted it, and for the reduction before it in the queue of each
   member.

@@ -1,7 +1,7 @@
 """Ranks that one process gives to all: one decision, and one sentence where there is none."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -19,23 +19,19 @@ PROCESSES = [Process("a", 0), Process("b", None), Process("a", 1)]
 
 def exchange(decide, *, absent: int = 0, timeout: float = 30.0) -> list:
     """What each process gets or raises, in threads over one store; `absent` more processes never come."""
-    store, found = HashStore(), [None] * len(PROCESSES)
+    store = HashStore()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> object:
         try:
-            found[rank] = exchange_ranks(
+            return exchange_ranks(
                 store, PROCESSES[rank], decide, rank=rank, world_size=len(PROCESSES) + absent,
                 timeout=timedelta(seconds=timeout),
             )  # fmt: skip
         except (SameEverywhere, OnThisRank) as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(PROCESSES))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(PROCESSES)) as threads:
+        return list(threads.map(run, range(len(PROCESSES))))
 
 
 def test_one_decision_is_everyones():

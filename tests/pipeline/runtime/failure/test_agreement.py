@@ -1,6 +1,6 @@
 """One verdict on all ranks: before a process group forms, and where blocks lie in each other, or others do not come."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -34,23 +34,19 @@ def verdicts(*problems: str | None, absent: int = 0) -> list[Exception | None]:
 
     from megatron.pipeline.runtime.failure.agreement import agree_to_start
 
-    store, found = HashStore(), [None] * len(problems)
+    store = HashStore()
 
-    def rank(index: int) -> None:
+    def rank(index: int) -> Exception | None:
         try:
-            agree_to_start(
+            return agree_to_start(
                 store, rank=index, world_size=len(problems) + absent, problem=problems[index],
                 timeout=timedelta(seconds=1 if absent else 30),
             )  # fmt: skip
         except (SameEverywhere, OnThisRank) as error:
-            found[index] = error
+            return error
 
-    threads = [threading.Thread(target=rank, args=(index,)) for index in range(len(problems))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(problems)) as threads:
+        return list(threads.map(rank, range(len(problems))))
 
 
 def test_ranks_agree_before_they_form_a_group():
