@@ -196,7 +196,6 @@ def vocabulary() -> str:
         ("--encoder-seq-length 2", "--encoder-seq-length 2 has no room"),
         ("--qk-layernorm", "--qk-layernorm: megatron.core's T5"),
         ("--group-query-attention", "--group-query-attention: megatron.core's cross-attention"),
-        ("--calculate-per-token-loss", "--calculate-per-token-loss: microbatches differ"),
         ("--optimizer muon", "--optimizer muon does not know"),
         ("--rank-mapping optimized --rank-topology nodes.yaml", "--rank-mapping optimized weighs"),
         ("--dry-run 1 --pipeline-schedule l2l", "--dry-run 1 has no price of a T5 whose weights live on the host"),
