@@ -163,8 +163,8 @@ def capture_case(tensor: int, cases: list[str], context: int = 1) -> list[tuple[
 
 
 def _captured_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor], *, num_keys: int) -> int:
-    """Bytes of all storages that the graph of a forward of the model saves, each once, without parameters and masks of attention:
-    booleans [..., queries, keys] of all samples and heads."""
+    """Bytes of all storages that the graph of a forward of the model saves, each once, without parameters and masks of
+    attention: booleans [..., queries, keys] of all samples and heads."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     stays = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}

@@ -62,6 +62,9 @@ CUTS = {
         f"{DEEP} {SHARED} --use-distributed-optimizer",
     ),
     "masks, heads": (2, f"{TWO_BW} {ENDS}", f"{ONE} {HEADS}"),
+    "DeepSeek's, masks, per token": (
+        4, f"{TWO_BW} {ENDS} --calculate-per-token-loss {DEEPSEEK}", f"{DEEP} {SHARED}"
+    ),
     "masks, per token": (4, f"{TWO_BW} {ENDS} --calculate-per-token-loss", f"{DEEP} {SHARED}"),
     "masks, per token, experts": (4, f"{ENDS} --calculate-per-token-loss {EXPERTS}", f"{DEEP} {SHARED}"),
     "masks": (2, f"{ENDS}", f"{ONE} {SHARED}"),
@@ -74,9 +77,6 @@ CUTS = {
     "recomputed": (4, f"{TWO_BW} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
                    f"{DEEP} {HEADS}"),
     "balanced": (8, "--pipeline-schedule bpipe", f"--pipeline-model-parallel-size 4 {SHARED}"),
-    "DeepSeek's, masks, per token": (
-        4, f"{TWO_BW} {ENDS} --calculate-per-token-loss {DEEPSEEK}", f"{DEEP} {SHARED}"
-    ),
     "latents, heads": (4, f"{TWO_BW} {LATENT} --rope-type rope", f"{DEEP} {HEADS}"),
     "GPT-OSS": (4, f"{TWO_BW} {SINKS} {EXPERTS} --eval-iters 1 --eval-interval 3", f"{DEEP} {SHARED}"),
     "GPT-OSS, heads": (2, f"{TWO_BW} {SINKS}", f"{ONE} {HEADS} --use-distributed-optimizer"),
@@ -142,7 +142,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         (f"{SHARED} --position-embedding-type rope --rotary-percent 0.01", "channels leaves none to rotate"),
         (
             f"{SHARED} {LATENT} --yarn-original-max-position-embeddings 6",
-            "--yarn-original-max-position-embeddings 6 positions, too, which are not divisible by 4; change one of them",
+            "embeddings 6 positions, too, which are not divisible by 4; change one of them",
         ),
         (f"{SHARED} --freeze-training", "change replicas that have whole sequences; leave them out"),
         (

@@ -42,8 +42,8 @@ _REFUSALS: tuple[_Row, ...] = (
     (
         lambda args: args.architecture != "gpt",
         lambda args: (
-            ": as in Megatron-LM, ranks share the sequences of a GPT alone, not those of a BERT or T5, whose tokens see "
-            "later ones, nor the images and texts of a classifier; leave it out"
+            ": as in Megatron-LM, ranks share the sequences of a GPT alone, not those of a BERT or T5, whose tokens "
+            "see later ones, nor the images and texts of a classifier; leave it out"
         ),
     ),
     (
@@ -118,4 +118,4 @@ _OF_ENGINE: tuple[tuple[Callable[[argparse.Namespace], bool], str, tuple[str, ..
     (lambda args: args.softmax_type != "vanilla", "sinks", (HEADS,)),
     (lambda args: args.multi_latent_attention, "latents", (RING,)),
 )
-"""(whether the flags ask for it, its name, the exchanges that know it). Latents: all from Transformer Engine 2.15 on."""
+"""(whether the flags ask for it, its name, the exchanges that know it). Latents: all since Transformer Engine 2.15."""
