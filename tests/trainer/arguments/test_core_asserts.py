@@ -53,6 +53,7 @@ CHOICES = (
     ("--attention-backend local", "--attention-backend unfused"),
     ("--recompute-activations", f"{UNIFORM} 1", f"{UNIFORM} 3", f"{UNIFORM} 9", f"{BLOCK} 9", f"{SELECTIVE} layernorm",
      f"{SELECTIVE} core_attn mlp", f"{SELECTIVE}"),
+    (f"--mtp-num-layers 1 {ROPE}", f"--mtp-num-layers 2 {ROPE} --calculate-per-token-loss"),
     ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a", "--context-parallel-size 3"),
     (f"{T} 2", f"{T} 4", f"{T} 2 --sequence-parallel", f"{T} 2 --tp-comm-overlap"),
     (P, P4, f"{P} --decoder-first-pipeline-num-layers 1", f"{P} --num-virtual-stages-per-pipeline-rank 2",
@@ -118,7 +119,8 @@ def build(architecture: str, flags: str, size: int, rank: int) -> None:
         for _ in range(args.train_iters + 1):
             built.scheduler.step(increment=args.global_batch_size)
         built.update.close()
-        if args.pipeline_model_parallel_size == 1 and architecture == "gpt":
+        receives_tokens = args.mtp_num_layers and args.context_parallel_size > 1
+        if args.pipeline_model_parallel_size == 1 and architecture == "gpt" and not receives_tokens:
             forward(built.stages[0], args)
 
 
