@@ -16,6 +16,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.programs import pretrain_bert, pretrain_gpt, pretrain_t5
 from megatron.trainer.start_up import initialize
@@ -129,6 +130,7 @@ def forward(stage, args) -> None:
     tokens = torch.zeros(args.micro_batch_size, args.seq_length // args.context_parallel_size, dtype=torch.long)
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     stage.model(tokens, positions, None, labels=tokens).float().sum().backward()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 @pytest.mark.parametrize(
