@@ -159,7 +159,7 @@ def test_what_is_refused(flags, reason):
 
 def test_of_what_nothing_is_cut():
     """Ranks share the sequences of a GPT."""
-    with pytest.raises(ValueError, match="ranks share the sequences of a GPT alone, not those of a BERT or T5"):
+    with pytest.raises(ValueError, match="--context-parallel-size 2: it is for GPTs"):
         bert_arguments("--context-parallel-size 2", world_size=2)
 
 

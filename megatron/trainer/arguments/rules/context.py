@@ -42,8 +42,8 @@ _REFUSALS: tuple[_Row, ...] = (
     (
         lambda args: args.architecture != "gpt",
         lambda args: (
-            ": as in Megatron-LM, ranks share the sequences of a GPT alone, not those of a BERT or T5, whose tokens "
-            "see later ones, nor the images and texts of a classifier; leave it out"
+            ": it is for GPTs; as in Megatron-LM, each rank has whole sequences of a BERT or T5, whose tokens see "
+            "later ones, and of a classifier; leave it out"
         ),
     ),
     (
@@ -74,7 +74,7 @@ _REFUSALS: tuple[_Row, ...] = (
         lambda args: _positions(args) == "rope" and int(_channels(args) * args.rotary_percent) == 0,
         lambda args: (
             f": --rotary-percent {args.rotary_percent:g} of {_channels(args)} channels leaves none to rotate, and "
-            "megatron.core cannot cut up positions without channels; use --position-embedding-type none"
+            "megatron.core cannot cut up positions without channels; give more"
         ),
     ),
     (
