@@ -21,6 +21,8 @@ from tests.pipeline.runtime.stages.megatron.test_update import EXACT, FP16, Outc
 
 BARS = cases.Deviation(loss=1e-7, norm=2e-6, newest=2e-6, older=2e-6)
 """FP32: scores of a sequence are summed in other pieces, and eight batches at a rate of 1e-3 spread that."""
+WITH_FURTHER = replace(BARS, loss=2e-7)
+"""Losses of further tokens are reported as means in FP32, whose last bit is 1.2e-7. Found: that; of the loss 4e-8."""
 IN_FP16 = cases.Deviation(loss=5e-5, norm=1e-3, newest=1e-3, older=1e-3)
 """Found: 2e-5, 4e-4, and the last bit of a weight below 1."""
 SMOOTH = {"lr": 1e-3, "clip": 0.5, "token_form": True}
@@ -112,7 +114,8 @@ def outcomes():
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=TABLE.keys() - USUAL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop over whole sequences."""
-    check(outcomes[name, layout], IN_FP16 if "fp16" in name else BARS)
+    allowed = WITH_FURTHER if "further" in TABLE[name].options else BARS
+    check(outcomes[name, layout], IN_FP16 if "fp16" in name else allowed)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +126,7 @@ def test_training_equals_one_process(outcomes, name, layout):
 def test_predictions_equal_one_process(options):
     """Predictions read the mean over the ranks that share a sequence, or the last update."""
     case = Case(**TWO_BW | FURTHER | PER_TOKEN | {"predict": True, **options}, p=2)
-    check_predictions(case, BARS)
+    check_predictions(case, WITH_FURTHER)
 
 
 def masks(**options) -> list[torch.Tensor]:
