@@ -20,6 +20,7 @@ def apply() -> None:
     """Apply all repairs that this installation needs. megatron.core must be importable."""
     # megatron.core calls collectives by names that newer torch has renamed, which a user cannot change.
     warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+` is deprecated", category=FutureWarning)
+    from megatron.core.models.gpt import gpt_model
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import dot_product_attention, mlp, multi_latent_attention, torch_norm
@@ -39,6 +40,7 @@ def apply() -> None:
     _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
     repair_attention(dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE))
     _repair_parts_of_unequal_size(mappings)
+    _repair_numbers_of_further_tokens(gpt_model)
     follow_shown_gradients()
 
 
@@ -330,6 +332,27 @@ def _repair_parts_of_unequal_size(mappings) -> None:
 
     mappings._gather_along_first_dim = gather_filled
     mappings._reduce_scatter_along_first_dim = reduce_scatter_filled
+
+
+def _repair_numbers_of_further_tokens(gpt_model) -> None:
+    """Divide the losses of multi-token prediction by the number of tokens of whole sequences.
+
+    The fault: where ranks share sequences, each divides the losses of its tokens by their number alone, and gradients
+    are averaged over these ranks. But the last tokens of a sequence, which have no later one, lie with the first rank,
+    and masks leave unequal numbers, too. So the mean is not that over tokens. A rank, or a microbatch, without any
+    token with such a loss divides by 0.
+    """
+    roll = gpt_model.roll_tensor
+
+    @functools.wraps(roll)
+    def roll_and_count(tensor, *args, cp_group=None, **options):
+        rolled, count = roll(tensor, *args, cp_group=cp_group, **options)
+        if cp_group is not None and cp_group.size() > 1:
+            torch.distributed.all_reduce(count, group=cp_group)
+            count = count / cp_group.size()  # a rank's part of the gradient is one of so many
+        return rolled, count.masked_fill(count == 0, 1)
+
+    gpt_model.roll_tensor = roll_and_count
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

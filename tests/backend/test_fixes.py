@@ -11,6 +11,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
@@ -30,6 +31,13 @@ def norm_config(sequence_parallel: bool) -> SimpleNamespace:
         memory_efficient_layer_norm=False,
         normalization="LayerNorm",
     )
+
+
+def test_a_mask_without_later_tokens_divides_by_one():
+    """The last token of a sequence has no later one; where no other counts, megatron.core divides 0 by 0."""
+    for mask, expected in (([0.0, 0.0, 1.0], 1), ([1.0, 1.0, 1.0], 2), ([0.0, 1.0, 1.0], 2)):
+        rolled, count = gpt_model.roll_tensor(torch.tensor([mask]), shifts=-1, dims=-1, cp_group=None)
+        assert rolled.tolist() == [[*mask[1:], 0.0]] and count == expected
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -51,6 +51,13 @@ def _refuse_context(model: Architecture, configuration: Configuration, software:
             f"context parallelism over {context} ranks needs flash attention, since unfused attention takes whole "
             "sequences; choose flash attention, or one rank"
         )
+    for is_there, what, remedy in (  # as Transformer Engine's attention does
+        (model.sinks, "softmax sinks by trading heads (a2a), which has no price", "choose context 1"),
+        (model.windows and not software.gathers_keys, "windows by gathered keys", "give --cp-comm-type all_gather"),
+        (model.latents and software.gathers_keys, "latents by a ring", "give --cp-comm-type p2p"),
+    ):
+        if is_there:
+            raise ValueError(f"context parallel ranks share sequences with {what}; {remedy}")
     if model.patch_elements or model.num_classes:
         raise ValueError("context parallelism takes sequences of tokens, not images or classes; choose context 1")
 

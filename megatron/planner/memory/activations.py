@@ -379,7 +379,7 @@ class Activations:
             shared += 2 * setting.input_bytes * h
         keeps_scores = setting.saves_scores and CORE_ATTENTION not in recomputed
         all_of_it = self._attention_width(keeps_scores=keeps_scores)
-        split = e * (shape.result_width if LATENTS_UP in recomputed else all_of_it)
+        split = e * (shape.result_width + self._exchanged * keeps_scores if LATENTS_UP in recomputed else all_of_it)
         whole = 0.0
         if shape.latents:
             parts, whole = self._latents(recomputed=LATENTS_UP in recomputed)
@@ -426,16 +426,26 @@ class Activations:
     def _attention_width(self, *, keeps_scores: bool) -> int:
         """Elements per token of queries, keys, values and the attention's result."""
         q, k = self.shape.query_width, self.shape.key_width
+        parts = self.setting.context if keeps_scores and self.setting.gathers_keys else 1  # of keys and values
         if self.shape.latents:
-            return q + k + self.shape.value_width + self.shape.result_width
-        if keeps_scores:  # behind the scores, keys and values of all ranks, if they are gathered
-            return 2 * q + 2 * q * (self.setting.context if self.setting.gathers_keys else 1)
+            return q + parts * (k + self.shape.value_width) + self.shape.result_width
+        if keeps_scores:
+            return 2 * q + parts * 2 * q
         if q == k:
             return 4 * q
         if self.shape.num_query_groups < self.setting.tensor:  # views of tensors gathered from all tensor ranks
             return q + self.setting.tensor * (q + 2 * k)
         copies_queries = self.shape.num_query_groups > self.setting.tensor
         return (2 + copies_queries) * q + 2 * k
+
+    @property
+    def _exchanged(self) -> int:
+        """Elements per token of what unfused attention keeps of latents' queries, keys and values that ranks have
+        exchanged, where those before the exchange are recomputed."""
+        keys = self.shape.key_width + self.shape.value_width
+        if self.setting.context == 1:
+            return 0
+        return self.setting.context * keys if self.setting.gathers_keys else self.shape.query_width + keys
 
     @property
     def _mask(self) -> int:

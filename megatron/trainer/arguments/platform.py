@@ -15,7 +15,7 @@ from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS, PUTS_GRADIENTS_OFF
 from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
-from megatron.trainer.arguments.rules.context import GATHER, RING
+from megatron.trainer.arguments.rules.context import GATHER, RING, context_of_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,9 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
         turn_off(name, platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
-    if args.context_parallel_size > 1 and not uses_engine and args.cp_comm_type[0] == RING:
+    if uses_engine:
+        context_of_engine(args)
+    elif args.context_parallel_size > 1 and args.cp_comm_type[0] == RING:
         args.cp_comm_type = [GATHER]
         notes.append(f"cp_comm_type is {GATHER}: {RING} is Transformer Engine's, and transformer_impl is local")
     if args.position_embedding_type != "rope" or (args.multi_latent_attention and args.rope_type != "yarn"):

@@ -23,7 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 
@@ -43,11 +47,13 @@ def by_rank(tokens: Tensor, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def mask_of_rank(length: int, rank: int, size: int, device: torch.device) -> Tensor:
-    """Where the queries of a rank must not look: bool [1, 1, length / size, length], True for a later key."""
+def mask_of_rank(length: int, rank: int, size: int, window: tuple[int, int] | None, device: torch.device) -> Tensor:
+    """Where the queries of a rank must not look: bool [1, 1, length / size, length], True for a later key and for one
+    before the window, which is (keys before the own one, keys behind it), as in megatron.core."""
+    before, behind = window or (length, 0)
     places = torch.arange(length, device=device)
-    own = by_rank(places, size).chunk(size)[rank]
-    return (own[:, None] < places[None, :])[None, None]
+    own = by_rank(places, size).chunk(size)[rank][:, None]
+    return ((places > own + behind) | (places < own - before))[None, None]
 
 
 # --- what ranks exchange ----------------------------------------------------------------------------------------------
@@ -57,8 +63,9 @@ class _Gathers:
     """The row `all_gather`."""
 
     def __init__(self, attention: nn.Module, *, group: torch.distributed.ProcessGroup, is_causal: bool) -> None:
-        self._group, self._is_causal = group, is_causal
-        attention.scale_mask_softmax.attn_mask_type = AttnMaskType.padding  # so that a kernel reads the mask
+        self._group, self._is_causal, softmax = group, is_causal, attention.scale_mask_softmax
+        softmax.attn_mask_type = AttnMaskType.padding  # so that a kernel reads the mask
+        self._window, softmax.window_size = softmax.window_size, None  # it would take queries for a whole sequence
 
     def __call__(
         self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -67,7 +74,7 @@ class _Gathers:
         key, value = (in_order(gather_from_sequence_parallel_region(each, group=self._group), size)
                       for each in (key, value))  # fmt: skip
         if mask is None and self._is_causal:
-            mask = mask_of_rank(len(key), self._group.rank(), size, key.device)
+            mask = mask_of_rank(len(key), self._group.rank(), size, self._window, key.device)
         # A copy, for the queries may be a view of a tensor with this rank's keys, which would stay for the backward.
         return attend(query.contiguous(), key, value, mask)
 
@@ -87,6 +94,13 @@ class _SharesHeads:
                     f"--cp-comm-type a2a shares out heads over {size} ranks, and {name} is {whole}; use all_gather"
                 )
             setattr(attention, name, whole // size)
+        attention.scale_mask_softmax.register_forward_pre_hook(self._own_sinks)
+
+    def _own_sinks(self, softmax: nn.Module, inputs: tuple) -> tuple:
+        """The inputs with the sinks of the heads that this rank computes, of those of the tensor rank's heads."""
+        *scores_and_mask, sinks = inputs
+        own = None if sinks is None else sinks.chunk(self._group.size())[self._group.rank()]
+        return *scores_and_mask, own
 
     def __call__(
         self, attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
@@ -100,15 +114,14 @@ class _SharesHeads:
 
     def _heads_for_tokens(self, tokens: Tensor) -> Tensor:
         """[s / c, b, heads, width] -> [s, b, heads / c, width]."""
-        size = self._group.size()
-        parts = tokens.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4).contiguous()
-        return in_order(all_to_all(self._group, parts.flatten(0, 1)), size)
+        _, samples, _, width = tokens.shape
+        whole = all_to_all_sp2hp(tokens.flatten(2), group=self._group)
+        return in_order(whole.view(-1, samples, whole.shape[-1] // width, width), self._group.size())
 
     def _tokens_for_heads(self, tokens: Tensor) -> Tensor:
         """[s, b, width / c] -> [s / c, b, width]."""
-        size = self._group.size()
-        parts = all_to_all(self._group, by_rank(tokens, size)).unflatten(0, (size, -1))
-        return parts.permute(1, 2, 0, 3).flatten(2).contiguous()
+        own = all_to_all_hp2sp(by_rank(tokens, self._group.size()), group=self._group)
+        return own.unflatten(0, (-1, tokens.shape[1]))
 
 
 EXCHANGES = {"all_gather": _Gathers, "a2a": _SharesHeads}

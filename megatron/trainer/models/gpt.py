@@ -99,7 +99,7 @@ def further_layers_spec(args: TrainConfig, config: TransformerConfig) -> MultiTo
     uses_engine, last = args.transformer_impl == "transformer_engine", layer_spec(args)
     if args.num_experts is not None:
         kinds = get_gpt_decoder_layer_specs(config, uses_engine, normalization=args.normalization)
-        last = kinds[-1]
+        last = seeded_spec(args, kinds[-1])
     last = dataclasses.replace(last, module=TransformerLayer)  # it draws on where `SeededMultiTokenLayer` begins
     block = get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_engine)
     if block is None:

@@ -8,6 +8,7 @@ from megatron.planner import Cluster, Configuration
 from megatron.planner.job.refusals import refuse_shares
 from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import MEGATRON_CORE
+from megatron.planner.memory.architecture import Latents, Windows
 from megatron.planner.planner import Planner
 from tests.planner.memory.expert_layers import shape_of
 
@@ -69,6 +70,23 @@ def test_what_a_model_does_not_allow(model, changes, software, reason):
     with pytest.raises(ValueError, match=reason) as refused:
         refuse_shares(shape, configuration(**changes), software)
     assert "; " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "gathers", "reason"),
+    [
+        ({"sinks": True}, True, "by trading heads"),
+        ({"windows": Windows(before=7)}, False, "windows by gathered keys; give --cp-comm-type all_gather"),
+        ({"latents": Latents(query_rank=0, key_rank=8, head=8, rotated=4, value=8)}, True, "latents by a ring"),
+    ],
+)
+def test_attention_that_shares_sequences_in_one_way(model, gathers, reason):
+    """It is Transformer Engine's; the other way is priced."""
+    shape, shared = replace(shape_of(), **model), configuration(context=2)
+    with pytest.raises(ValueError, match=reason):
+        refuse_shares(shape, shared, replace(FLASH, gathers_keys=gathers))
+    if not shape.sinks:
+        refuse_shares(shape, shared, replace(FLASH, gathers_keys=not gathers))
 
 
 def test_the_planner_asks():

@@ -1,7 +1,8 @@
 """What a microbatch saves: the papers' formulas, and what megatron.core's layers really save."""
 
-import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -121,8 +122,10 @@ def test_ranks_that_share_sequences():
 
 
 def capture_case(tensor: int, cases: list[str], context: int = 1) -> list[tuple[float, float]]:
-    """For each command line (estimated, captured) bytes that the layers of a middle stage save of a microbatch."""
+    """For each command line (estimated, captured) bytes that the layers of a middle stage save of a microbatch; with
+    multi-token prediction the last stage."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from megatron.trainer.models import core_config, gpt
     from megatron.trainer.plan import from_flags
 
@@ -137,27 +140,34 @@ def capture_case(tensor: int, cases: list[str], context: int = 1) -> list[tuple[
             )
             args = replace(args, padded_vocab_size=256)
             made = core_config.transformer_config(args)
-            decoder = gpt.gpt_model(args, made, pre_process=False, post_process=False).decoder
+            further = args.mtp_num_layers or 0
+            model = gpt.gpt_model(args, made, pre_process=False, post_process=further > 0)
             setting = from_flags.activation_setting(args)
             setting = ActivationSetting(**{**vars(setting), "mask_bytes": setting.element_bytes})
             estimated = Activations(from_flags.architecture(args), setting).saved(
-                args.num_layers, is_first=False, is_last=False
+                args.num_layers, is_first=False, is_last=further > 0, further=further
             )
             length = args.seq_length // (tensor if args.sequence_parallel else 1) // context
             hidden = torch.randn(length, 2, args.hidden_size).to(core_config.params_dtype(args)).requires_grad_()
             mask = torch.ones(1, 1, args.seq_length, args.seq_length).triu(1).bool() if context == 1 else None
-            results.append((estimated, _captured_bytes(decoder, hidden, mask, num_keys=args.seq_length)))
+            tokens = torch.zeros(2, args.seq_length // context, dtype=torch.long)
+            model.set_input_tensor(hidden)
+            forward = partial(model.decoder, None, mask)
+            if further:
+                forward = partial(model, tokens, tokens, mask, labels=tokens, loss_mask=torch.ones(tokens.shape))
+            results.append((estimated, _captured_bytes(model, forward, num_keys=args.seq_length)))
+            MTPLossLoggingHelper.tracker.clear()
     finally:
         parallel_state.destroy_model_parallel()
     return results
 
 
-def _captured_bytes(decoder: torch.nn.Module, hidden: torch.Tensor, mask: torch.Tensor | None, *, num_keys: int) -> int:
-    """Bytes of all storages that the graph of a forward saves, each once, without parameters and masks of attention:
-    booleans [..., queries, keys] of all samples and heads."""
+def _captured_bytes(model: torch.nn.Module, forward: Callable[[], torch.Tensor], *, num_keys: int) -> int:
+    """Bytes of all storages that the graph of a forward of the model saves, each once, without parameters and masks of
+    attention: booleans [..., queries, keys] of all samples and heads."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
-    stays = {tensor.untyped_storage().data_ptr() for tensor in decoder.parameters()}
+    stays = {tensor.untyped_storage().data_ptr() for tensor in model.parameters()}
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,14 +177,14 @@ def _captured_bytes(decoder: torch.nn.Module, hidden: torch.Tensor, mask: torch.
             found[storage.data_ptr()] = storage
         return tensor
 
-    decoder.set_input_tensor(hidden)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = decoder(None, mask)
+        output = forward()
     assert output.requires_grad
     return sum(storage.nbytes() for storage in found.values())  # without what was freed to be recomputed
 
 
 LATENT = "--multi-latent-attention --kv-lora-rank 28 --qk-head-dim 24 --qk-pos-emb-head-dim 4 --v-head-dim 12"
+UP_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 CASES = (
     "",
     "--bf16 --attention-softmax-in-fp32",
@@ -190,7 +200,7 @@ CASES = (
     "--swiglu --disable-bias-linear",
     "--swiglu --no-bias-swiglu-fusion --disable-bias-linear",
     f"{LATENT} --q-lora-rank 40 --qk-layernorm",
-    f"{LATENT} --q-lora-rank 40 --qk-layernorm --recompute-granularity selective --recompute-modules mla_up_proj",
+    f"{LATENT} --q-lora-rank 40 --qk-layernorm {UP_AGAIN}",
     f"{LATENT} --recompute-activations --bf16",
     "--softmax-type learnable --window-size 7,0 --window-attn-skip-freq 2",
     "--quick-geglu",
@@ -210,12 +220,9 @@ def test_layers_save_as_much_as_estimated(tensor):
 
 @pytest.mark.parametrize("exchange", ["all_gather", pytest.param("a2a", marks=pytest.mark.full)])
 def test_ranks_that_share_sequences_save_as_much_as_estimated(exchange):
-    """Gathered keys and values are whole, shared heads are parts."""
-    cases = [
-        f"{flags} --cp-comm-type {exchange}"
-        for flags in CASES
-        if not re.search("groups 1|latent|softmax-type|window", flags)
-    ]
+    """Gathered keys and values are whole, shared heads are parts; exchanged latents' keys are not recomputed."""
+    further = ("--mtp-num-layers 2", f"{LATENT} --mtp-num-layers 1", f"{LATENT} {UP_AGAIN} core_attn")
+    cases = [f"{flags} --cp-comm-type {exchange}" for flags in (*CASES, *further) if "groups 1" not in flags]
     case = "tests.planner.memory.test_activations:capture_case"
     for rank in workers.run(2, case, tensor=1, cases=cases, context=2):
         for flags, (estimated, captured) in zip(cases, rank, strict=True):

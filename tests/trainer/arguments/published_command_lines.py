@@ -145,5 +145,12 @@ REFUSED = {
     "mamba_800m": "--hybrid-layer-pattern --spec",
     "qwen3_30b_a3b_zoo": "--moe-router-force-load-balancing",
 }
+PASSES |= {
+    f"{name}, context parallel": Published(
+        recipe(name), int(fact(name, "GPUs")), AS_WRITTEN[name][0], changed=f"--context-parallel-size 2 {changed}",
+        schedules=("flush",), full=("flush",),
+    )
+    for name, changed in (("deepseek_v2_lite", ""), ("gpt_oss_20b_bridge", "--cp-comm-type a2a"))
+}  # fmt: skip
 """Recipes, and the flags that the one message has to name."""
 assert RECIPES.keys() == {*AS_WRITTEN, *REFUSED, "gpt3_175b", "bert_340m"}

@@ -16,6 +16,7 @@ from megatron import backend
 
 backend.install()
 
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.programs import pretrain_bert, pretrain_gpt, pretrain_t5
 from megatron.trainer.start_up import initialize
@@ -53,6 +54,7 @@ CHOICES = (
     ("--attention-backend local", "--attention-backend unfused"),
     ("--recompute-activations", f"{UNIFORM} 1", f"{UNIFORM} 3", f"{UNIFORM} 9", f"{BLOCK} 9", f"{SELECTIVE} layernorm",
      f"{SELECTIVE} core_attn mlp", f"{SELECTIVE}"),
+    (f"--mtp-num-layers 1 {ROPE}", f"--mtp-num-layers 2 {ROPE} --calculate-per-token-loss"),
     ("--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a", "--context-parallel-size 3"),
     (f"{T} 2", f"{T} 4", f"{T} 2 --sequence-parallel", f"{T} 2 --tp-comm-overlap"),
     (P, P4, f"{P} --decoder-first-pipeline-num-layers 1", f"{P} --num-virtual-stages-per-pipeline-rank 2",
@@ -118,7 +120,8 @@ def build(architecture: str, flags: str, size: int, rank: int) -> None:
         for _ in range(args.train_iters + 1):
             built.scheduler.step(increment=args.global_batch_size)
         built.update.close()
-        if args.pipeline_model_parallel_size == 1 and architecture == "gpt":
+        receives_tokens = args.mtp_num_layers and args.context_parallel_size > 1
+        if args.pipeline_model_parallel_size == 1 and architecture == "gpt" and not receives_tokens:
             forward(built.stages[0], args)
 
 
@@ -127,6 +130,7 @@ def forward(stage, args) -> None:
     tokens = torch.zeros(args.micro_batch_size, args.seq_length // args.context_parallel_size, dtype=torch.long)
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     stage.model(tokens, positions, None, labels=tokens).float().sum().backward()
+    MTPLossLoggingHelper.tracker.clear()
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def train_case(
     (`resources`). `watch`: "module:function" of what is called with the run before it trains, and returns what is
     called at its end for the entry `watched`.
     """
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.ranks import StopSignal
     from megatron.trainer.report.log import Reporter
@@ -130,6 +131,7 @@ def train_case(
         }
     finally:
         shutil.rmtree(folder)
+        get_moe_layer_wise_logging_tracker().clear()  # a later run in this process may have more layers
 
 
 def whole_weights(chunks: list) -> dict[str, torch.Tensor]:

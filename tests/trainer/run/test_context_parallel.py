@@ -11,16 +11,17 @@ from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import CPU, GPU, arguments, argv
 from tests.trainer.data.small_data import write_dataset
 from tests.trainer.run.run_case import joined_weights, table, train
+from tests.trainer.run.test_attention import LATENT, SINKS
 
 SMOOTH = "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --adam-eps 1e-5 --clip-grad 0.5"
 TWO_BW = "--pipeline-schedule 2bw"
 SHARED, HEADS = "--context-parallel-size 2", "--context-parallel-size 2 --cp-comm-type a2a"
 DEEP, ONE = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
 ENDS = "--eod-mask-loss --reset-attention-mask --reset-position-ids"
-EXPERTS = (
-    "--num-experts 4 --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --disable-bias-linear "
-    "--untie-embeddings-and-output-weights"
-)
+UNTIED = "--untie-embeddings-and-output-weights"
+EXPERTS = f"--num-experts 4 --moe-aux-loss-coeff 1e-1 --moe-z-loss-coeff 1e-2 --disable-bias-linear {UNTIED}"
+FURTHER = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --position-embedding-type rope"
+DEEPSEEK = f"{LATENT} {EXPERTS} --moe-layer-freq [0]*1+[1]*3 --moe-router-load-balancing-type seq_aux_loss {FURTHER}"
 MUON = "--optimizer muon --muon-fp32-matmul-prec high"
 PREDICTED = "--2bw-provisional uniform --2bw-provisional-microbatches 1"
 
@@ -61,6 +62,9 @@ CUTS = {
         f"{DEEP} {SHARED} --use-distributed-optimizer",
     ),
     "masks, heads": (2, f"{TWO_BW} {ENDS}", f"{ONE} {HEADS}"),
+    "DeepSeek's, masks, per token": (
+        4, f"{TWO_BW} {ENDS} --calculate-per-token-loss {DEEPSEEK}", f"{DEEP} {SHARED}"
+    ),
     "masks, per token": (4, f"{TWO_BW} {ENDS} --calculate-per-token-loss", f"{DEEP} {SHARED}"),
     "masks, per token, experts": (4, f"{ENDS} --calculate-per-token-loss {EXPERTS}", f"{DEEP} {SHARED}"),
     "masks": (2, f"{ENDS}", f"{ONE} {SHARED}"),
@@ -73,6 +77,19 @@ CUTS = {
     "recomputed": (4, f"{TWO_BW} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
                    f"{DEEP} {HEADS}"),
     "balanced": (8, "--pipeline-schedule bpipe", f"--pipeline-model-parallel-size 4 {SHARED}"),
+    "latents, heads": (4, f"{TWO_BW} {LATENT} --rope-type rope", f"{DEEP} {HEADS}"),
+    "GPT-OSS": (4, f"{TWO_BW} {SINKS} {EXPERTS} --eval-iters 1 --eval-interval 3", f"{DEEP} {SHARED}"),
+    "GPT-OSS, heads": (2, f"{TWO_BW} {SINKS}", f"{ONE} {HEADS} --use-distributed-optimizer"),
+    "further tokens, l2l": (2, f"{UNTIED} {FURTHER} --pipeline-schedule l2l", f"{ONE} {SHARED}"),
+    "further tokens, recomputed, tied": (
+        4, f"{TWO_BW} {FURTHER} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        f"{DEEP} {HEADS}",
+    ),
+    "further tokens on a stage of their own": (
+        8, f"{TWO_BW} {UNTIED} {FURTHER} {ENDS}",
+        f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t*3|mm|L {SHARED}",
+    ),
+    "further tokens, zbv": (4, f"{UNTIED} {FURTHER}", f"{DEEP} {SHARED} --pipeline-schedule zbv"),
     "predicted": (4, f"{TWO_BW} {PREDICTED}", f"{DEEP} {SHARED} --2bw-provisional-reduce"),
 }  # fmt: skip
 
@@ -123,6 +140,10 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         (f"{SHARED} --cp-comm-type a2a+p2p", "which is one of p2p, all_gather, a2a; give one"),
         (f"{SHARED} --rank-mapping optimized --rank-topology t.yaml", "what these ranks send; use standard"),
         (f"{SHARED} --position-embedding-type rope --rotary-percent 0.01", "channels leaves none to rotate"),
+        (
+            f"{SHARED} {LATENT} --yarn-original-max-position-embeddings 6",
+            "embeddings 6 positions, too, which are not divisible by 4; change one of them",
+        ),
         (f"{SHARED} --freeze-training", "change replicas that have whole sequences; leave them out"),
         (
             "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 4",
@@ -137,8 +158,8 @@ def test_what_is_refused(flags, reason):
 
 
 def test_of_what_nothing_is_cut():
-    """The masks of a BERT are whole."""
-    with pytest.raises(ValueError, match="--context-parallel-size 2: the masks of a BERT"):
+    """Ranks share the sequences of a GPT."""
+    with pytest.raises(ValueError, match="--context-parallel-size 2: it is for GPTs"):
         bert_arguments("--context-parallel-size 2", world_size=2)
 
 
@@ -150,5 +171,10 @@ def test_the_ring_is_transformer_engines():
     assert note == "cp_comm_type is all_gather: p2p is Transformer Engine's, and transformer_impl is local"
     assert args.cp_comm_type == ["all_gather"]
     assert arguments(SHARED, world_size=2, platform=GPU).cp_comm_type == ["p2p"]
+    for flags, kinds in (
+        ("--window-size 3,0", "all_gather or a2a"), ("--softmax-type off-by-one", "a2a"), (f"{HEADS} {LATENT}", "p2p"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"by {kinds}; give that, or --transformer-impl local"):
+            arguments(f"{SHARED} {flags}", world_size=2, platform=GPU)
     notes = validate_args(parse_args(argv("--cp-comm-type a2a")), world_size=1)
     assert "--cp-comm-type a2a has no effect: each rank has whole sequences" in notes

@@ -181,7 +181,7 @@ def test_no_further_layers_share_no_embedding():
         ("--mtp-loss-scaling-factor 0.3", "--mtp-num-layers is not; give both, or neither"),
         ("--mtp-num-layers -1", "--mtp-num-layers -1 must be at least 0"),
         ("--mtp-num-layers 1", "where learned positions are; add --position-embedding-type rope"),
-        (f"{ONE} --calculate-per-token-loss", "fewer have one of a later token; leave one of the two out"),
+        (f"{ONE} --window-size 3,0 --window-attn-skip-freq [1,1,0,1]", "whether it has a window; give a whole number"),
         (f"{ONE} {UNTIED} --freeze-training", "would freeze with the first layers; leave out the flags that freeze"),
         (
             f"{ONE} --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",

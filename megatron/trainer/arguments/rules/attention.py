@@ -124,6 +124,11 @@ def _windows(args: argparse.Namespace) -> None:
             f"--window-attn-skip-freq has {len(pattern)} entries, and the model {args.num_layers} layers; give a 1 or "
             "0 for each layer, and at least one 1"
         )
+    if isinstance(pattern, list) and args.mtp_num_layers:
+        raise ValueError(
+            f"--mtp-num-layers {args.mtp_num_layers}: a pattern of --window-attn-skip-freq says of no further layer "
+            "whether it has a window; give a whole number"
+        )
 
 
 def _gates(args: argparse.Namespace) -> Iterator[str]:

@@ -28,23 +28,22 @@ def _queries(args: argparse.Namespace) -> int:
     return min(groups, args.num_attention_heads) // args.tensor_model_parallel_size
 
 
+def _positions(args: argparse.Namespace) -> str:
+    return args.rope_type if args.multi_latent_attention else args.position_embedding_type
+
+
+def _channels(args: argparse.Namespace) -> int:
+    """The channels of a head of which `--rotary-percent` are rotated."""
+    return args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
+
+
 _Row = tuple[Callable[[argparse.Namespace], bool], Callable[[argparse.Namespace], str]]
 _REFUSALS: tuple[_Row, ...] = (
     (
         lambda args: args.architecture != "gpt",
-        lambda args: ": the masks of a BERT or T5 and the tokens of a classifier are not cut into parts; leave it out",
-    ),
-    (
-        lambda args: args.multi_latent_attention or args.window_size is not None or args.softmax_type != "vanilla",
         lambda args: (
-            " cuts attention as it usually is, without latents, windows and sinks; leave it out, or "
-            "--multi-latent-attention, --window-size and --softmax-type"
-        ),
-    ),
-    (
-        lambda args: args.mtp_num_layers,
-        lambda args: (
-            f": the next tokens of --mtp-num-layers {args.mtp_num_layers} lie with other ranks; leave one of them out"
+            ": it is for GPTs; as in Megatron-LM, each rank has whole sequences of a BERT or T5, whose tokens see "
+            "later ones, and of a classifier; leave it out"
         ),
     ),
     (
@@ -72,10 +71,21 @@ _REFUSALS: tuple[_Row, ...] = (
         ),
     ),
     (
-        lambda args: args.position_embedding_type == "rope" and int(args.kv_channels * args.rotary_percent) == 0,
+        lambda args: _positions(args) == "rope" and int(_channels(args) * args.rotary_percent) == 0,
         lambda args: (
-            f": --rotary-percent {args.rotary_percent:g} of {args.kv_channels} channels leaves none to rotate, and "
-            "megatron.core cannot cut up positions without channels; use --position-embedding-type none"
+            f": --rotary-percent {args.rotary_percent:g} of {_channels(args)} channels leaves none to rotate, and "
+            "megatron.core cannot cut up positions without channels; give more"
+        ),
+    ),
+    (
+        lambda args: (
+            _positions(args) == "yarn"
+            and args.yarn_original_max_position_embeddings % (2 * args.context_parallel_size) != 0
+        ),
+        lambda args: (
+            f": megatron.core cuts up the --yarn-original-max-position-embeddings "
+            f"{args.yarn_original_max_position_embeddings} positions, too, which are not divisible by "
+            f"{2 * args.context_parallel_size}; change one of them"
         ),
     ),
     (
@@ -90,3 +100,22 @@ _REFUSALS: tuple[_Row, ...] = (
     ),
 )
 """(whether the flags ask for it, the reason and the remedy behind the flag's name)."""
+
+
+def context_of_engine(args: argparse.Namespace) -> None:
+    """Check that Transformer Engine's attention shares sequences as the flags say; they are for its layers."""
+    kind = args.cp_comm_type[0]
+    for is_asked, what, known in _OF_ENGINE:
+        if args.context_parallel_size > 1 and is_asked(args) and kind not in known:
+            raise ValueError(
+                f"--cp-comm-type {kind}: Transformer Engine's attention shares sequences with {what} by "
+                f"{' or '.join(known)}; give that, or --transformer-impl local"
+            )
+
+
+_OF_ENGINE: tuple[tuple[Callable[[argparse.Namespace], bool], str, tuple[str, ...]], ...] = (
+    (lambda args: args.window_size is not None, "windows", (GATHER, HEADS)),
+    (lambda args: args.softmax_type != "vanilla", "sinks", (HEADS,)),
+    (lambda args: args.multi_latent_attention, "latents", (RING,)),
+)
+"""(whether the flags ask for it, its name, the exchanges that know it). Latents: all since Transformer Engine 2.15."""

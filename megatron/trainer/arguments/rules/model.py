@@ -214,11 +214,6 @@ def multi_token(args: argparse.Namespace) -> None:
             f"{asked}: its layers embed tokens away from the first stage, where learned positions are; add "
             "--position-embedding-type rope"
         )
-    if args.calculate_per_token_loss:
-        raise ValueError(
-            f"{asked}: --calculate-per-token-loss divides all gradients by the tokens with a loss of the next token, "
-            "and fewer have one of a later token; leave one of the two out"
-        )
     if args.freeze_training or args.elastic_pipeline or args.activation_cache is not None:
         raise ValueError(
             f"{asked}: the embedding, of which its layers have a copy, would freeze with the first layers; leave out "

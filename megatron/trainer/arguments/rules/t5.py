@@ -37,10 +37,6 @@ _REFUSALS: Refusals = {
     "reset_attention_mask": (False, _PADS),
     "eod_mask_loss": (False, "a sample of T5 ends with its document; leave the flag out"),
     "create_attention_mask_in_dataloader": (True, "T5 needs the masks of its padding; leave the flag out"),
-    "calculate_per_token_loss": (
-        False,
-        "microbatches differ in their number of tokens with a loss, and their losses are averaged; leave the flag out",
-    ),
     "qk_layernorm": (False, "megatron.core's T5 layers have no such norm; leave the flag out"),
     "normalization": ("LayerNorm", "the norms of megatron.core's T5 layers are LayerNorms; leave the flag out"),
     "group_query_attention": (False, "megatron.core's cross-attention has no groups of queries; leave the flag out"),

@@ -391,7 +391,7 @@ def forward_step(case: Case):
         own = {name: each.contiguous() for name, each in own.items()}
         tokens, labels, counted, position_ids = (each.to(device) for each in get_batch_on_this_cp_rank(own).values())
         mask = causal_mask().to(device) if case.cp == 1 else None
-        output = model(tokens, position_ids, mask, labels=labels)
+        output = model(tokens, position_ids, mask, labels=labels, loss_mask=counted)
 
         def loss_function(losses):
             total = (losses.float() * counted).sum() * data["factor"]
