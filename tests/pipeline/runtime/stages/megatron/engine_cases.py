@@ -6,7 +6,8 @@ from unittest import mock
 import torch
 
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
-from tests.pipeline.runtime.stages.megatron import fused_accumulation, megatron_reference
+from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
+from tests.pipeline.runtime.stages.megatron import fused_accumulation
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
 TWO = [Microbatch(index, 0, index, 2) for index in (0, 1)]
@@ -18,25 +19,16 @@ def train(**options) -> dict:
         return cases.train(**options)
 
 
-def train_in_fp8(**options) -> dict:
-    from transformer_engine.pytorch.fp8 import fp8_autocast
+def train_in_fp8(**options) -> list[dict]:
+    """`train`, and last of how many batches a stage has kept weights in FP8 at once."""
+    kept, show = [], EngineLinears.show_batch
 
-    with fp8_autocast():
-        return train(**options)
+    def counted(linears: EngineLinears, batch: int | None) -> None:
+        show(linears, batch)
+        kept.append(len(linears._casts))
 
-
-def reference_in_fp8(**options) -> dict:
-    """The plain loop, in which layers cast their weights for each microbatch."""
-    from transformer_engine.pytorch.fp8 import fp8_autocast
-
-    def model(case: cases.Case) -> torch.nn.Module:
-        made = cases.gpt_model(case)
-        for module in made.modules():
-            module.disable_parameter_transpose_cache = True
-        return made
-
-    with fp8_autocast(), mock.patch.object(megatron_reference, "whole_model", model):
-        return megatron_reference.reference(**options)
+    with mock.patch.object(EngineLinears, "show_batch", counted):
+        return [train(**options), max(kept)]
 
 
 def gradients(

@@ -13,7 +13,7 @@ from megatron import backend
 backend.install()
 
 from tests import workers
-from tests.pipeline.runtime.stages.megatron import engine_cases, split_cases
+from tests.pipeline.runtime.stages.megatron import engine_cases, megatron_reference, split_cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
 
@@ -72,13 +72,40 @@ def test_layers_of_the_engine_train_as_those_of_core(outcomes, name, layout):
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
-def test_weights_in_fp8_are_those_of_their_batch(schedule):
-    """Layers keep no cast weights: nobody tells them a batch's first microbatch, and two batches have others."""
-    options = ENGINE | {"schedule": schedule, "engine": True}
-    results = workers.run(2, f"{engine_cases.__name__}:train_in_fp8", device="engine", p=2, **options)
-    [expected] = workers.run(1, f"{engine_cases.__name__}:reference_in_fp8", device="engine", **options)
-    check((Case(p=2, **options), expected, results), EXACT)
+def fp8(recipe: str, **fields) -> dict:
+    return {"attention": tuple({"fp8": "hybrid", "fp8_recipe": recipe, **fields}.items())}
+
+
+DELAYED = fp8("delayed", fp8_amax_history_len=64, fp8_amax_compute_algo="max")
+IN_FP8 = {
+    "flush, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "flush", "fused": True}, layouts=TWO),
+    "2bw, delayed": Row(ENGINE | DELAYED | {"schedule": "2bw", "clip": 0.5}, layouts=TWO),
+    "2bw, tensorwise, recompute instructions": Row(
+        ENGINE | fp8("tensorwise") | {"schedule": "2bw", "recompute": True, "dropout": 0.1}, layouts=TWO
+    ),
+    "2bw, mxfp8, modern": Row(ENGINE | MODERN | fp8("mxfp8") | {"schedule": "2bw"}, layouts=FOUR),
+    "interleaved, delayed": Row(ENGINE | V | DELAYED | {"schedule": "interleaved"}, layouts=TWO),
+    "gpipe, blockwise, full recompute": Row(
+        ENGINE | fp8("blockwise") | {"schedule": "gpipe", "recompute_granularity": "full", "dropout": 0.1}, layouts=TWO
+    ),
+    "zb-h1, delayed": Row(HALVES | DELAYED | {"schedule": "zb-h1", "clip": 0.5}, layouts=TWO),
+    "zb-h1, tensorwise, tensor parallel, delayed": Row(HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_weights_in_fp8_are_those_of_their_batch(name):
+    """Bit-equal to a plain loop that casts weights for the first microbatch of each batch. Of two batches at once the
+    weights are kept in FP8 where weights are delayed, and else of one.
+    """
+    row = IN_FP8[name]
+    [(p, t, d)] = row.layouts
+    options = row.options | {"p": p, "t": t, "d": d}
+    found = workers.run(p * t * d, f"{engine_cases.__name__}:train_in_fp8", device="engine", **options)
+    plain = f"{megatron_reference.__name__}:reference"
+    [expected] = workers.run(1, plain, device="engine", **options)
+    check((Case(**options), expected, [each for each, _ in found]), row.allowed)
+    assert max(kept for _, kept in found) == (2 if "2bw" in name else 1)
 
 
 def test_halves_in_bf16_are_whole_backwards():
