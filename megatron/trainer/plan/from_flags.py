@@ -187,6 +187,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         gathers_keys=gathers_keys(args),
         defers_gathered=args.transformer_impl == "transformer_engine",
         experts=_expert_degrees(args),
+        fp8=args.fp8 is not None,
     )
 
 

@@ -212,6 +212,41 @@ class Precision:
 PRECISION = Group.of(Precision, "precision")
 
 
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class EightBits:
+    """Products of layers in FP8, which Transformer Engine computes. Weights that the optimizer steps stay in the
+    model's precision. docs/fp8.md."""
+
+    fp8: str | None = option(
+        None,
+        "e4m3: all tensors. hybrid: gradients of outputs in e5m2, all others in e4m3.",
+        name="--fp8-format",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "Where scales come from. delayed: one for each tensor, by the largest values of earlier microbatches. "
+        "tensorwise: one for each tensor, by its own. blockwise, mxfp8: one for each block of 128 or 32 elements.",
+        choices=(*FP8_RECIPES, "custom"),
+    )
+    fp8_margin: int = option(0, "With delayed scaling, the powers of two by which scales are smaller.")
+    fp8_amax_history_len: int = option(1, "With delayed scaling, the microbatches whose largest values are kept.")
+    fp8_amax_compute_algo: str = option(
+        "most_recent",
+        "With delayed scaling, the value that a scale is of: the last one, or the largest of all that are kept.",
+        choices=("most_recent", "max"),
+    )
+    first_last_layers_bf16: bool = switch("Keep layers at both ends of the model in the model's precision.")
+    num_layers_at_start_in_bf16: int = option(1, "Layers in front that --first-last-layers-bf16 keeps.")
+    num_layers_at_end_in_bf16: int = option(1, "Layers at the end that --first-last-layers-bf16 keeps.")
+
+
+EIGHT_BITS = Group.of(EightBits, "FP8")
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Recompute:
     """Activation recomputation inside a layer or over layers."""
