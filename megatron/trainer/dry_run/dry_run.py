@@ -89,7 +89,10 @@ def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
     return rows, [f"{problem}; the embedding is taken to have {rows} rows, {source}"]
 
 
-_FUSIONS_OF_ENGINE = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+_OF_ENGINE = {
+    "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
+    "moe_router_padding_for_quantization": False,
+}  # fmt: skip
 """Flags for which megatron.core looks for Transformer Engine, which may be missing here. No shape depends on them."""
 
 
@@ -171,7 +174,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
-    config = transformer_config(replace(args, **dict.fromkeys(_FUSIONS_OF_ENGINE, False)))
+    config = transformer_config(replace(args, **_OF_ENGINE))
     optimizer_config(args)
     report, demand = prove(args)
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)

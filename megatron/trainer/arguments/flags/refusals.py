@@ -13,7 +13,6 @@ _SKIPS = (
     "layers are not left out of single batches: what a batch runs is proved before the run, and a batch with other "
     "stages is another program; leave the flag out."
 )
-_PRECISION = "the precision-aware optimizer is not supported; leave the flag out (FP32 masters)."
 _GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave the flag out."
 _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
 _CLUSTER = "this cluster service is not connected; leave the flag out."
@@ -70,11 +69,6 @@ REFUSED = Group(
             neutral=("adam",),
         ),
         refused("--muon-use-syrk", "the products of Muon's iterations are torch's; leave the flag out."),
-        *_list(_PRECISION, "--use-precision-aware-optimizer"),
-        *(
-            refused(name, _PRECISION, takes=None, default="fp32", neutral=("fp32",))
-            for name in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
-        ),
         *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
         *_list(
             _NATIVE,

@@ -87,6 +87,9 @@ class Batch:
 BATCH = Group.of(Batch, "batch and length")
 
 
+_OF_MOMENTS = ("fp32", "fp16", "bf16", "fp8")
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Regularization:
     """Optimizer and regularization."""
@@ -113,6 +116,14 @@ class Regularization:
     adam_beta1: float = option(0.9, "First coefficient of Adam and LAMB.")
     adam_beta2: float = option(0.999, "Second coefficient of Adam and LAMB.")
     adam_eps: float = option(1e-8, "Epsilon of Adam and LAMB.")
+    use_precision_aware_optimizer: bool = switch(
+        "Adam with moments of --exp-avg-dtype and --exp-avg-sq-dtype, which steps in FP32. Needs "
+        "--use-distributed-optimizer."
+    )
+    main_grads_dtype: str = option("fp32", "Type of reduced gradients; fp32 alone.", choices=("fp32", "bf16"))
+    main_params_dtype: str = option("fp32", "Type of masters; fp32 alone.", choices=("fp32", "fp16"))
+    exp_avg_dtype: str = option("fp32", "Type of the first moment: fp32 or bf16.", choices=_OF_MOMENTS)
+    exp_avg_sq_dtype: str = option("fp32", "Type of the second moment: fp32 or bf16.", choices=_OF_MOMENTS)
     sgd_momentum: float = option(0.9, "Momentum of SGD.")
     muon_momentum: float = option(0.95, "Momentum of Muon.")
     muon_use_nesterov: bool = switch("Muon with Nesterov's momentum.", aliases=("--muon-nesterov",))
