@@ -1,6 +1,7 @@
 """What the ranks of the tests of Transformer Engine's layers run, on the stand-in of tests/stand_ins."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -19,16 +20,30 @@ def train(**options) -> dict:
         return cases.train(**options)
 
 
-def train_in_fp8(**options) -> list[dict]:
-    """`train`, and last of how many batches a stage has kept weights in FP8 at once."""
-    kept, show = [], EngineLinears.show_batch
+@dataclass
+class InFP8:
+    """What a rank trained; of how many batches a stage kept weights in FP8 at once; and at last the scales of delayed
+    scaling, forwards before backwards, of each layer."""
+
+    result: dict
+    num_kept: int
+    scales: list[list[float]]
+
+
+def train_in_fp8(**options) -> InFP8:
+    kept, scales, show = [], {}, EngineLinears.show_batch
 
     def counted(linears: EngineLinears, batch: int | None) -> None:
         show(linears, batch)
         kept.append(len(linears._casts))
+        for module in linears._casting:
+            for key in ("scaling_fwd", "scaling_bwd"):
+                if key in module.fp8_meta:
+                    scales[id(module), key] = module.fp8_meta[key].scale
 
     with mock.patch.object(EngineLinears, "show_batch", counted):
-        return [train(**options), max(kept)]
+        result = train(**options)
+    return InFP8(result, max(kept), [each.tolist() for each in scales.values()])
 
 
 def gradients(

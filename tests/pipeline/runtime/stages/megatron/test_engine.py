@@ -13,7 +13,12 @@ from megatron import backend
 backend.install()
 
 from tests import workers
-from tests.pipeline.runtime.stages.megatron import engine_cases, megatron_reference, split_cases
+from tests.pipeline.runtime.stages.megatron import (
+    engine_cases,
+    megatron_provisional_reference,
+    megatron_reference,
+    split_cases,
+)
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
 
@@ -77,35 +82,59 @@ def fp8(recipe: str, **fields) -> dict:
 
 
 DELAYED = fp8("delayed", fp8_amax_history_len=64, fp8_amax_compute_algo="max")
+GROUPED = {"experts": 4, "swiglu": True, "router": (("moe_grouped_gemm", True),)}
 IN_FP8 = {
-    "flush, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "flush", "fused": True}, layouts=TWO),
-    "2bw, delayed": Row(ENGINE | DELAYED | {"schedule": "2bw", "clip": 0.5}, layouts=TWO),
+    "2bw, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "2bw", "clip": 0.5, "fused": True}, layouts=TWO),
     "2bw, tensorwise, recompute instructions": Row(
         ENGINE | fp8("tensorwise") | {"schedule": "2bw", "recompute": True, "dropout": 0.1}, layouts=TWO
     ),
-    "2bw, mxfp8, modern": Row(ENGINE | MODERN | fp8("mxfp8") | {"schedule": "2bw"}, layouts=FOUR),
+    "2bw, predicted, delayed": Row(ENGINE | DELAYED | {"schedule": "2bw", "predict": True}, layouts=TWO),
+    "zb-h1, delayed, tensor parallel": Row(HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
     "interleaved, delayed": Row(ENGINE | V | DELAYED | {"schedule": "interleaved"}, layouts=TWO),
+    "flush, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "flush", "fused": True}, layouts=TWO),
+    "flush, the latest values": Row(ENGINE | fp8("delayed", fp8_margin=1) | {"schedule": "flush"}, layouts=TWO),
+    "2bw, mxfp8, modern": Row(ENGINE | MODERN | fp8("mxfp8") | {"schedule": "2bw", "hidden": 32}, layouts=FOUR),
     "gpipe, blockwise, full recompute": Row(
         ENGINE | fp8("blockwise") | {"schedule": "gpipe", "recompute_granularity": "full", "dropout": 0.1}, layouts=TWO
     ),
-    "zb-h1, delayed": Row(HALVES | DELAYED | {"schedule": "zb-h1", "clip": 0.5}, layouts=TWO),
-    "zb-h1, tensorwise, tensor parallel, delayed": Row(HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
+    "zb-h1, tensorwise, experts": Row(HALVES | GROUPED | fp8("tensorwise") | {"schedule": "zb-h1"}, layouts=TWO),
+    "zb-h1, delayed, bf16": Row(HALVES | DELAYED | {"schedule": "zb-h1", "dtype": "bfloat16"}, layouts=TWO),
+    "bert, tensorwise": Row(ENGINE | fp8("tensorwise") | {"schedule": "2bw", "bert": True}, layouts=TWO),
+    "pipedream, tensorwise": Row(
+        ENGINE | fp8("tensorwise") | {"schedule": "pipedream", "batches": (1,) * 6}, layouts=TWO
+    ),
 }  # fmt: skip
+USUAL = 4
 
 
-@pytest.mark.parametrize("name", IN_FP8)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (place >= USUAL)) for place, name in enumerate(IN_FP8)]
+)
 def test_weights_in_fp8_are_those_of_their_batch(name):
     """Bit-equal to a plain loop that casts weights for the first microbatch of each batch. Of two batches at once the
-    weights are kept in FP8 where weights are delayed, and else of one.
+    weights are kept in FP8 where weights are delayed, and else of one. Tensor ranks share their largest values, so
+    that their scales are those of whole tensors.
     """
     row = IN_FP8[name]
     [(p, t, d)] = row.layouts
-    options = row.options | {"p": p, "t": t, "d": d}
-    found = workers.run(p * t * d, f"{engine_cases.__name__}:train_in_fp8", device="engine", **options)
-    plain = f"{megatron_reference.__name__}:reference"
-    [expected] = workers.run(1, plain, device="engine", **options)
-    check((Case(**options), expected, [each for each, _ in found]), row.allowed)
-    assert max(kept for _, kept in found) == (2 if "2bw" in name else 1)
+    case = Case(**row.options, p=p, t=t, d=d)
+    found = workers.run(case.num_ranks, f"{engine_cases.__name__}:train_in_fp8", device="engine", **vars(case))
+    plain = megatron_provisional_reference if case.predict else megatron_reference
+    [expected] = workers.run(1, f"{plain.__name__}:reference", device="engine", **vars(case))
+    check((case, expected, [each.result for each in found]), row.allowed)
+    if "pipedream" not in name:
+        assert max(each.num_kept for each in found) == (2 if case.schedule == "2bw" else 1)
+
+
+def test_replicas_have_the_same_scales():
+    """Largest values are those of all replicas of a stage, while the chain reduces gradients beside; those of two
+    stages differ.
+    """
+    options = ENGINE | DELAYED | {"schedule": "2bw", "distributed_optimizer": True, "p": 2, "d": 2}
+    found = workers.run(4, f"{engine_cases.__name__}:train_in_fp8", device="engine", **options)
+    first, _, last, _ = (each.scales for each in found)
+    assert len(first) == len(last) == 2 * 4 * 2 and first != last
+    assert [each.scales for each in found] == [first, first, last, last]
 
 
 def test_halves_in_bf16_are_whole_backwards():
