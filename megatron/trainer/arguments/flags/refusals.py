@@ -69,6 +69,16 @@ REFUSED = Group(
             neutral=("adam",),
         ),
         refused("--muon-use-syrk", "the products of Muon's iterations are torch's; leave the flag out."),
+        *(
+            refused(
+                f"--main-{name}-dtype",
+                f"{name} of the optimizer are in FP32; use fp32.",
+                takes=None,
+                default="fp32",
+                neutral=("fp32",),
+            )
+            for name in ("grads", "params")
+        ),
         *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
         *_list(
             _NATIVE,

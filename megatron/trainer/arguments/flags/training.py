@@ -120,8 +120,6 @@ class Regularization:
         "Adam with moments of --exp-avg-dtype and --exp-avg-sq-dtype, which steps in FP32. Needs "
         "--use-distributed-optimizer."
     )
-    main_grads_dtype: str = option("fp32", "Type of reduced gradients; fp32 alone.", choices=("fp32", "bf16"))
-    main_params_dtype: str = option("fp32", "Type of masters; fp32 alone.", choices=("fp32", "fp16"))
     exp_avg_dtype: str = option("fp32", "Type of the first moment: fp32 or bf16.", choices=_OF_MOMENTS)
     exp_avg_sq_dtype: str = option("fp32", "Type of the second moment: fp32 or bf16.", choices=_OF_MOMENTS)
     sgd_momentum: float = option(0.9, "Momentum of SGD.")

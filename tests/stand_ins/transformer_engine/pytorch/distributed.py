@@ -43,7 +43,11 @@ class _Checkpoint(torch.autograd.Function):
         _set_random(ctx.random, ctx.tracker)
         args = [each.detach().requires_grad_(each.requires_grad) if isinstance(each, Tensor) else each
                 for each in ctx.args]  # fmt: skip
-        with torch.enable_grad(), activation_recompute_forward(True, True), fp8_autocast(ctx.fp8, fp8_recipe=ctx.recipe):
+        with (
+            torch.enable_grad(),
+            activation_recompute_forward(True, True),
+            fp8_autocast(ctx.fp8, fp8_recipe=ctx.recipe),
+        ):
             outputs = ctx.function(*args, **ctx.kwargs)
         _set_random(now, ctx.tracker)
         outputs = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -59,7 +63,9 @@ def _set_random(states: tuple, tracker) -> None:
         tracker().set_states(states[1])
 
 
-def checkpoint(function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None, **kwargs):
+def checkpoint(
+    function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None, **kwargs
+):
     if distribute_saved_activations:
         raise NotImplementedError("the stand-in's checkpoint does not distribute what it saves")
     tracker = get_rng_state_tracker

@@ -20,7 +20,7 @@ from tests.pipeline.runtime.stages.megatron import (
     split_cases,
 )
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
-from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, SPREAD, Outcomes, Row, check, marked
 
 ENGINE = {"engine": True, "layers": 4, "hidden": 16, "batches": (4,) * 3}
 HALVES = ENGINE | {"puts_off": True}

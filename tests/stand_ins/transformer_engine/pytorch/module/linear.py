@@ -25,7 +25,10 @@ class _Linear(torch.autograd.Function):
         ctx.cast = ctx.input = None
         if module.fp8:
             shape = input.shape
-            ctx.input, ctx.cast = module.cast(input.flatten(0, -2), "input"), module.cast_weight(weight, is_first_microbatch)
+            ctx.input, ctx.cast = (
+                module.cast(input.flatten(0, -2), "input"),
+                module.cast_weight(weight, is_first_microbatch),
+            )
             ctx.reduces = any(ctx.needs_input_grad) and FP8GlobalStateManager.is_first_fp8_module()
             input, weight = ctx.input.get_data_tensors()[0].view(shape), ctx.cast.get_data_tensors()[0]
         output = torch.nn.functional.linear(input, weight, bias)
