@@ -58,8 +58,8 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
             raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
     if args.fp8 is not None and (reason := platform.without_fp8.get(args.fp8_recipe)):
         raise ValueError(
-            f"--fp8-format {args.fp8} with --fp8-recipe {args.fp8_recipe} is not for this machine: {reason}; use another "
-            "recipe, or leave the flag out"
+            f"--fp8-format {args.fp8} with --fp8-recipe {args.fp8_recipe} is not for this machine: {reason}; use "
+            "another recipe, or leave the flag out"
         )
     if args.num_experts and args.moe_token_dispatcher_type == FLEX and not (platform.is_cuda and platform.has_deep_ep):
         raise ValueError("--moe-token-dispatcher-type flex needs CUDA and the package deep_ep; use alltoall")

@@ -13,8 +13,8 @@ For a tensor x with gradient g, at step t, as Adam:
 and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) Where
 a norm is 0, as of a bias that begins there, the ratio counts as 1.
 
-AdamW with moments in bf16 computes as torch's in FP32, from moments that were rounded behind the step before. (Transformer
-Engine's FusedAdam does the same in one kernel, in another order of operations.)
+AdamW with moments in bf16 computes as torch's in FP32, from moments that were rounded behind the step before.
+(Transformer Engine's FusedAdam does the same in one kernel, in another order of operations.)
 
 Muon steps the matrices of the layers, and AdamW the rest (`megatron.pipeline.runtime.update.muon`). The groups say
 which parameters are whose.

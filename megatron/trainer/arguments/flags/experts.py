@@ -134,8 +134,8 @@ class Experts:
         "Fuse the permutation of tokens. Off without Transformer Engine.", roles=Role.NONE
     )
     moe_router_padding_for_quantization: bool = switch(
-        "With FP8, route tokens to experts that do not need them, at a score of 0, so that each has a multiple of 16 or "
-        "32, in place of rows of zeros.",
+        "With FP8, route further tokens to experts, at a score of 0, so that each has a multiple of 16 or 32, in place "
+        "of rows of zeros.",
         aliases=("--moe-router-padding-for-fp8",),
         roles=Role.NONE,
     )

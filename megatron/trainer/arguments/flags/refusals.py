@@ -48,7 +48,7 @@ REFUSED = Group(
         ),
         *_list(_FP4, "--fp4-format", takes=None),
         *_list(
-            "Transformer Engine has not read it since 2.0, and computes gradients of weights in FP8; leave the flag out.",
+            "gradients of weights are in FP8, too: Transformer Engine has not read it since 2.0; leave the flag out.",
             "--no-fp8-wgrad",
         ),
         *_list("rank orders other than tp-cp-ep-dp-pp are not built; leave the flag out.", "--use-tp-pp-dp-mapping"),

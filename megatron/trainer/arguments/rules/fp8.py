@@ -54,8 +54,8 @@ def _layers_in_bf16(args: argparse.Namespace) -> None:
         return
     if args.fp8_recipe == "delayed":
         raise ValueError(
-            "--first-last-layers-bf16 does not go with --fp8-recipe delayed, which has one FP8 context for all layers of "
-            "a stage; use --fp8-recipe tensorwise"
+            "--first-last-layers-bf16 does not go with --fp8-recipe delayed, which has one FP8 context for all layers "
+            "of a stage; use --fp8-recipe tensorwise"
         )
     most = args.num_layers // args.pipeline_model_parallel_size
     for name in ("start", "end"):
@@ -83,6 +83,6 @@ def _sizes(args: argparse.Namespace, flag: str) -> None:
     ):
         if size % divisor:
             raise ValueError(
-                f"{flag}: {what} are {size}, and Transformer Engine's products with --fp8-recipe {args.fp8_recipe} take "
-                f"multiples of {divisor}; change the size, or leave the flag out"
+                f"{flag}: {what} are {size}, and products with --fp8-recipe {args.fp8_recipe} take multiples of "
+                f"{divisor}; change the size, or leave the flag out"
             )

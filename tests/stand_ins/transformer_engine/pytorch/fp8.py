@@ -12,6 +12,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from .._release import pinned
 from ..common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe
 
 
@@ -113,10 +114,9 @@ def _update(states: list[RecipeState], recipe: DelayedScaling, group, forward: b
         state.scale.copy_(scale.clamp(max=torch.finfo(torch.float32).max))
 
 
+@pinned
 @contextlib.contextmanager
-def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe=None, fp8_group=None):
-    if calibrating:
-        raise NotImplementedError("the stand-in of Transformer Engine has no calibration")
+def fp8_autocast(enabled=True, fp8_recipe=None, fp8_group=None):
     state, recipe = FP8GlobalStateManager._state, fp8_recipe or DelayedScaling()
     before = state.enabled, state.recipe, state.group, state.is_first
     state.arguments[str(recipe), id(fp8_group)] = recipe, fp8_group
@@ -133,7 +133,8 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe=Non
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
-def fp8_model_init(enabled: bool = True, recipe=None, preserve_high_precision_init_val: bool = False):
+@pinned
+def fp8_model_init(enabled=True, recipe=None, preserve_high_precision_init_val=False):
     raise NotImplementedError("the stand-in of Transformer Engine has no weights in FP8 alone")
 
 

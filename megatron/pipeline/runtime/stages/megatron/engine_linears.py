@@ -1,11 +1,13 @@
 """Transformer Engine's linear layers: their backward in two halves, and the weights that they have cast to FP8.
 
-**Halves.** Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight gradient in
-a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to ``.grad``, past
-autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where there is none.
+**Halves.** Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight
+gradient in a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to
+``.grad``, past autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where
+there is none.
 Under fused accumulation it adds the gradient to `main_grad`. The gradients of norms come with the whole backward. So do
-those of biases that are not added inside the product (of row-parallel layers, and those that the layer returns), and in
-FP8 those of all biases; and `backward_dw` fails if it does not find them in ``.grad``, from where a hook has taken them.
+those of biases that are not added inside the product (of row-parallel layers, and those that the layer returns), and
+those of all biases in FP8; and `backward_dw` fails if it does not find them in ``.grad``, from where a hook has taken
+them.
 
 Solution: after an I, what the layers have put off is listed in the microbatch's `WeightProducts`, beside that of
 megatron.core's own linears. A product of W calls `backward_dw`, takes the gradients out of ``.grad``, and gives them to

@@ -89,7 +89,9 @@ IN_FP8 = {
         ENGINE | fp8("tensorwise") | {"schedule": "2bw", "recompute": True, "dropout": 0.1}, layouts=TWO
     ),
     "2bw, predicted, delayed": Row(ENGINE | DELAYED | {"schedule": "2bw", "predict": True}, layouts=TWO),
-    "zb-h1, delayed, tensor parallel": Row(HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD),
+    "zb-h1, delayed, tensor parallel": Row(
+        HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD
+    ),
     "interleaved, delayed": Row(ENGINE | V | DELAYED | {"schedule": "interleaved"}, layouts=TWO),
     "flush, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "flush", "fused": True}, layouts=TWO),
     "flush, the latest values": Row(ENGINE | fp8("delayed", fp8_margin=1) | {"schedule": "flush"}, layouts=TWO),
