@@ -24,6 +24,8 @@ from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.refusals import refuse_recipe, refuse_units
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
@@ -218,6 +220,9 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     notes = validate_args(args, world_size=args.dry_run)
     machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
     notes += resolve_platform(args, machine)
+    if args.fp8 is not None and (device := DEVICES.get(args.dry_run_gpu)) is not None:
+        refuse_units(args.dry_run_gpu, device)
+        refuse_recipe(args.fp8_recipe, args.dry_run_gpu, "--fp8-recipe")
     return TrainConfig.of(args), notes
 
 
