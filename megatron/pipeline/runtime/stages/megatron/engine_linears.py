@@ -39,18 +39,19 @@ from megatron.pipeline.runtime.activations.weight_products import WeightProducts
 class EngineLinears:
     """The layers of a model chunk that can put their weight gradients off, and those that cast; there may be none.
 
-    `fp8`: layers cast their weights. If they do not, they are told that they do not know which microbatch is the first.
+    `keeps_casts`: layers keep the weights that they have cast. If they do not, they are told that they do not know which
+    microbatch is the first, and cast for each.
     """
 
-    def __init__(self, model: torch.nn.Module, *, fp8: bool = False) -> None:
+    def __init__(self, model: torch.nn.Module, *, keeps_casts: bool = False) -> None:
         modules = list(unwrap_model(model).modules())
         self._modules = [each for each in modules if puts_off(each)]
-        self._casting = [each for each in modules if fp8 and hasattr(each, "_fp8_workspaces")]
+        self._casting = [each for each in modules if keeps_casts and hasattr(each, "_fp8_workspaces")]
         self._casts: dict[int, list[dict]] = {}  # batch -> what each layer has cast, by the name of a weight
         self._waiting: Counter[int] = Counter()  # batch -> microbatches between their forward and their backward
         for each in modules:
             if hasattr(each, "disable_parameter_transpose_cache"):
-                each.disable_parameter_transpose_cache = not fp8
+                each.disable_parameter_transpose_cache = not keeps_casts
                 each.is_first_microbatch = False
 
     def begin_forward(self, batch: int) -> None:

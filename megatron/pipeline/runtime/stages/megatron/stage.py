@@ -168,7 +168,8 @@ class MegatronStage:
         self._saved: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
         self._not_put_off = weights_of_both_ends(model)
-        self._engine_linears = EngineLinears(model, fp8=self._config.fp8 is not None)
+        # weights in FP8 that are kept, and lie in the graph, would be taken for activations
+        self._engine_linears = EngineLinears(model, keeps_casts=bool(self._config.fp8) and activation_memory is None)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
         self._router_tokens = update.router_tokens

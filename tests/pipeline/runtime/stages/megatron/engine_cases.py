@@ -46,6 +46,28 @@ def train_in_fp8(**options) -> InFP8:
     return InFP8(result, max(kept), [each.tolist() for each in scales.values()])
 
 
+def evaluated(kept: bool, **options) -> float:
+    """The loss of a microbatch that only a forward takes, with weights that were halved behind one that was trained.
+    `kept`: as the runtime has it; else layers keep no weights in FP8 at all.
+    """
+    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
+    with cases.parallel(case):
+        (stage,), update = cases.build(case)
+        info = BatchInfo(0, 2, 2 * case.micro_batch_size)
+        stage.load_version(0)
+        update.begin_batch(info)
+        update.begin_backward(info)
+        stage.forward(TWO[0], None)
+        stage.backward(TWO[0], None)
+        stage.take_losses(0)
+        for module in stage.model.modules():
+            module.disable_parameter_transpose_cache = not kept
+            for parameter in module.parameters(recurse=False):
+                parameter.data.mul_(0.5)
+        stage.forward_only(TWO[1], None)
+        return stage.take_losses(0)["lm loss"][0]
+
+
 def gradients(
     order: tuple[str, ...], release: str | None = None, frozen: tuple[str, ...] = (), **options
 ) -> tuple[dict[str, torch.Tensor], dict]:

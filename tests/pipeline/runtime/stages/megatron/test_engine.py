@@ -128,6 +128,13 @@ def test_weights_in_fp8_are_those_of_their_batch(name):
         assert max(each.num_kept for each in found) == (2 if case.schedule == "2bw" else 1)
 
 
+def test_evaluations_cast_the_newest_weights():
+    """And not what the batch before has left."""
+    case, options = f"{engine_cases.__name__}:evaluated", fp8("tensorwise")
+    kept, fresh = (workers.run(1, case, device="engine", kept=kept, **options) for kept in (True, False))
+    assert kept == fresh
+
+
 def test_replicas_have_the_same_scales():
     """Largest values are those of all replicas of a stage, while the chain reduces gradients beside; those of two
     stages differ.
