@@ -29,7 +29,10 @@ NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer"
         (f"{FP8} --pipeline-schedule l2l", "--pipeline-schedule l2l does not go with --fp8-format hybrid: weights"),
         (f"{FP8} {P2} --pipeline-schedule bpipe", "--pipeline-schedule bpipe does not go with .*moved with activ"),
         (f"{FP8} --log-saved-activations", "--log-saved-activations does not go with"),
-        (f"{FP8} {P2} --pipeline-recompute", "delayed does not go with --pipeline-recompute: .*use --fp8-recipe tensorw"),
+        (
+            f"{FP8} {P2} --pipeline-recompute",
+            "delayed does not go with --pipeline-recompute: .*use --fp8-recipe tensorw",
+        ),
         (f"{FP8} --first-last-layers-bf16", "--first-last-layers-bf16 does not go with --fp8-recipe delayed"),
         (
             f"{FP8} {P2} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
