@@ -349,6 +349,8 @@ def _answer_to(function: str, kwargs: dict, path: list[str]) -> tuple[bool, byte
         module_name, _, name = function.partition(":")
         case = getattr(importlib.import_module(module_name), name)
         _set_seeds()
+        if "transformer_engine.pytorch.fp8" in sys.modules:  # it knows the layers of earlier cases, and their groups
+            sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.reset()
         # Plain pickle copies tensors; multiprocessing's own would share memory with a process that may be killed.
         return True, pickle.dumps((True, case(**kwargs)))
     except BaseException:

@@ -314,7 +314,7 @@ def test_flags_of_any_model_survive():
         (["--cluster", "Z9", *GPT], 1, "no cluster that comes along; give a file, or one of A100-40"),
         ([*GPT], 2, "--cluster"),
         ([*CLUSTER, *GPT, "--model-script", "nowhere.sh"], 1, "nowhere.sh cannot be read"),
-        ([*CLUSTER, *GPT, "--fp8-format", "hybrid"], 1, "--fp8-format hybrid: FP8 and FP4 are not supported"),
+        ([*CLUSTER, *GPT, "--fp8-format", "hybrid"], 1, "--fp8-format hybrid needs the layers of --transformer-impl"),
         ([*CLUSTER, *GPT, "--hidden-size", "16384"], 1, "can run; the nearest (tensor "),
         ([*CLUSTER, *GPT, "--max-safe-batch", "8"], 1, "maximum safe batch of 8 sequences is below"),
         ([*CLUSTER, *GPT, "--bf16"], 1, "V100-16 has no units for bfloat16; give --precision fp16"),

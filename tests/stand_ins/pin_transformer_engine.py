@@ -17,6 +17,12 @@ from pathlib import Path
 DATA = Path(__file__).with_name("transformer_engine.json")
 
 _MODULE, _DELAYS = "module/linear.py", ("put", "pop", "enable_delay_wgrad_compute", "disable_delay_wgrad_compute")
+_OF_FP8 = ("fp8.py", "quantization.py")  # the latter since 2.9
+_ASKED = tuple(
+    f"FP8GlobalStateManager.{name}" for name in (
+        "is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_fp8_enabled",
+    )
+)  # fmt: skip
 CALLED = {
     "module/linear.py": ("Linear.__init__", "Linear.forward"),
     "module/layernorm_linear.py": ("LayerNormLinear.__init__", "LayerNormLinear.forward"),
@@ -30,6 +36,7 @@ CALLED = {
     ),
     "attention/rope.py": ("apply_rotary_pos_emb",),
     "cross_entropy.py": ("parallel_cross_entropy",),
+    **dict.fromkeys(_OF_FP8, ("fp8_autocast", "fp8_model_init", *_ASKED)),
     "distributed.py": ("checkpoint", "CudaRNGStatesTracker.add", "CudaRNGStatesTracker.fork"),
 }  # fmt: skip
 """What megatron.core 0.16.1 calls or subclasses, by file under `transformer_engine/pytorch`."""
@@ -75,6 +82,15 @@ def _facts(trees: dict[str, ast.Module]) -> dict:
             if isinstance(each, ast.FunctionDef)
             and any(_is_attribute(inner, "_fp8_workspaces") for inner in ast.walk(each))
         ),
+        # when an FP8 context moves the histories of delayed scaling on
+        "updates_scales_if": [
+            ast.unparse(each.test).replace("cls.FP8_AUTOCAST_DEPTH", "depth").replace("qstate.autocast_depth", "depth")
+            for name in _OF_FP8
+            for end in ast.walk(trees.get(name, ast.Module([], [])))
+            if isinstance(end, ast.FunctionDef) and end.name in ("fp8_autocast_exit", "autocast_exit")
+            for each in ast.walk(end)
+            if isinstance(each, ast.If)
+        ],
         "marks_skip_backward_post_hook": sorted(
             path for path, tree in trees.items() if _values(tree, "skip_backward_post_hook")
         ),

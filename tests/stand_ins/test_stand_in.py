@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, engine_puts_off
 from tests.stand_ins.pin_transformer_engine import CALLED, DATA, pinned
 from tests.stand_ins.transformer_engine import _release, pytorch
+from tests.stand_ins.transformer_engine.common import recipe
 from tests.stand_ins.transformer_engine.pytorch.module.base import WeightGradStore, set_gradient
 
 RELEASES = json.loads(DATA.read_text(encoding="utf-8"))["releases"]
@@ -26,6 +27,8 @@ FUNCTIONS = {
     "GroupedLinear.backward_dw": pytorch.GroupedLinear.backward_dw,
     "DotProductAttention.__init__": pytorch.DotProductAttention.__init__,
     "DotProductAttention.forward": pytorch.DotProductAttention.forward,
+    "fp8_autocast": pytorch.fp8_autocast,
+    "fp8_model_init": pytorch.fp8_model_init,
     "TransformerEngineBaseModule.backward_dw": pytorch.Linear.backward_dw,
     **{
         name: getattr(WeightGradStore, name.rpartition(".")[2])
@@ -50,7 +53,7 @@ def test_signatures_are_those_of_the_release(version):
         for parameter in own.keys() & of_release.parameters.keys():
             assert own[parameter].default == of_release.parameters[parameter].default, (name, parameter)
         assert own.keys() <= _release.signature(newest, name).parameters.keys() | {"device"}, name
-    assert set(RELEASES[version]["signatures"]) == set(CALLED)
+    assert set(RELEASES[version]["signatures"]) | {"quantization.py"} == set(CALLED)
     assert len(RELEASES[version]["commit"]) == 40
 
 
@@ -63,6 +66,7 @@ def test_the_runtime_knows_what_releases_differ_in(version):
     assert facts["apply_bias"] == "bias and (not return_bias)"
     assert facts["adds_bias_apart_if"] == ["self.parallel_mode == 'row' and self.apply_bias"]
     assert "fuse_wgrad_accumulation and (not is_first_microbatch)" in facts["accumulates_if"]
+    assert facts["updates_scales_if"] == ["enabled and depth == 0 and (not _graph) and torch.is_grad_enabled()"]
 
 
 def made(**arguments) -> torch.nn.Module:
@@ -76,8 +80,12 @@ def test_what_it_does_not_have_raises(monkeypatch):
         made(save_original_input=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'no_such_argument'"):
         made(no_such_argument=1)
-    with pytest.raises(NotImplementedError, match="has no recipes"), pytorch.fp8.fp8_autocast(fp8_recipe="delayed"):
-        pass
+    with pytest.raises(NotImplementedError, match="has no calibrating, which is True"):
+        pytorch.fp8_autocast(calibrating=True)
+    with pytest.raises(NotImplementedError, match="has no weights in FP8 alone"):
+        pytorch.fp8_model_init()
+    with pytest.raises(NotImplementedError, match="has no NVFP4BlockScaling"):
+        recipe.NVFP4BlockScaling()
     with pytest.raises(NotImplementedError, match="has no Sequential"):
         pytorch.ops.Sequential()
     with pytest.raises(ImportError):
@@ -136,6 +144,42 @@ def test_in_fp8_the_first_microbatch_is_cast_for_all():
             layer.weight.data.fill_(value)
             outputs.append(layer(ones, is_first_microbatch=is_first)[0, 0].item())
     assert outputs == [2.0, 2.0, 4.0, 4.0]  # 1.01 is 1 in e4m3
+
+
+def test_delayed_scaling():
+    """A scale is that of the largest value of the forwards before; of the latest, or of so many as are kept. Forwards
+    without autograd write values down and move nothing on.
+    """
+    layer, scales = made(bias=False), []
+    layer.weight.data.fill_(7.0)
+    for algorithm, inputs in (("most_recent", (4.0, 2.0, 1.0)), ("max", (4.0, 2.0, 1.0))):
+        layer.fp8_meta = {"fp8_checkpoint": False}
+        of_layer = recipe.DelayedScaling(amax_history_len=2, amax_compute_algo=algorithm, margin=1)
+        for value in inputs:
+            with torch.no_grad(), pytorch.fp8_autocast(fp8_recipe=of_layer):
+                layer(torch.full((1, 2), value / 2))
+            with pytorch.fp8_autocast(fp8_recipe=of_layer):
+                output = layer(torch.full((1, 2), value))
+            output.sum().backward()
+            scales.append(layer.fp8_meta["scaling_fwd"].scale[0].item())
+    assert scales == [448 / 8, 448 / 4, 448 / 2, 448 / 8, 448 / 8, 448 / 4]
+    assert layer.fp8_meta["scaling_fwd"].scale[1] == 448 / 14  # of the weight
+    assert layer.fp8_meta["scaling_bwd"].scale[0] == 57344 / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns"),
+    [
+        ("Float8CurrentScaling", [[240.0, 1.0], [0.01, 0.01]], [[240.0, 1.0], [0.01, 0.01]]),
+        ("MXFP8BlockScaling", [[240.0, 1.0], [0.01, 0.01]], [[240.0, 1.0], [0.0098, 0.01]]),
+    ],
+)
+def test_scales_of_blocks(kind, rows, columns):
+    """What is small beside its own block's largest value loses digits, or all."""
+    tensor = torch.tensor([[240.0, 1.0], [0.01, 0.01]])
+    found = pytorch.fp8.quantize(tensor, getattr(recipe, kind)(), None, 0, "input").get_data_tensors()
+    for part, expected in zip(found, (rows, columns), strict=True):
+        torch.testing.assert_close(part, torch.tensor(expected), rtol=0.03, atol=1e-3)
 
 
 SOURCES = {

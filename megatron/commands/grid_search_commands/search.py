@@ -35,6 +35,7 @@ from megatron.documents.tables import console
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
 from megatron.planner.intervals.interval import Intervals
+from megatron.planner.job.refusals import refuse_recipe
 from megatron.planner.planner import Planner
 from megatron.planner.search import (
     SCOPES,
@@ -123,6 +124,7 @@ def search_for(
     """The search that the options ask for, of one model on one cluster. Raises ValueError."""
     job = model.job
     refuse_without_price(options, cluster)
+    refuse_recipe(job.fp8_recipe, cluster.gpu, "--fp8-recipe")
     space = space_of(options, model, cluster)
     _refuse_shared(options, space, job)
     calibration = load_calibration(options.calibrated_on)

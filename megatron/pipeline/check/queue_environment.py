@@ -40,6 +40,7 @@ def require_hardware_queues(
     distributed_optimizer: bool,
     max_microbatches: int,
     moves_activations: bool,
+    reduces_scales: bool = False,
 ) -> None:
     """Refuse an environment with too few hardware queues for a job over NCCL.
 
@@ -50,6 +51,8 @@ def require_hardware_queues(
         distributed_optimizer: whether a STEP gathers the parameters over the replicas.
         max_microbatches: number of microbatches of the job's largest batch.
         moves_activations: whether some batch of the job moves activations.
+        reduces_scales: computations reduce scales of FP8 over tensor and data ranks, on a stream of their own. No
+            proof shows which queue that may share with others.
 
     Raises:
         ValueError: for too few queues, with reason and remedy.
@@ -81,13 +84,14 @@ def require_hardware_queues(
         return
     beside = "moves of activations" if any(program.num_evictions) else "reductions"
     why = f"{flag} runs {beside} beside computations"
-    needed = max(num_streams(program, **degrees))
+    reduces_scales = reduces_scales and tensor * data > 1
+    needed = max(num_streams(program, **degrees)) + reduces_scales
     if num_queues == 1:
         raise ValueError(
             f"{VARIABLE} is 1, but {why}: streams that share one hardware queue block each other, and the job may "
             f"hang; export {MOST} ({_LOSS})"
         )
-    if num_queues < needed and may_deadlock(program, **degrees):
+    if num_queues < needed and (reduces_scales or may_deadlock(program, **degrees)):
         remedy = f"export {MOST}" if needed <= MOST else "CUDA gives at most 32, so put fewer stages on each rank"
         raise ValueError(
             f"{VARIABLE} is {num_queues}, but {why}, and a rank has {needed} streams: those that share a hardware "

@@ -110,19 +110,24 @@ _SCALES_BLOCKS = ("B200", "GB200", "GB300")
 _WIDTH, _TOKENS = 16, 8  # divisors of the columns and rows of a product in FP8
 
 
-def refuse_recipe(recipe: str | None, gpu: str) -> None:
-    """Raise ValueError if the GPU's units do not support the scales of the FP8 recipe."""
+def refuse_recipe(recipe: str | None, gpu: str, name: str = "config.fp8_recipe") -> None:
+    """Raise ValueError if the GPU's units do not support the scales of the FP8 recipe, which `name` gives."""
     if recipe == "mxfp8" and gpu not in _SCALES_BLOCKS:
         raise ValueError(
-            f"config.fp8_recipe is 'mxfp8', which {gpu} does not multiply; give one of {', '.join(_SCALES_BLOCKS)}, or "
-            "another recipe"
+            f"{name} is 'mxfp8', which {gpu} does not multiply; give one of {', '.join(_SCALES_BLOCKS)}, or another "
+            "recipe"
         )
+
+
+def refuse_units(gpu: str, device: Device) -> None:
+    """Raise ValueError if the GPU does not multiply in FP8."""
+    if device.peak_teraflops_fp8 is None:
+        raise ValueError(f"{gpu} has no units for FP8; give a GPU that has, as H100, or another precision")
 
 
 def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Configuration) -> None:
     """Raise ValueError for FP8 training that is impossible or not modelled. `gpu`: the device's name."""
-    if device.peak_teraflops_fp8 is None:
-        raise ValueError(f"{gpu} has no units for FP8; give a GPU that has, as H100, or another precision")
+    refuse_units(gpu, device)
     is_split = configuration.splits_backward
     for is_asked, what, reason in (
         (configuration.is_hosted, configuration.schedule, "weights that come from the host are cast each time"),

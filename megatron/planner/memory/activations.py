@@ -231,7 +231,7 @@ class Activations:
         split += sum(rows for rows, _ in shape.attention_matrices[:-1])
         if shape.latents:
             shared += shape.latents.query_rank + shape.latents.key_rank
-        layer = e * (shared / self._shared + gathered + split / setting.tensor)
+        layer = setting.input_bytes * (shared / self._shared + gathered + split / setting.tensor)
         head = (1 + shape.num_further) * e * (h / self._shared + shape.output_rows / setting.tensor)
         joining = e * (2 * h / self._shared + h / setting.tensor)
         if further:
@@ -247,10 +247,10 @@ class Activations:
     def _deferred_to_experts(self) -> float:
         """Bytes per token that a layer with experts keeps for its W beyond a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
-        width, e = shape.experts.shared_ffn_hidden_size, setting.element_bytes
+        width = shape.experts.shared_ffn_hidden_size
         gathered = -shape.hidden_size * (width == 0)
         split = (width - shape.ffn_hidden_size) * (3 if shape.gated else 2)
-        return e * (gathered + split / setting.tensor) + self._per_token(routed_gradients)
+        return setting.input_bytes * (gathered + split / setting.tensor) + self._per_token(routed_gradients)
 
     # --- parts
 

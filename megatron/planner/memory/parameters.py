@@ -239,6 +239,7 @@ class TrainingState:
     Attributes:
         weight_bytes, gradient_bytes: bytes of an element of a weight, and of a gradient.
         num_moments: Adam 2, SGD with momentum 1, else 0.
+        moment_bytes: bytes of an element of a moment, on average.
         owned_part: where replicas own whole parameters, the part of the optimizer's bytes on the fullest replica; None:
             that of an even division.
         muon: how matrices are orthogonalised, of which there is one moment; None: the optimizer is not Muon.
@@ -253,6 +254,7 @@ class TrainingState:
     weight_bytes: int = 2
     gradient_bytes: int = 4
     num_moments: int = 2
+    moment_bytes: float = _FP32
     distributed_optimizer: bool = False
     data: int = 1
     keeps_gradient_copies: bool = False
@@ -313,7 +315,7 @@ class TrainingState:
         keeps_masters = self.weight_bytes < _FP32 or (self._shards and num_versions > 1)
         copied = num_parameters if stepped is None else stepped
         part = self._part(num_parameters, experts) if part is None else part
-        kept = _FP32 * num_parameters * (keeps_masters + self.num_moments) * part
+        kept = num_parameters * (_FP32 * keeps_masters + self.moment_bytes * self.num_moments) * part
         if self.muon is not None:
             kept -= _FP32 * matrices * (self.num_moments - 1) * part
         return kept + self._gradient_copies(copied, part)

@@ -96,6 +96,14 @@ class _Degrees:
         self._missed: dict[tuple, str] = {}  # by schedule, v and scope: why a smaller microbatch did not fit
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
+        size = next(iter(self.space.microbatches(self.choice.data)), 1)
+        refused = {}
+        for schedule in schedules:
+            single = self._single(replace(self.choice, micro_batch_size=size), schedule)
+            if reason := rules.refuse_in_fp8(self.planner, self._configuration(single)):
+                refused[schedule] = reason
+                yield Rejected(choice=replace(self.choice, schedule=schedule), reason=reason)
+        schedules = [schedule for schedule in schedules if schedule not in refused]
         hosted = [schedule for schedule in schedules if rules.is_hosted(schedule)]
         whole = [schedule for schedule in schedules if schedule not in hosted]
         split = [schedule for schedule in whole if splits(offer(schedule))]
@@ -158,6 +166,12 @@ class _Degrees:
         saves, merges = self.training.saves_scores, self.planner.software.overlaps_experts
         left_out = {SCOPES[1]: not saves, RecomputeScope.LAYER: merges and self.choice.expert is not None}
         return [each for each in self.space.scopes if not left_out.get(each)]
+
+    @staticmethod
+    def _single(choice: Choice, schedule: str) -> Choice:
+        """One microbatch of the choice on each replica, under a schedule."""
+        batch = choice.micro_batch_size * choice.data
+        return replace(choice, schedule=schedule, virtual=1, global_batch_size=batch)
 
     def _floor(self, choice: Choice, some: str) -> Rejected | None:
         """The rejection of all schedules if one microbatch on one weight version already exceeds the memory."""

@@ -17,7 +17,7 @@ from megatron.pipeline.program.lane_order import EAGER
 from megatron.pipeline.schedules import Schedule
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.refusals import OVERLAPPED, refuse_shares
+from megatron.planner.job.refusals import OVERLAPPED, refuse_fp8, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.planner import Planner
@@ -101,6 +101,17 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
             return f"{schedule} has nothing to balance"
         if p < fewest:
             return f"p < {fewest} has nothing to balance"
+    return None
+
+
+def refuse_in_fp8(planner: Planner, configuration: Configuration) -> str | None:
+    """The reason why the linears of a configuration cannot multiply in FP8, where they do."""
+    if not planner.software.fp8:
+        return None
+    try:
+        refuse_fp8(planner.cluster.gpu, planner.cluster.device, planner.model, configuration)
+    except ValueError as error:
+        return clause(error)
     return None
 
 

@@ -7,7 +7,7 @@ Pure: the machine is described by a record, so that the CUDA cases are tested wi
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron.pipeline.check import queue_environment
 from megatron.pipeline.program.instruction import Kind
@@ -25,6 +25,7 @@ class Platform:
     Attributes:
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
         engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
+        without_fp8: by the recipes of FP8 that the machine does not have, why not.
     """
 
     is_cuda: bool
@@ -33,6 +34,7 @@ class Platform:
     has_deep_ep: bool = False
     engine_keeps_main_grad: bool = False
     engine_puts_off: bool = True
+    without_fp8: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
@@ -45,6 +47,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     where = "Transformer Engine" if platform.is_cuda else "CUDA"
     for flag, is_asked in {
         "--apply-layernorm-1p": args.apply_layernorm_1p,
+        f"--fp8-format {args.fp8}": args.fp8 is not None,
         "--fp32-residual-connection": args.fp32_residual_connection,
         "--tp-comm-overlap": args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
         "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te",
@@ -53,6 +56,11 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     }.items():
         if is_asked and not uses_engine:
             raise ValueError(f"{flag} needs {where} with --transformer-impl transformer_engine; leave the flag out")
+    if args.fp8 is not None and (reason := platform.without_fp8.get(args.fp8_recipe)):
+        raise ValueError(
+            f"--fp8-format {args.fp8} with --fp8-recipe {args.fp8_recipe} is not for this machine: {reason}; use "
+            "another recipe, or leave the flag out"
+        )
     if args.num_experts and args.moe_token_dispatcher_type == FLEX and not (platform.is_cuda and platform.has_deep_ep):
         raise ValueError("--moe-token-dispatcher-type flex needs CUDA and the package deep_ep; use alltoall")
     if args.profile and not platform.is_cuda and not args.use_pytorch_profiler:
@@ -204,4 +212,5 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
         distributed_optimizer=args.use_distributed_optimizer,
         max_microbatches=max(args.batch_sizes.all_num_microbatches()),
         moves_activations=args.moves_activations,
+        reduces_scales=args.fp8 is not None and args.fp8_recipe == "delayed",
     )

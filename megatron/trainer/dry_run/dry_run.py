@@ -24,6 +24,8 @@ from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
+from megatron.planner.job.devices import DEVICES
+from megatron.planner.job.refusals import refuse_recipe, refuse_units
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.trainer.arguments import Platform, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
@@ -89,7 +91,10 @@ def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
     return rows, [f"{problem}; the embedding is taken to have {rows} rows, {source}"]
 
 
-_FUSIONS_OF_ENGINE = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion")
+_OF_ENGINE = {
+    "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
+    "moe_router_padding_for_quantization": False,
+}  # fmt: skip
 """Flags for which megatron.core looks for Transformer Engine, which may be missing here. No shape depends on them."""
 
 
@@ -171,7 +176,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
     # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
-    config = transformer_config(replace(args, **dict.fromkeys(_FUSIONS_OF_ENGINE, False)))
+    config = transformer_config(replace(args, **_OF_ENGINE))
     optimizer_config(args)
     report, demand = prove(args)
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
@@ -215,6 +220,9 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     notes = validate_args(args, world_size=args.dry_run)
     machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
     notes += resolve_platform(args, machine)
+    if args.fp8 is not None and (device := DEVICES.get(args.dry_run_gpu)) is not None:
+        refuse_units(args.dry_run_gpu, device)
+        refuse_recipe(args.fp8_recipe, args.dry_run_gpu, "--fp8-recipe")
     return TrainConfig.of(args), notes
 
 

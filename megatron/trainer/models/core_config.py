@@ -43,6 +43,7 @@ def _experts(args: TrainConfig) -> dict[str, object]:
         "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
         "moe_router_dtype", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
         "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
+        "moe_router_padding_for_quantization",
     )  # fmt: skip
     return {
         "num_moe_experts": args.num_experts,
@@ -55,6 +56,10 @@ def _experts(args: TrainConfig) -> dict[str, object]:
     }
 
 
+_OF_FP8 = (
+    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+)  # fmt: skip
 _OF_ATTENTION = (
     "softmax_type", "window_size", "window_attn_skip_freq", "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
@@ -164,6 +169,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 calculate_per_token_loss=args.calculate_per_token_loss,
                 transformer_impl=args.transformer_impl,
                 **_attention(args),
+                **{name: getattr(args, name) for name in _OF_FP8},
                 **options,
             )
         config = _with_yarn(args, made)

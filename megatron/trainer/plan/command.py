@@ -155,6 +155,11 @@ class Job:
         return replace(whole, with_halves=from_flags.software(replace(self._alone, transformer_impl="local")))
 
     @property
+    def fp8_recipe(self) -> str | None:
+        """The recipe of the linears in FP8; None: they are not."""
+        return None if self._alone.fp8 is None else self._alone.fp8_recipe
+
+    @property
     def clips_gradients(self) -> bool:
         return self._alone.clip_grad > 0
 

@@ -187,6 +187,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         gathers_keys=gathers_keys(args),
         defers_gathered=args.transformer_impl == "transformer_engine",
         experts=_expert_degrees(args),
+        fp8=args.fp8 is not None,
     )
 
 
@@ -201,6 +202,9 @@ def _expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
     return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=expert_tensor_size(args))
 
 
+_BYTES = {"fp32": _FP32, "bf16": _HALF}
+
+
 def training_state(args: TrainConfig) -> TrainingState:
     """What the run keeps for each parameter."""
     weight = _HALF if args.fp16 or args.bf16 else _FP32
@@ -208,6 +212,7 @@ def training_state(args: TrainConfig) -> TrainingState:
         weight_bytes=weight,
         gradient_bytes=_FP32 if args.accumulate_allreduce_grads_in_fp32 else weight,
         num_moments=int(args.sgd_momentum > 0) if args.optimizer == "sgd" else 2,
+        moment_bytes=(_BYTES[args.exp_avg_dtype] + _BYTES[args.exp_avg_sq_dtype]) / 2,
         distributed_optimizer=args.use_distributed_optimizer,
         data=num_replicas(args),
         expert_data=num_expert_replicas(args),
@@ -302,6 +307,7 @@ def software(args: TrainConfig) -> RunSoftware:
         fuses_gradient_accumulation=args.gradient_accumulation_fusion,
         own_communicators=uses_nccl(args),
         overlaps_in_pieces=args.tp_comm_overlap,
+        fp8=args.fp8 is not None,
     )
 
 

@@ -43,7 +43,22 @@ def this_platform() -> Platform:
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
         engine_puts_off=engine_puts_off(installed_version()),
+        without_fp8=_without_fp8() if backend.is_cuda() and installed_version() else {},
     )
+
+
+def _without_fp8() -> dict[str, str]:
+    """By the recipes of FP8 that Transformer Engine does not have on this GPU, why not."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    names = dict.fromkeys(("delayed", "tensorwise"), "is_fp8_available")
+    names |= {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+    found = {}
+    for recipe, name in names.items():
+        is_there, reason = getattr(FP8GlobalStateManager, name, lambda: (False, "Transformer Engine is too old"))()
+        if not is_there:
+            found[recipe] = reason.rstrip(".")
+    return found
 
 
 def initialize(args: TrainConfig) -> TrainConfig:

@@ -10,8 +10,8 @@ What it cannot know, so that no test of it says anything of it:
 - the numbers of the kernels: fused attention, norms, products and their order of sums, and so any bit of a GPU;
 - streams and events: whether a kernel that W starts late reads what another stream has overwritten;
 - memory: what a module saves, and when it is freed;
-- FP8 and FP4: recipes, scales and FP4 raise, and an FP8 context only rounds the weights of linear layers to e4m3, and
-  keeps them as Transformer Engine keeps what it has cast;
+- FP8: values are rounded by the scales of the recipes, and products have the tensors' own type; attention in FP8, and
+  weights in FP8 alone, raise, as does FP4;
 - userbuffers, CUDA graphs, context parallelism, packed sequences, fused optimizers, permutations and routers;
 - speed.
 """

@@ -439,9 +439,9 @@ def test_a_single_gradient_buffer_needs_batches_in_order():
 def test_refused_flags_are_named_at_once():
     """A script with several flags that cannot be used learns of all of them in one run, each with its remedy."""
     with pytest.raises(ValueError) as caught:
-        arguments("--moe-use-upcycling --spec other --fp8-format hybrid")
+        arguments("--moe-use-upcycling --spec other --fp4-format e2m1")
     first, *others = str(caught.value).splitlines()
     assert first == "3 flags cannot be used here"
     assert sorted(line.split(":")[0].strip() for line in others) == [
-        "--fp8-format hybrid", "--moe-use-upcycling", "--spec other",
+        "--fp4-format e2m1", "--moe-use-upcycling", "--spec other",
     ]  # fmt: skip

@@ -81,10 +81,10 @@ def test_old_flags_name_the_new_ones(flags, remedy):
 def test_unknown_and_refused_flags_are_one_message():
     """Whoever brings a script reads at once all that has to go."""
     with pytest.raises(ValueError) as error:
-        parse_args(argv("--foo 1 --moe-latent-size 8 --num-layer 2 --fp8-format hybrid --foo 2"))
+        parse_args(argv("--foo 1 --moe-latent-size 8 --num-layer 2 --fp4-format e2m1 --foo 2"))
     first, *rest = str(error.value).splitlines()
     assert first == "4 flags cannot be used here"
-    starts = ["--foo is not", "--num-layer is not", "--moe-latent-size 8: ", "--fp8-format hybrid: "]
+    starts = ["--foo is not", "--num-layer is not", "--moe-latent-size 8: ", "--fp4-format e2m1: "]
     assert all(line.strip().startswith(start) for line, start in zip(rest, starts, strict=True))
 
 

@@ -1,6 +1,7 @@
 """The optimizer of a run: on the host, where megatron.core has found a GPU's kernels; LAMB; its kernels."""
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +14,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core import optimizer as core
-from megatron.trainer.start_up.optimizer import Lamb, choose_kernel
+from megatron.trainer.start_up.optimizer import Lamb, NarrowMoments, choose_kernel
 from tests import workers
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
@@ -232,3 +233,53 @@ def test_what_has_one_kernel_is_left_alone():
     other = SimpleNamespace(param_groups=[{"lr": 0.1}])
     choose_kernel(SimpleNamespace(optimizer=other), "fused")
     assert other.param_groups == [{"lr": 0.1}]
+
+
+# --- AdamW with moments in bf16 ---------------------------------------------------------------------------------------
+
+BF16, FP32 = torch.bfloat16, torch.float32
+NARROW = f"{UNTIED} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16"
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)])
+def test_moments_are_rounded_behind_each_step(dtypes):
+    """Bit-equal to torch's AdamW whose moments a plain loop rounds; also from a state that was saved and loaded."""
+    generator = torch.Generator().manual_seed(5)
+    begin = torch.randn(5, 7, generator=generator)
+    mine, plain = (torch.nn.Parameter(begin.clone()) for _ in range(2))
+    options = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    optimizer, expected = NarrowMoments([mine], dtypes=dtypes, **options), torch.optim.AdamW([plain], **options)
+    for step in range(4):
+        mine.grad = torch.randn(begin.shape, generator=generator)
+        plain.grad = mine.grad.clone()
+        optimizer.step()
+        expected.step()
+        for name, dtype in zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True):
+            rounded = expected.state[plain][name].to(dtype)
+            assert optimizer.state[mine][name].dtype is dtype and torch.equal(optimizer.state[mine][name], rounded)
+            expected.state[plain][name] = rounded.float()
+        assert torch.equal(mine, plain)
+        if step == 1:
+            state, optimizer = optimizer.state_dict(), NarrowMoments([mine], dtypes=dtypes, **options)
+            optimizer.load_state_dict(state)
+
+
+def dtypes_of_moments(run) -> Callable[[], set]:
+    """What the run's optimizer keeps at its end."""
+    states = run.update.optimizer.optimizer.state
+    return lambda: {(str(each["exp_avg"].dtype), str(each["exp_avg_sq"].dtype)) for each in states.values()}
+
+
+def test_runs_keep_moments_in_bf16(tmp_path):
+    """On two stages and on two replicas, from a checkpoint, too; and not with the numbers of moments in FP32."""
+    second = f"{NARROW} --exp-avg-sq-dtype bf16"
+    two = f"--pipeline-model-parallel-size 2 --pipeline-schedule 2bw --save {tmp_path} --save-interval 3"
+    whole = train(2, f"{second} {two}", watch=f"{__name__}:dtypes_of_moments")
+    assert [each["watched"] for each in whole] == [{("torch.bfloat16",) * 2}] * 2
+    assert_same(train(1, f"{second} {P1} --pipeline-schedule 2bw"), whole)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    resumed = train(2, f"{second} {two} --load {tmp_path}")
+    weights = joined_weights(whole)
+    assert all(torch.equal(each, weights[name]) for name, each in joined_weights(resumed).items())
+    others = joined_weights(train(2, f"{UNTIED} --bf16 --use-distributed-optimizer {two} --no-save-optim"))
+    assert not all(torch.equal(each, weights[name]) for name, each in others.items())

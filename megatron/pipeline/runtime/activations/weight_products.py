@@ -18,7 +18,7 @@ separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -42,6 +42,7 @@ class _Factors:
     input: Tensor
     output_grad: Tensor
     product: Product
+    held: Sequence[Tensor]
 
 
 class WeightProducts:
@@ -60,9 +61,20 @@ class WeightProducts:
         finally:
             _collecting = before
 
-    def put_off(self, parameter: Parameter, input: Tensor, output_grad: Tensor, product: Product) -> None:
-        """Postpone ``product(input, output_grad)``, a summand of the gradient of `parameter`, with its shape."""
-        self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product))
+    def put_off(
+        self,
+        parameter: Parameter,
+        input: Tensor,
+        output_grad: Tensor,
+        product: Product,
+        *,
+        held: Sequence[Tensor] = (),
+    ) -> None:
+        """Postpone ``product(input, output_grad)``, a summand of the gradient of `parameter`, with its shape.
+
+        `held`: what the product holds beside both factors.
+        """
+        self._of.setdefault(parameter, []).append(_Factors(input.detach(), output_grad.detach(), product, held))
 
     @property
     def num_products(self) -> int:
@@ -75,7 +87,7 @@ class WeightProducts:
             storage._cdata: storage.nbytes()
             for factors in self._of.values()
             for each in factors
-            for storage in (each.input.untyped_storage(), each.output_grad.untyped_storage())
+            for storage in (held.untyped_storage() for held in (each.input, each.output_grad, *each.held))
         }
         return sum(storages.values())
 

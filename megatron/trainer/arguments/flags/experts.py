@@ -133,6 +133,12 @@ class Experts:
     moe_permute_fusion: bool = switch(
         "Fuse the permutation of tokens. Off without Transformer Engine.", roles=Role.NONE
     )
+    moe_router_padding_for_quantization: bool = switch(
+        "With FP8, route further tokens to experts, at a score of 0, so that each has a multiple of 16 or 32, in place "
+        "of rows of zeros.",
+        aliases=("--moe-router-padding-for-fp8",),
+        roles=Role.NONE,
+    )
     moe_router_fusion: bool = switch("Fuse the router's operations. Off without Transformer Engine.", roles=Role.NONE)
 
 

@@ -41,6 +41,7 @@ GROUPS: tuple[Group, ...] = (
     training.REGULARIZATION,
     training.LEARNING_RATE,
     training.PRECISION,
+    training.EIGHT_BITS,
     training.RECOMPUTE,
     data.DATA,
     data.TOKENIZER,

@@ -6,14 +6,13 @@ from megatron.trainer.arguments.flags.specification import Flag, Group, Role, ig
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 _ENGINE = "it needs a dispatcher or a kernel that is not built; leave the flag out."
-_FP8 = "FP8 and FP4 are not supported by the pipeline runtime; use --bf16."
+_FP4 = "FP4 is not supported by the pipeline runtime; use --fp8-format, or --bf16 alone."
 _FSDP = "sharding parameters over replicas is not supported; use --use-distributed-optimizer and pipeline stages."
 _OFFLOAD = "a part of the state is not moved to host memory; all of it is with --pipeline-schedule l2l, so use that."
 _SKIPS = (
     "layers are not left out of single batches: what a batch runs is proved before the run, and a batch with other "
     "stages is another program; leave the flag out."
 )
-_PRECISION = "the precision-aware optimizer is not supported; leave the flag out (FP32 masters)."
 _GRAPH = "CUDA graphs cannot follow the switch between weight versions; leave the flag out."
 _NATIVE = "it belongs to Megatron-LM's own pipeline loops; leave the flag out, the program places all transfers."
 _CLUSTER = "this cluster service is not connected; leave the flag out."
@@ -40,7 +39,6 @@ REFUSED = Group(
         *_list(_ENGINE, "--moe-latent-size", takes=None),
         *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),
         *_list("routers draw no random numbers; leave the flag out.", "--moe-router-force-load-balancing"),
-        *_list(_FP8, "--moe-router-padding-for-fp8", "--moe-router-padding-for-quantization"),
         *_list("an old flag; use --recompute-granularity selective --recompute-modules moe.", "--moe-layer-recompute"),
         *_list("weights of a dense model are not copied into experts; leave the flag out.", "--moe-use-upcycling"),
         refused(
@@ -48,18 +46,11 @@ REFUSED = Group(
             "an old flag; use --moe-router-num-groups and --moe-router-group-topk.",
             takes=None,
         ),
+        *_list(_FP4, "--fp4-format", takes=None),
         *_list(
-            _FP8,
-            "--fp8-format",
-            "--fp8-recipe",
-            "--fp8-margin",
-            "--fp8-interval",
-            "--fp8-amax-history-len",
-            "--fp8-amax-compute-algo",
-            "--fp4-format",
-            takes=None,
+            "gradients of weights are in FP8, too: Transformer Engine has not read it since 2.0; leave the flag out.",
+            "--no-fp8-wgrad",
         ),
-        *_list(_FP8, "--fp8-param-gather", "--no-fp8-wgrad", "--first-last-layers-bf16"),
         *_list("rank orders other than tp-cp-ep-dp-pp are not built; leave the flag out.", "--use-tp-pp-dp-mapping"),
         *_list(
             "use --pipeline-model-parallel-layout with a stage that has nothing but E.",
@@ -78,10 +69,15 @@ REFUSED = Group(
             neutral=("adam",),
         ),
         refused("--muon-use-syrk", "the products of Muon's iterations are torch's; leave the flag out."),
-        *_list(_PRECISION, "--use-precision-aware-optimizer"),
         *(
-            refused(name, _PRECISION, takes=None, default="fp32", neutral=("fp32",))
-            for name in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
+            refused(
+                f"--main-{name}-dtype",
+                f"{name} of the optimizer are in FP32; use fp32.",
+                takes=None,
+                default="fp32",
+                neutral=("fp32",),
+            )
+            for name in ("grads", "params")
         ),
         *_list(_GRAPH, "--enable-cuda-graph", "--external-cuda-graph", "--te-rng-tracker"),
         *_list(
@@ -177,6 +173,10 @@ _WATCHES = "results are not recomputed to find faults; a loss or gradient that i
 _GRADIENTS = "gradients lie in contiguous buffers that the pipeline's program reduces"
 _MODELOPT = "Megatron-LM's models of ModelOpt alone read it; YaRN is --position-embedding-type yarn and its flags"
 _PROGRAM = "the program says what is computed when, and beside which transfer"
+_GATHER = (
+    "weights are kept and gathered in the model's precision and cast to FP8 once in each batch, by the scales of the "
+    "same recipe; that takes 2 bytes more for an element of a linear layer, which the memory estimate counts"
+)
 _SUM = "the value would need another reduction over all ranks; grad_norm is in the log line and in --metrics-file"
 
 IGNORED = Group(
@@ -194,6 +194,8 @@ IGNORED = Group(
         ignored("--check-for-large-grads", _WATCHES),
         ignored("--rerun-mode", _WATCHES, takes=None, neutral=("disabled",)),
         ignored("--no-barrier-with-level-1-timing", "timers do not wait for other ranks"),
+        ignored("--fp8-interval", "Transformer Engine has not read it since 1.8", takes=None, neutral=("1",)),
+        ignored("--fp8-param-gather", _GATHER),
         ignored("--ddp-average-in-collective", "gradients are scaled before the sum, which gives the same mean"),
         ignored("--delay-wgrad-compute", _PROGRAM),
         ignored("--overlap-moe-expert-parallel-comm", _PROGRAM, roles=Role.PRICED),

@@ -87,6 +87,9 @@ class Batch:
 BATCH = Group.of(Batch, "batch and length")
 
 
+_OF_MOMENTS = ("fp32", "fp16", "bf16", "fp8")
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Regularization:
     """Optimizer and regularization."""
@@ -113,6 +116,12 @@ class Regularization:
     adam_beta1: float = option(0.9, "First coefficient of Adam and LAMB.")
     adam_beta2: float = option(0.999, "Second coefficient of Adam and LAMB.")
     adam_eps: float = option(1e-8, "Epsilon of Adam and LAMB.")
+    use_precision_aware_optimizer: bool = switch(
+        "Adam with moments of --exp-avg-dtype and --exp-avg-sq-dtype, which steps in FP32. Needs "
+        "--use-distributed-optimizer."
+    )
+    exp_avg_dtype: str = option("fp32", "Type of the first moment: fp32 or bf16.", choices=_OF_MOMENTS)
+    exp_avg_sq_dtype: str = option("fp32", "Type of the second moment: fp32 or bf16.", choices=_OF_MOMENTS)
     sgd_momentum: float = option(0.9, "Momentum of SGD.")
     muon_momentum: float = option(0.95, "Momentum of Muon.")
     muon_use_nesterov: bool = switch("Muon with Nesterov's momentum.", aliases=("--muon-nesterov",))
@@ -210,6 +219,41 @@ class Precision:
 
 
 PRECISION = Group.of(Precision, "precision")
+
+
+FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
+class EightBits:
+    """Products of layers in FP8, which Transformer Engine computes. Weights that the optimizer steps stay in the
+    model's precision. docs/fp8.md."""
+
+    fp8: str | None = option(
+        None,
+        "e4m3: all tensors. hybrid: gradients of outputs in e5m2, all others in e4m3.",
+        name="--fp8-format",
+        choices=("e4m3", "hybrid"),
+    )
+    fp8_recipe: str = option(
+        "delayed",
+        "Where scales come from. delayed: one for each tensor, by the largest values of earlier microbatches. "
+        "tensorwise: one for each tensor, by its own. blockwise, mxfp8: one for each block of 128 or 32 elements.",
+        choices=(*FP8_RECIPES, "custom"),
+    )
+    fp8_margin: int = option(0, "With delayed scaling, the powers of two by which scales are smaller.")
+    fp8_amax_history_len: int = option(1, "With delayed scaling, the microbatches whose largest values are kept.")
+    fp8_amax_compute_algo: str = option(
+        "most_recent",
+        "With delayed scaling, the value that a scale is of: the last one, or the largest of all that are kept.",
+        choices=("most_recent", "max"),
+    )
+    first_last_layers_bf16: bool = switch("Keep layers at both ends of the model in the model's precision.")
+    num_layers_at_start_in_bf16: int = option(1, "Layers in front that --first-last-layers-bf16 keeps.")
+    num_layers_at_end_in_bf16: int = option(1, "Layers at the end that --first-last-layers-bf16 keeps.")
+
+
+EIGHT_BITS = Group.of(EightBits, "FP8")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

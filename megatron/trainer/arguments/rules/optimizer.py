@@ -2,6 +2,8 @@
 
 import argparse
 
+from megatron.trainer.arguments.flags.specification import name_of
+
 
 def optimizer(args: argparse.Namespace) -> None:
     if args.start_weight_decay is not None or args.end_weight_decay is not None:
@@ -26,6 +28,7 @@ def optimizer(args: argparse.Namespace) -> None:
     if args.overlap_param_gather and not args.overlap_grad_reduce:
         raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
     _whole_tensors(args)
+    _precision_aware(args)
 
 
 def learning_rate(args: argparse.Namespace) -> None:
@@ -106,6 +109,33 @@ def _whole_tensors(args: argparse.Namespace) -> None:
                 f"{name} does not go with --optimizer lamb, which steps a weight by its norm: it {reason}; leave it "
                 "out, or use adam"
             )
+
+
+def _precision_aware(args: argparse.Namespace) -> None:
+    """Refuse types that the optimizer does not keep, and what does not step them."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(args, name)
+        if value not in ("fp32", "bf16"):
+            raise ValueError(
+                f"{name_of(name)} {value} has so narrow a range that it takes scales, which are not kept; use bf16"
+            )
+        if value != "fp32" and not args.use_precision_aware_optimizer:
+            raise ValueError(f"{name_of(name)} {value} needs --use-precision-aware-optimizer; add it")
+    if not args.use_precision_aware_optimizer:
+        return
+    for name, (is_asked, remedy) in {
+        f"--optimizer {args.optimizer}": (args.optimizer != "adam", "use adam"),
+        "a run without --use-distributed-optimizer": (not args.use_distributed_optimizer, "add it"),
+        "--grad-reduce-in-bf16": (args.grad_reduce_in_bf16, "leave it out, since gradients are FP32"),
+        "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "leave it out"),
+        "--pipeline-schedule l2l": (args.pipeline_schedule == "l2l", "use another schedule: the host steps in FP32"),
+        f"--2bw-provisional {args.pipeline_2bw_provisional}": (
+            args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
+            "use --2bw-provisional off: predictions read moments in FP32",
+        ),
+    }.items():
+        if is_asked:
+            raise ValueError(f"--use-precision-aware-optimizer does not go with {name}; {remedy}")
 
 
 def _whole_parameters(args: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ RANGES = (
         lambda value: value > 0,
         (
             "num_layers",
+            "fp8_amax_history_len",
             "hidden_size",
             "num_attention_heads",
             "seq_length",
@@ -145,6 +146,9 @@ RANGES = (
             "eval_iters",
             "manual_gc_interval",
             "num_workers",
+            "fp8_margin",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
             "freeze_start",
             "vocab_extra_ids",
             "tiktoken_num_special_tokens",

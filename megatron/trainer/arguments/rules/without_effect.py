@@ -110,6 +110,21 @@ ROWS = (
         lambda args: not cuts_optimizer_state(args),
         "only buckets that --use-distributed-optimizer cuts into shards are padded",
     ),
+    Idle(
+        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16",
+        lambda args: args.fp8 is None,
+        "it is about --fp8-format",
+    ),
+    Idle(
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
+        lambda args: args.fp8 is not None and args.fp8_recipe != "delayed",
+        "it is about --fp8-recipe delayed",
+    ),
+    Idle(
+        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+        lambda args: not args.first_last_layers_bf16,
+        "it is about --first-last-layers-bf16",
+    ),
     Idle("adam_beta1 adam_beta2 adam_eps", lambda args: args.optimizer == "sgd", "--optimizer sgd has no moments"),
     Idle(
         "muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "

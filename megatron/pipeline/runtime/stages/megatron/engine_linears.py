@@ -1,17 +1,29 @@
-"""The backward of Transformer Engine's linear layers in two halves, which these layers offer themselves.
+"""Transformer Engine's linear layers: their backward in two halves, and the weights that they have cast to FP8.
 
-Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight gradient in
-a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to ``.grad``, past
-autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where there is none.
+**Halves.** Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight
+gradient in a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to
+``.grad``, past autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where
+there is none.
 Under fused accumulation it adds the gradient to `main_grad`. The gradients of norms come with the whole backward. So do
-those of biases that are not added inside the product (of row-parallel layers, and those that the layer returns); and
-`backward_dw` fails if it does not find them in ``.grad``, from where a hook has taken them.
+those of biases that are not added inside the product (of row-parallel layers, and those that the layer returns), and
+those of all biases in FP8; and `backward_dw` fails if it does not find them in ``.grad``, from where a hook has taken
+them.
 
 Solution: after an I, what the layers have put off is listed in the microbatch's `WeightProducts`, beside that of
 megatron.core's own linears. A product of W calls `backward_dw`, takes the gradients out of ``.grad``, and gives them to
 autograd as W gives all gradients. A whole backward turns the queues off.
+
+**FP8.** Problem: a layer casts its weights for the first microbatch of a batch and keeps them for the others, in one
+place. megatron.core says which microbatch is the first, and for the first a layer overwrites what it has kept, and
+under fused accumulation `main_grad`, too. But with delayed weights the next batch begins, with other weights, while
+microbatches of this one wait for their backward, which reads what the layer kept, or for their recompute.
+
+Solution: no microbatch is called the first. A layer then adds to `main_grad`, and casts only weights that it does not
+find. What it finds is a dictionary of the batch. Weights of a batch are cast once, and freed when its last backward is
+done and the next batch has begun. In evaluations each microbatch has a dictionary of its own.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,19 +37,47 @@ from megatron.pipeline.runtime.activations.weight_products import WeightProducts
 
 
 class EngineLinears:
-    """The layers of a model chunk that can put their weight gradients off; there may be none.
+    """The layers of a model chunk that can put their weight gradients off, and those that cast; there may be none.
 
-    For a microbatch that megatron.core calls the first, which here is the first one ever, a layer overwrites
-    `main_grad` in place of adding to it, and keeps the weights that it has cast to FP8 for all others. But another
-    microbatch may have added before, and weights change. So layers are told that they do not know which is the first.
+    `keeps_casts`: layers keep the weights that they have cast. If they do not, they are told that they do not know
+    which microbatch is the first, and cast for each.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, keeps_casts: bool = False) -> None:
         modules = list(unwrap_model(model).modules())
         self._modules = [each for each in modules if puts_off(each)]
+        self._casting = [each for each in modules if keeps_casts and hasattr(each, "_fp8_workspaces")]
+        self._casts: dict[int, list[dict]] = {}  # batch -> what each layer has cast, by the name of a weight
+        self._waiting: Counter[int] = Counter()  # batch -> microbatches between their forward and their backward
         for each in modules:
             if hasattr(each, "disable_parameter_transpose_cache"):
-                each.disable_parameter_transpose_cache = True
+                each.disable_parameter_transpose_cache = not keeps_casts
+                each.is_first_microbatch = False
+
+    def begin_forward(self, batch: int) -> None:
+        """Announce the forward of a microbatch, whose weights are those of `batch`. Batches come in ascending order."""
+        self._waiting[batch] += 1
+        self._forget(but=batch)
+        self.show_batch(batch)
+
+    def show_batch(self, batch: int | None) -> None:
+        """Let layers find the weights that they have cast for a batch; with None nothing, and keep nothing for long."""
+        if not self._casting:
+            return
+        if batch is not None and batch not in self._casts:
+            self._casts[batch] = [{} for _ in self._casting]
+        shown = [{} for _ in self._casting] if batch is None else self._casts[batch]
+        for module, casts in zip(self._casting, shown, strict=True):
+            module._fp8_workspaces = casts
+
+    def end_backward(self, batch: int) -> None:
+        """Announce that a microbatch of `batch` needs its weights no more."""
+        self._waiting[batch] -= 1
+        self._forget(but=max(self._casts, default=batch))
+
+    def _forget(self, but: int) -> None:
+        for batch in [each for each in self._casts if not self._waiting[each] and each != but]:
+            del self._casts[batch]
 
     @contextmanager
     def putting_off(self, products: WeightProducts) -> Iterator[None]:
@@ -71,23 +111,28 @@ def _list(module: torch.nn.Module, item: list, products: WeightProducts) -> None
     gradients = _LateGradients(module, item)
     (inputs, output_grads, *_), _ = item
     for number, name in enumerate(module.weight_names):
-        products.put_off(
-            getattr(module, name), _tensor(inputs, number), _tensor(output_grads, number), partial(gradients.take, name)
-        )
+        held = [*_tensors(inputs, number), *_tensors(output_grads, number)]
+        products.put_off(getattr(module, name), *held[:2], partial(gradients.take, name), held=held[2:])
     for number, name in enumerate(module.bias_names if _sums_bias(module) else ()):
         if getattr(module, name).requires_grad:
-            factor = _tensor(output_grads, number)
+            [factor] = _tensors(output_grads, number)
             products.put_off(getattr(module, name), factor, factor, partial(gradients.take, name))
 
 
-def _tensor(factors: Tensor | list[Tensor], number: int) -> Tensor:
-    """The factor of a layer's weight, which holds its memory; grouped layers have one for each of their weights."""
-    return factors if isinstance(factors, Tensor) else factors[number]
+def _tensors(factors: object, number: int) -> list[Tensor]:
+    """What holds the memory of the factor of a layer's weight; grouped layers have one for each of their weights.
+
+    In FP8 it is of one of Transformer Engine's classes, which need not be a tensor.
+    """
+    factor = factors[number] if isinstance(factors, list | tuple) else factors
+    if hasattr(factor, "get_data_tensors"):
+        return [each for each in factor.get_data_tensors() if each is not None]
+    return [factor]
 
 
 def _sums_bias(module: torch.nn.Module) -> bool:
     """Whether a layer computes the gradients of its biases with those of its weights."""
-    return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+    return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False) and not module.fp8
 
 
 class _LateGradients:

@@ -289,6 +289,10 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
     _warm_up_context_group()
     if shares_out_experts():
         _warm_up_expert_groups()
+    if chunks[0].config.fp8 and chunks[0].config.fp8_recipe == "delayed":
+        dist.all_reduce(
+            _probe(_BYTES[0], 1), dist.ReduceOp.MAX, parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        )
     dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())

@@ -76,11 +76,6 @@ def require_splits(model: torch.nn.Module, config: TransformerConfig) -> None:
             cannot be combined with split backwards.
     """
     _require_halves(unwrap_model(model).modules())
-    if config.fp8:
-        raise ValueError(
-            "in FP8, layers of Transformer Engine compute the gradients of biases in I and expect them in W, which a "
-            "schedule with I and W does not follow; train in bf16, or take a schedule with whole backwards."
-        )
     if config.defer_embedding_wgrad_compute:
         raise ValueError(
             "defer_embedding_wgrad_compute puts off the output layer's weight gradients by itself, and a schedule with "

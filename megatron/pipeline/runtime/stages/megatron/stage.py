@@ -168,7 +168,8 @@ class MegatronStage:
         self._saved: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
         self._not_put_off = weights_of_both_ends(model)
-        self._engine_linears = EngineLinears(model)
+        # weights in FP8 that are kept, and lie in the graph, would be taken for activations
+        self._engine_linears = EngineLinears(model, keeps_casts=bool(self._config.fp8) and activation_memory is None)
         self._captured = self._capture_in(None if self.is_frozen else activation_memory)
         self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
         self._router_tokens = update.router_tokens
@@ -215,6 +216,7 @@ class MegatronStage:
         """
         self._set_training(True)
         self._count_tokens(microbatch)
+        self._engine_linears.begin_forward(microbatch.batch)
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
         with self._captured.capture(microbatch.index):
@@ -233,6 +235,7 @@ class MegatronStage:
         """Run the forward again from the saved input and data, with the weights that are shown, and build the graph."""
         saved = self._saved[microbatch.index]
         self._count_tokens(microbatch)
+        self._engine_linears.show_batch(microbatch.batch)
         saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
         saved.output = self._run(microbatch, saved, saved.replay(), record=False)
@@ -252,6 +255,7 @@ class MegatronStage:
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
         self._count_tokens(microbatch)
+        self._engine_linears.show_batch(microbatch.batch)  # of layers that megatron.core recomputes
         self._router_losses.scale(scale / self._parts(microbatch))
         self._multi_token_losses.scale(scale / self._parts(microbatch))
         with self._dropout.microbatch(self._sample(microbatch)):
@@ -263,6 +267,7 @@ class MegatronStage:
         if self._config.recompute_granularity is not None:  # layers that are recomputed have their losses now
             self._record(microbatch, self._router_losses.take())
         self._captured.drop(microbatch.index)
+        self._engine_linears.end_backward(microbatch.batch)
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
 
     def split_backward(self) -> None:
@@ -323,6 +328,7 @@ class MegatronStage:
         Returns the output; None on the last stage, which records the loss.
         """
         self._set_training(False)
+        self._engine_linears.show_batch(None)
         is_evaluation = microbatch.batch == EVALUATION_BATCH
         if self.output_cache is not None and not is_evaluation:
             return self._from_cache(microbatch)

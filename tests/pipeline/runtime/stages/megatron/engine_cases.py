@@ -1,12 +1,14 @@
 """What the ranks of the tests of Transformer Engine's layers run, on the stand-in of tests/stand_ins."""
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
 
 from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
-from tests.pipeline.runtime.stages.megatron import fused_accumulation, megatron_reference
+from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
+from tests.pipeline.runtime.stages.megatron import fused_accumulation
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 
 TWO = [Microbatch(index, 0, index, 2) for index in (0, 1)]
@@ -18,25 +20,52 @@ def train(**options) -> dict:
         return cases.train(**options)
 
 
-def train_in_fp8(**options) -> dict:
-    from transformer_engine.pytorch.fp8 import fp8_autocast
+@dataclass
+class InFP8:
+    """What a rank trained; of how many batches a stage kept weights in FP8 at once; and at last the scales of delayed
+    scaling, forwards before backwards, of each layer."""
 
-    with fp8_autocast():
-        return train(**options)
+    result: dict
+    num_kept: int
+    scales: list[list[float]]
 
 
-def reference_in_fp8(**options) -> dict:
-    """The plain loop, in which layers cast their weights for each microbatch."""
-    from transformer_engine.pytorch.fp8 import fp8_autocast
+def train_in_fp8(**options) -> InFP8:
+    kept, scales, show = [], {}, EngineLinears.show_batch
 
-    def model(case: cases.Case) -> torch.nn.Module:
-        made = cases.gpt_model(case)
-        for module in made.modules():
-            module.disable_parameter_transpose_cache = True
-        return made
+    def counted(linears: EngineLinears, batch: int | None) -> None:
+        show(linears, batch)
+        kept.append(len(linears._casts))
+        for module in linears._casting:
+            for key in ("scaling_fwd", "scaling_bwd"):
+                if key in module.fp8_meta:
+                    scales[id(module), key] = module.fp8_meta[key].scale
 
-    with fp8_autocast(), mock.patch.object(megatron_reference, "whole_model", model):
-        return megatron_reference.reference(**options)
+    with mock.patch.object(EngineLinears, "show_batch", counted):
+        result = train(**options)
+    return InFP8(result, max(kept), [each.tolist() for each in scales.values()])
+
+
+def evaluated(kept: bool, **options) -> float:
+    """The loss of a microbatch that only a forward takes, with weights that were halved behind one that was trained.
+    `kept`: as the runtime has it; else layers keep no weights in FP8 at all.
+    """
+    case = cases.Case(batches=(2,), layers=2, engine=True, **options)
+    with cases.parallel(case):
+        (stage,), update = cases.build(case)
+        info = BatchInfo(0, 2, 2 * case.micro_batch_size)
+        stage.load_version(0)
+        update.begin_batch(info)
+        update.begin_backward(info)
+        stage.forward(TWO[0], None)
+        stage.backward(TWO[0], None)
+        stage.take_losses(0)
+        for module in stage.model.modules():
+            module.disable_parameter_transpose_cache = not kept
+            for parameter in module.parameters(recurse=False):
+                parameter.data.mul_(0.5)
+        stage.forward_only(TWO[1], None)
+        return stage.take_losses(0)["lm loss"][0]
 
 
 def gradients(

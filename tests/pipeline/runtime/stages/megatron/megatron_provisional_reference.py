@@ -120,6 +120,8 @@ def _reference(case: Case, original: Case) -> dict:
             with torch.no_grad():
                 for name, param in params.items():
                     param.copy_(predicted[replica][name])
+            if position == 0:
+                model.set_is_first_microbatch()
             with dropout.microbatch(microbatch_index * case.micro_batch_size):
                 output, loss_function = step(data, module)
                 result = loss_function(output)

@@ -66,6 +66,7 @@ def _reference(case: Case, original: Case) -> dict:
             for name, param in params.items():
                 param.copy_(versions[version_used(original, batch, name)][name])
         routers.show(biases[max(batch - delay, 0)])
+        model.set_is_first_microbatch()  # in FP8, weights are cast for it
         batch_scale = scales.of_batch(batch)
         gradients = {name: torch.zeros_like(master) for name, master in masters.items()}
         replicas = [dict.fromkeys(gradients) for _ in range(original.d)]

@@ -13,9 +13,14 @@ from megatron import backend
 backend.install()
 
 from tests import workers
-from tests.pipeline.runtime.stages.megatron import engine_cases, split_cases
+from tests.pipeline.runtime.stages.megatron import (
+    engine_cases,
+    megatron_provisional_reference,
+    megatron_reference,
+    split_cases,
+)
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
-from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, EXACT, SPREAD, Outcomes, Row, check, marked
+from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, SPREAD, Outcomes, Row, check, marked
 
 ENGINE = {"engine": True, "layers": 4, "hidden": 16, "batches": (4,) * 3}
 HALVES = ENGINE | {"puts_off": True}
@@ -72,13 +77,73 @@ def test_layers_of_the_engine_train_as_those_of_core(outcomes, name, layout):
     check(outcomes[name, layout], TABLE[name].allowed)
 
 
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
-def test_weights_in_fp8_are_those_of_their_batch(schedule):
-    """Layers keep no cast weights: nobody tells them a batch's first microbatch, and two batches have others."""
-    options = ENGINE | {"schedule": schedule, "engine": True}
-    results = workers.run(2, f"{engine_cases.__name__}:train_in_fp8", device="engine", p=2, **options)
-    [expected] = workers.run(1, f"{engine_cases.__name__}:reference_in_fp8", device="engine", **options)
-    check((Case(p=2, **options), expected, results), EXACT)
+def fp8(recipe: str, **fields) -> dict:
+    return {"attention": tuple({"fp8": "hybrid", "fp8_recipe": recipe, **fields}.items())}
+
+
+DELAYED = fp8("delayed", fp8_amax_history_len=64, fp8_amax_compute_algo="max")
+GROUPED = {"experts": 4, "swiglu": True, "router": (("moe_grouped_gemm", True),)}
+IN_FP8 = {
+    "2bw, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "2bw", "clip": 0.5, "fused": True}, layouts=TWO),
+    "2bw, tensorwise, recompute instructions": Row(
+        ENGINE | fp8("tensorwise") | {"schedule": "2bw", "recompute": True, "dropout": 0.1}, layouts=TWO
+    ),
+    "2bw, predicted, delayed": Row(ENGINE | DELAYED | {"schedule": "2bw", "predict": True}, layouts=TWO),
+    "zb-h1, delayed, tensor parallel": Row(
+        HALVES | DELAYED | {"schedule": "zb-h1"}, layouts=((1, 2, 1),), allowed=SPREAD
+    ),
+    "interleaved, delayed": Row(ENGINE | V | DELAYED | {"schedule": "interleaved"}, layouts=TWO),
+    "flush, delayed, fused": Row(ENGINE | DELAYED | {"schedule": "flush", "fused": True}, layouts=TWO),
+    "flush, the latest values": Row(ENGINE | fp8("delayed", fp8_margin=1) | {"schedule": "flush"}, layouts=TWO),
+    "2bw, mxfp8, modern": Row(ENGINE | MODERN | fp8("mxfp8") | {"schedule": "2bw", "hidden": 32}, layouts=FOUR),
+    "gpipe, blockwise, full recompute": Row(
+        ENGINE | fp8("blockwise") | {"schedule": "gpipe", "recompute_granularity": "full", "dropout": 0.1}, layouts=TWO
+    ),
+    "zb-h1, tensorwise, experts": Row(HALVES | GROUPED | fp8("tensorwise") | {"schedule": "zb-h1"}, layouts=TWO),
+    "zb-h1, delayed, bf16": Row(HALVES | DELAYED | {"schedule": "zb-h1", "dtype": "bfloat16"}, layouts=TWO),
+    "bert, tensorwise": Row(ENGINE | fp8("tensorwise") | {"schedule": "2bw", "bert": True}, layouts=TWO),
+    "pipedream, tensorwise": Row(
+        ENGINE | fp8("tensorwise") | {"schedule": "pipedream", "batches": (1,) * 6}, layouts=TWO
+    ),
+}  # fmt: skip
+USUAL = 4
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (place >= USUAL)) for place, name in enumerate(IN_FP8)]
+)
+def test_weights_in_fp8_are_those_of_their_batch(name):
+    """Bit-equal to a plain loop that casts weights for the first microbatch of each batch. Of two batches at once the
+    weights are kept in FP8 where weights are delayed, and else of one. Tensor ranks share their largest values, so
+    that their scales are those of whole tensors.
+    """
+    row = IN_FP8[name]
+    [(p, t, d)] = row.layouts
+    case = Case(**row.options, p=p, t=t, d=d)
+    found = workers.run(case.num_ranks, f"{engine_cases.__name__}:train_in_fp8", device="engine", **vars(case))
+    plain = megatron_provisional_reference if case.predict else megatron_reference
+    [expected] = workers.run(1, f"{plain.__name__}:reference", device="engine", **vars(case))
+    check((case, expected, [each.result for each in found]), row.allowed)
+    if "pipedream" not in name:
+        assert max(each.num_kept for each in found) == (2 if case.schedule == "2bw" else 1)
+
+
+def test_evaluations_cast_the_newest_weights():
+    """And not what the batch before has left."""
+    case, options = f"{engine_cases.__name__}:evaluated", fp8("tensorwise")
+    kept, fresh = (workers.run(1, case, device="engine", kept=kept, **options) for kept in (True, False))
+    assert kept == fresh
+
+
+def test_replicas_have_the_same_scales():
+    """Largest values are those of all replicas of a stage, while the chain reduces gradients beside; those of two
+    stages differ.
+    """
+    options = ENGINE | DELAYED | {"schedule": "2bw", "distributed_optimizer": True, "p": 2, "d": 2}
+    found = workers.run(4, f"{engine_cases.__name__}:train_in_fp8", device="engine", **options)
+    first, _, last, _ = (each.scales for each in found)
+    assert len(first) == len(last) == 2 * 4 * 2 and first != last
+    assert [each.scales for each in found] == [first, first, last, last]
 
 
 def test_halves_in_bf16_are_whole_backwards():

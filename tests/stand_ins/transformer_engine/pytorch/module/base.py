@@ -1,13 +1,15 @@
 """What linear layers have in common: the weight gradients that they put off, and the state that checkpoints save."""
 
+import contextlib
+import pickle
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from ..._release import fact, pinned
-from ..fp8 import FP8GlobalStateManager, rounded
+from ..fp8 import _IN_RECOMPUTE, FP8GlobalStateManager, QuantizedTensorStorage, RecipeState, quantize
 
 _dummies: dict[tuple, Tensor] = {}
 
@@ -63,7 +65,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__init__()
         self.fp8, self.fp8_calibration, self.fp8_meta = False, False, {"fp8_checkpoint": False}
         self.wgrad_store: WeightGradStore | None = None
-        self._fp8_workspaces: dict[str, Tensor] = {}
+        self._fp8_workspaces: dict[str, QuantizedTensorStorage] = {}
         self._hooks_of_late_gradients: list[Callable[[], None]] = []
 
     @pinned
@@ -77,14 +79,50 @@ class TransformerEngineBaseModule(torch.nn.Module):
             set_gradient(self.bias, bias_grad, fact("bias_grad_is_set"))
         self._run_hooks()
 
-    def cast(self, weight: Tensor, is_first_microbatch: bool | None, name: str = "weight") -> Tensor:
-        """The weight as the product takes it: in FP8 rounded, and kept for the microbatches after the first."""
-        if not FP8GlobalStateManager.is_fp8_enabled():
-            return weight
+    @contextlib.contextmanager
+    def prepare_forward(self, num_gemms: int = 1) -> Iterator[None]:
+        """The states of the FP8 context's recipe, while a forward runs: its scales, or those that it had before."""
+        manager, meta = FP8GlobalStateManager, self.fp8_meta
+        is_recomputed = _IN_RECOMPUTE[1] and manager.is_fp8_enabled()
+        if is_recomputed:
+            manager.get_old_fp8_meta_tensors_for_recompute(meta)
+        else:
+            self.fp8 = meta["fp8_checkpoint"] = manager.is_fp8_enabled()
+        if self.fp8 and not is_recomputed:
+            self._begin_fp8(manager.get_fp8_recipe(), num_gemms)
+            if self.training and _IN_RECOMPUTE[0]:
+                manager.copy_forward_fp8_meta_tensors_for_recompute(meta)
+        yield
+        if is_recomputed:
+            manager.restore_fp8_meta_tensors(meta)
+
+    def _begin_fp8(self, recipe, num_gemms: int) -> None:
+        meta = self.fp8_meta
+        meta |= {"recipe": recipe, "fp8_group": FP8GlobalStateManager.get_fp8_group(), "num_gemms": num_gemms}
+        if recipe.delayed():
+            if "scaling_fwd" not in meta:
+                self._make_states(recipe, num_gemms)
+            FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(meta)
+
+    def _make_states(self, recipe, num_gemms: int) -> None:
+        """Of each product input, weight and output; in backwards the gradients of output and input."""
+        self.fp8_meta["scaling_fwd"] = RecipeState(recipe.amax_history_len, 3 * num_gemms)
+        self.fp8_meta["scaling_bwd"] = RecipeState(recipe.amax_history_len, 2 * num_gemms)
+
+    def cast(self, tensor: Tensor, kind: str, gemm: int = 0) -> QuantizedTensorStorage:
+        """Cast the "input", "weight" or "gradient" of a product, and write its largest value down."""
+        key, slot = ("scaling_bwd", 2 * gemm) if kind == "gradient" else ("scaling_fwd", 3 * gemm + (kind == "weight"))
+        return quantize(tensor, self.fp8_meta["recipe"], self.fp8_meta.get(key), slot, kind)
+
+    def cast_weight(self, weight: Tensor, is_first_microbatch: bool | None, gemm: int = 0) -> QuantizedTensorStorage:
+        """The weight in FP8, which is kept for the microbatches after the first, in one place."""
+        name = self.weight_names[gemm]
         if is_first_microbatch is None:
-            return rounded(weight)
-        if is_first_microbatch or name not in self._fp8_workspaces:
-            self._fp8_workspaces.setdefault(name, torch.empty_like(weight.detach())).copy_(rounded(weight.detach()))
+            return self.cast(weight, "weight", gemm)
+        if name not in self._fp8_workspaces:
+            self._fp8_workspaces[name] = self.cast(weight, "weight", gemm)
+        elif is_first_microbatch:
+            self._fp8_workspaces[name].quantize_(self.cast(weight, "weight", gemm))
         return self._fp8_workspaces[name]
 
     def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook) -> None:
@@ -108,18 +146,31 @@ class TransformerEngineBaseModule(torch.nn.Module):
         with get_rng_state_tracker().fork(*[rng_tracker_name] if rng_tracker_name else []):
             init_method(weight)
 
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Nothing without FP8."""
-
     def set_tensor_parallel_group(self, tp_group) -> None:
         self.tp_group = tp_group
 
     def get_extra_state(self) -> Tensor:
-        """Empty without FP8."""
-        return torch.empty(0, dtype=torch.uint8)
+        """The scales and histories of delayed scaling, pickled; else empty."""
+        meta = self.fp8_meta
+        if not (meta["fp8_checkpoint"] or self.fp8) or not meta["recipe"].delayed():
+            return torch.empty(0, dtype=torch.uint8)
+        state = {"recipe": meta["recipe"], "num_gemms": meta["num_gemms"]}
+        for direction in ("fwd", "bwd"):
+            history, scale = meta[f"scaling_{direction}"].tensors()
+            state |= {f"amax_history_{direction}": history, f"scale_{direction}": scale}
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
     def set_extra_state(self, state) -> None:
-        assert state is None or not isinstance(state, Tensor) or state.numel() == 0, "FP8 state"
+        if state is None or state.numel() == 0:
+            return
+        state = pickle.loads(state.numpy().tobytes())
+        self.fp8_meta["recipe"] = state["recipe"]
+        if "scaling_fwd" not in self.fp8_meta:
+            self._make_states(state["recipe"], state["num_gemms"])
+        for direction in ("fwd", "bwd"):
+            for name, tensor in zip(("amax_history", "scale"), self.fp8_meta[f"scaling_{direction}"].tensors(),
+                                    strict=True):  # fmt: skip
+                tensor.copy_(state[f"{name}_{direction}"])
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None, when: str) -> None:

@@ -4,15 +4,13 @@ import torch
 from torch import Tensor
 
 from ..._release import fact, pinned
-from ..fp8 import FP8GlobalStateManager
+from ..fp8 import FP8GlobalStateManager, QuantizedTensorStorage
 from .base import Accumulation, TransformerEngineBaseModule, WeightGradStore, mark_tensor_parallel, set_gradient
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input: Tensor, splits: list[int], module, is_first_microbatch, *parameters: Tensor) -> Tensor:
-        if FP8GlobalStateManager.is_fp8_enabled():
-            raise NotImplementedError("the stand-in's GroupedLinear has no FP8")
         weights, biases = parameters[: module.num_gemms], parameters[module.num_gemms :]
         ctx.save_for_backward(input, *weights)
         ctx.splits, ctx.module, ctx.sums_biases = splits, module, bool(biases)
@@ -20,21 +18,38 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.accumulations = [Accumulation(weight, fused, is_first_microbatch) for weight in weights]
         store = module.wgrad_store
         ctx.store = store if fact("chooses_store_in") == "backward" or store.delay_wgrad_compute() else None
-        parts = zip(input.split(splits), weights, biases or [None] * len(weights), strict=True)
+        inputs, ctx.inputs, ctx.casts = input.split(splits), None, None
+        if module.fp8:
+            if unaligned := [each for each in splits if each % 16]:
+                raise ValueError(f"FP8 execution requires numbers of tokens that 16 divides, not {unaligned}")
+            ctx.inputs = [module.cast(each, "input", gemm) for gemm, each in enumerate(inputs)]
+            ctx.casts = [module.cast_weight(each, is_first_microbatch, gemm) for gemm, each in enumerate(weights)]
+            ctx.reduces = any(ctx.needs_input_grad) and FP8GlobalStateManager.is_first_fp8_module()
+            inputs, weights = ([each.get_data_tensors()[0] for each in kind] for kind in (ctx.inputs, ctx.casts))
+        parts = zip(inputs, weights, biases or [None] * len(weights), strict=True)
         return torch.cat([torch.nn.functional.linear(*part) for part in parts])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         input, *weights = ctx.saved_tensors
-        inputs, grads, number = input.split(ctx.splits), grad.split(ctx.splits), len(weights)
-        input_grad = torch.cat([each.matmul(weight) for each, weight in zip(grads, weights, strict=True)])
-        weight_grads, bias_grads = [None] * number, [None] * number
+        inputs, grads, number = list(input.split(ctx.splits)), list(grad.split(ctx.splits)), len(weights)
+        weight_grads, bias_grads, sums_biases = [None] * number, [None] * number, ctx.sums_biases
+        rows, module = grads, ctx.module
+        if ctx.casts is not None:
+            if sums_biases:
+                sums_biases, bias_grads = False, [each.sum(dim=0) for each in grads]
+            weights = [each.get_data_tensors()[1] for each in ctx.casts]
+            inputs, grads = ctx.inputs, [module.cast(each, "gradient", gemm) for gemm, each in enumerate(grads)]
+            rows = [each.get_data_tensors()[0] for each in grads]
+        input_grad = torch.cat([each.matmul(weight) for each, weight in zip(rows, weights, strict=True)])
         if ctx.needs_input_grad[4]:
-            accumulations, sums_biases = ctx.accumulations, ctx.sums_biases
+            accumulations = ctx.accumulations
             buffers = [each.buffer() for each in accumulations]
-            results = list(buffers) if ctx.module.fuse_wgrad_accumulation else [torch.empty_like(w) for w in weights]
+            results = list(buffers) if module.fuse_wgrad_accumulation else [torch.empty_like(w) for w in weights]
 
-            def product(inputs: list[Tensor], grads: list[Tensor], results: list[Tensor]) -> tuple:
+            def product(inputs: list, grads: list, results: list[Tensor]) -> tuple:
+                if isinstance(inputs[0], QuantizedTensorStorage):
+                    inputs, grads = ([each.get_data_tensors()[1] for each in kind] for kind in (inputs, grads))
                 for number, (accumulation, buffer) in enumerate(zip(accumulations, buffers, strict=True)):
                     found = accumulation.product(buffer, inputs[number], grads[number])
                     if buffer is None:
@@ -42,11 +57,14 @@ class _GroupedLinear(torch.autograd.Function):
                 return results, [each.sum(dim=0) if sums_biases else None for each in grads], None
 
             if ctx.store is not None and ctx.store.delay_wgrad_compute():
-                ctx.store.put([list(inputs), list(grads), results], product)
+                ctx.store.put([inputs, grads, results], product)
             else:
-                weight_grads, bias_grads, _ = product(list(inputs), list(grads), results)
-            if ctx.module.fuse_wgrad_accumulation:
+                weight_grads, found, _ = product(inputs, grads, results)
+                bias_grads = found if sums_biases else bias_grads
+            if module.fuse_wgrad_accumulation:
                 weight_grads = [each.returned() for each in accumulations]
+        if ctx.casts is not None and ctx.reduces:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return input_grad, None, None, None, *weight_grads, *(bias_grads if ctx.sums_biases else ())
 
 
@@ -83,7 +101,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         biases = [getattr(self, name) for name in self.bias_names]
         splits = [int(each) for each in m_splits]
         inside = biases if self.apply_bias else []
-        output = _GroupedLinear.apply(inp, splits, self, is_first_microbatch, *weights, *inside)
+        with self.prepare_forward(self.num_gemms):
+            output = _GroupedLinear.apply(inp, splits, self, is_first_microbatch, *weights, *inside)
         return (output, biases) if self.return_bias else output
 
     @pinned

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..._release import fact, pinned
 from ..distributed import gather_first_dimension, scatter_sum_first_dimension, sum_of
+from ..fp8 import FP8GlobalStateManager, QuantizedTensorStorage
 from .base import Accumulation, TransformerEngineBaseModule, WeightGradStore, mark_tensor_parallel
 from .norm import normalized
 
@@ -14,16 +15,23 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, weight: Tensor, input: Tensor, bias: Tensor | None, module, is_first_microbatch) -> Tensor:
-        cast = module.cast(weight, is_first_microbatch)
         ctx.save_for_backward(input, weight)
-        ctx.cast = None if cast is weight else cast
         ctx.module, ctx.sums_bias = module, bias is not None
         ctx.accumulation = Accumulation(weight, module.fuse_wgrad_accumulation, is_first_microbatch)
         store = module.wgrad_store
         ctx.store = store if fact("chooses_store_in") == "backward" or store.delay_wgrad_compute() else None
         if module.gathers_input:
             input = gather_first_dimension(input, module.tp_group)
-        output = torch.nn.functional.linear(input, cast, bias)
+        ctx.cast = ctx.input = None
+        if module.fp8:
+            shape = input.shape
+            ctx.input, ctx.cast = (
+                module.cast(input.flatten(0, -2), "input"),
+                module.cast_weight(weight, is_first_microbatch),
+            )
+            ctx.reduces = any(ctx.needs_input_grad) and FP8GlobalStateManager.is_first_fp8_module()
+            input, weight = ctx.input.get_data_tensors()[0].view(shape), ctx.cast.get_data_tensors()[0]
+        output = torch.nn.functional.linear(input, weight, bias)
         if module.parallel_mode == "row" and module.tp_size > 1:
             reduce = scatter_sum_first_dimension if module.sequence_parallel else sum_of
             output = reduce(output, module.tp_group)
@@ -35,27 +43,39 @@ class _Linear(torch.autograd.Function):
         module, accumulation = ctx.module, ctx.accumulation
         if module.parallel_mode == "row" and module.sequence_parallel:
             grad = gather_first_dimension(grad, module.tp_group)
-        input_grad = weight_grad = bias_grad = None
+        input_grad = weight_grad = bias_grad = quantized = None
+        sums_bias, rows = ctx.sums_bias, grad
+        if ctx.cast is not None:
+            quantized, weight = module.cast(grad.flatten(0, -2), "gradient"), ctx.cast.get_data_tensors()[1]
+            rows = quantized.get_data_tensors()[0].view_as(grad)
+            if sums_bias:
+                sums_bias, bias_grad = False, grad.flatten(0, -2).sum(dim=0)
         if ctx.needs_input_grad[1]:
-            input_grad = grad.matmul(weight if ctx.cast is None else ctx.cast)
+            input_grad = rows.matmul(weight)
             if module.parallel_mode == "column" and module.tp_size > 1:
                 reduce = scatter_sum_first_dimension if module.sequence_parallel else sum_of
                 input_grad = reduce(input_grad, module.tp_group)
         if ctx.needs_input_grad[0]:
-            if module.gathers_input:
-                input = gather_first_dimension(input, module.tp_group)
-            buffer, sums_bias = accumulation.buffer(), ctx.sums_bias
+            buffer = accumulation.buffer()
 
-            def product(input: Tensor, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+            def product(input, grad) -> tuple[Tensor, Tensor | None]:
+                if isinstance(input, QuantizedTensorStorage):
+                    input, grad = input.get_data_tensors()[1], grad.get_data_tensors()[1]
                 return accumulation.product(buffer, input, grad), grad.sum(dim=0) if sums_bias else None
 
+            if quantized is None and module.gathers_input:
+                input = gather_first_dimension(input, module.tp_group)
             factors = [each.reshape(-1, each.shape[-1]) for each in (input, grad)]
+            factors = factors if quantized is None else [ctx.input, quantized]
             if ctx.store is not None and ctx.store.delay_wgrad_compute():
                 ctx.store.put(factors, product)
             else:
-                weight_grad, bias_grad = product(*factors)
+                weight_grad, found = product(*factors)
+                bias_grad = found if sums_bias else bias_grad
             if accumulation.is_fused:
                 weight_grad = accumulation.returned()
+        if ctx.cast is not None and ctx.reduces:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return weight_grad, input_grad, bias_grad, None, None
 
 
@@ -76,6 +96,7 @@ class _LinearModule(TransformerEngineBaseModule):
         self.apply_bias = bias and not return_bias
         self.gemm_bias_unfused_add = parallel_mode == "row" and self.apply_bias
         self.wgrad_store = WeightGradStore(delay_wgrad_compute)
+        self.save_original_input = False  # what a backward casts again has the same bits, so nothing reads it
 
     def _make_weights(self, dtype, device, init_method, get_rng_state_tracker, rng_tracker_name=None) -> None:
         self.weight = torch.nn.Parameter(torch.empty(self.out_features, self.in_features, dtype=dtype, device=device))
@@ -95,7 +116,8 @@ class _LinearModule(TransformerEngineBaseModule):
 
     def _multiply(self, input: Tensor, is_first_microbatch: bool | None) -> Tensor | tuple[Tensor, Tensor]:
         inside = self.bias if self.apply_bias and not self.gemm_bias_unfused_add else None
-        output = _Linear.apply(self.weight, input, inside, self, is_first_microbatch)
+        with self.prepare_forward():
+            output = _Linear.apply(self.weight, input, inside, self, is_first_microbatch)
         if self.gemm_bias_unfused_add:
             output = output + self.bias
         return (output, self.bias) if self.return_bias else output

@@ -1,0 +1,88 @@
+"""Rules of FP8: which products can be in FP8, and what scales of earlier microbatches do not follow."""
+
+import argparse
+
+from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.training import FP8_RECIPES
+
+
+def fp8(args: argparse.Namespace) -> None:
+    """Refuse what does not go with FP8. After the rules of schedules and stages."""
+    if args.fp8 is None:
+        if args.moe_router_padding_for_quantization:
+            raise ValueError("--moe-router-padding-for-quantization is for FP8; add --fp8-format, or leave it out")
+        return
+    flag = f"--fp8-format {args.fp8}"
+    if args.architecture not in ("gpt", "bert"):
+        raise ValueError(f"{flag} is for GPT and BERT, whose layers are in FP8 contexts; leave it out")
+    if args.transformer_impl == "local":
+        raise ValueError(f"{flag} needs the layers of --transformer-impl transformer_engine; use them, or leave it out")
+    if args.fp8_recipe not in FP8_RECIPES:
+        raise ValueError(
+            f"--fp8-recipe {args.fp8_recipe}: quantizers of a user's own may keep a state that no checkpoint has; use "
+            f"one of {', '.join(FP8_RECIPES)}"
+        )
+    if args.moe_router_padding_for_quantization and args.moe_token_dispatcher_type == "allgather":
+        raise ValueError(
+            "--moe-router-padding-for-quantization does not go with --moe-token-dispatcher-type allgather; use alltoall"
+        )
+    _pipeline(args, flag)
+    _layers_in_bf16(args)
+    _sizes(args, flag)
+
+
+def _pipeline(args: argparse.Namespace, flag: str) -> None:
+    """Refuse what moves or counts activations, which would take weights in FP8 for them, and what moves layers."""
+    choice = choice_of(args)
+    for name, is_asked, reason in (
+        (choice.flag, choice.residency is not None, "weights that come from the host are cast anew each time"),
+        (choice.flag, args.schedule.balance, "weights in FP8 would be moved with activations"),
+        ("--log-saved-activations", args.log_saved_activations, "weights in FP8 would be counted as activations"),
+        ("--freeze-training", args.freeze_training, "frozen layers would cast their weights for every microbatch"),
+    ):
+        if is_asked:
+            raise ValueError(f"{name} does not go with {flag}: {reason}; leave one of the two out")
+    if args.fp8_recipe == "delayed" and (args.pipeline_recompute or choice.recompute):
+        raise ValueError(
+            f"{flag} with --fp8-recipe delayed does not go with --pipeline-recompute: a recomputed forward would have "
+            "the scales of a later microbatch; use --fp8-recipe tensorwise, or --recompute-granularity full"
+        )
+
+
+def _layers_in_bf16(args: argparse.Namespace) -> None:
+    if not args.first_last_layers_bf16:
+        return
+    if args.fp8_recipe == "delayed":
+        raise ValueError(
+            "--first-last-layers-bf16 does not go with --fp8-recipe delayed, which has one FP8 context for all layers "
+            "of a stage; use --fp8-recipe tensorwise"
+        )
+    most = args.num_layers // args.pipeline_model_parallel_size
+    for name in ("start", "end"):
+        number = getattr(args, f"num_layers_at_{name}_in_bf16")
+        if number > most:
+            raise ValueError(
+                f"--num-layers-at-{name}-in-bf16 {number} is more than the layers of a rank, {most}; lower it"
+            )
+
+
+def _sizes(args: argparse.Namespace, flag: str) -> None:
+    """Refuse sizes that Transformer Engine does not multiply in FP8."""
+    width = tokens = 32
+    if args.fp8_recipe != "mxfp8":
+        width, tokens = 16, 8
+    tensor = args.tensor_model_parallel_size
+    query = args.kv_channels * args.num_attention_heads
+    rows = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    for what, size, divisor in (
+        ("columns of the residual stream", args.hidden_size, width),
+        ("columns of a rank's queries", query // tensor, width),
+        ("columns of a rank's feed-forward layer", args.ffn_hidden_size // tensor, width),
+        ("columns of an expert", (args.moe_ffn_hidden_size or args.ffn_hidden_size) if args.num_experts else 0, width),
+        ("tokens of a microbatch on a rank", rows // (tensor if args.sequence_parallel else 1), tokens),
+    ):
+        if size % divisor:
+            raise ValueError(
+                f"{flag}: {what} are {size}, and products with --fp8-recipe {args.fp8_recipe} take multiples of "
+                f"{divisor}; change the size, or leave the flag out"
+            )

@@ -1,0 +1,63 @@
+"""Runs in FP8, with Transformer Engine's layers of tests/stand_ins: over pipelines, from checkpoints, with experts.
+
+What the layers compute, against a plain loop, is tested in tests/pipeline/runtime/stages/megatron/test_engine.py.
+"""
+
+import pytest
+import torch
+
+from tests.trainer.run.run_case import joined_weights, table
+from tests.trainer.run.test_engine import of_engine
+from tests.trainer.run.test_virtual_stages import EXACT, P2, V2, values
+
+DELAYED = "--fp8-format hybrid --fp8-amax-history-len 64 --fp8-amax-compute-algo max"
+TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
+EXPERTS = (
+    "--fp8-format e4m3 --fp8-recipe blockwise --num-experts 4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--disable-bias-linear --swiglu"
+)
+PADDED = f"{EXPERTS} --moe-router-padding-for-fp8"
+
+
+def check(found: list[dict], expected: list[dict], last: int = 6) -> None:
+    """The same losses of the `last` iterations, bit for bit, and the same weights."""
+    ours, theirs = (values(each) for each in (found, expected))
+    assert ours["lm_loss"][-last:] == theirs["lm_loss"][-last:] and len(ours["lm_loss"]) >= last
+    assert ours["grad_norm"][-last:] == pytest.approx(theirs["grad_norm"][-last:], rel=1e-12)
+    weights = joined_weights(expected)
+    assert not [name for name, tensor in joined_weights(found).items() if not torch.equal(tensor, weights[name])]
+
+
+RUNS = {
+    "delayed, interleaved": (DELAYED, f"{P2} --pipeline-schedule interleaved {V2}"),
+    "experts, blockwise": (EXPERTS, f"{P2} --pipeline-schedule flush"),
+    "tensorwise, zero bubble": (TENSORWISE, f"{P2} --pipeline-schedule zb-h1"),
+    "padded experts, zero bubble": (PADDED, f"{P2} --pipeline-schedule zb-h1"),
+}
+
+
+@table("model, layout", RUNS, usual=2)
+def test_pipelines_equal_one_process(model, layout):
+    """Bit-equal."""
+    expected = of_engine(1, f"{EXACT} {model}")
+    assert values(expected)["lm_loss"][5] < values(expected)["lm_loss"][0]
+    check(of_engine(2, f"{EXACT} {model} {layout}"), expected)
+
+
+@table(
+    "schedule",
+    {
+        "2bw": ("2bw",),
+        "flush": ("flush",),
+        "provisional": ("2bw --2bw-provisional stage",),
+    },
+    usual=1,
+)
+def test_a_run_goes_on_with_its_scales(tmp_path, schedule):
+    """Histories of delayed scaling come from the checkpoint of each stage, and the run continues with the same bits.
+    Without them it does not.
+    """
+    flags = f"{EXACT} {DELAYED} {P2} --pipeline-schedule {schedule}"
+    whole = of_engine(2, f"{flags} --save {tmp_path} --save-interval 3")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    check(of_engine(2, f"{flags} --load {tmp_path}"), whole, last=3)
