@@ -61,8 +61,9 @@ FieldsProvider = Callable[[TrainConfig], tuple[Field, ...]]
 def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields that a GPT's stages need for b samples of s tokens.
 
-    These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), and with
-    `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position).
+    These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), with
+    `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position), and with `--sft`
+    `cu_seqlens` (int32 [b, s + 1]: where conversations begin, and then s again and again).
     """
     further = stage_of_further_layers(args)
     fields = (
@@ -71,6 +72,8 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
         Field(name="labels", stages="last", least_id=0),
         Field(name="loss_mask", stages="last", dtype=torch.float32),
     )
+    if args.sft:
+        return (*fields, Field(name="cu_seqlens", shape=lambda size, length: (size, length + 1), dtype=torch.int32))
     if not args.reset_attention_mask:
         return fields
     return (

@@ -43,6 +43,7 @@ GROUPS: tuple[Group, ...] = (
     training.PRECISION,
     training.RECOMPUTE,
     data.DATA,
+    data.CONVERSATIONS,
     data.TOKENIZER,
     model.BERT,
     t5.T5,
