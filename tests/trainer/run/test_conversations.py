@@ -2,8 +2,9 @@
 refusals, and the command line of a user."""
 
 import functools
-import itertools
 import json
+import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from tests import workers
+from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import GPU, arguments
 from tests.trainer.data.small_chats import conversations, write_chats
-from tests.trainer.run.run_case import BASE, joined_weights, table, train
+from tests.trainer.run.run_case import BASE, ROOT, joined_weights, table, train
 from tests.trainer.run.test_engine import of_engine
 
 LENGTH, SIZE, ITERATIONS, END = 256, 4, 6, 0
@@ -148,8 +150,88 @@ def test_training_equals_a_loop_over_conversations(of, ranks, model, cut):
     results, expected = of(ranks, f"{SFT} {model} {cut} {data()}"), oracle(model, int(TWO_BW in cut))
     records = [record for record in results[-1]["records"] if "lm_loss" in record]
     assert len(records) == ITERATIONS
-    for name, tolerance in (("lm_loss", 1e-6), ("grad_norm", 5e-6)):
+    for name, tolerance in (("lm_loss", 2e-7), ("grad_norm", 1e-6)):
         assert [record[name] for record in records] == pytest.approx(expected[name], rel=tolerance, abs=0.0), name
     found = joined_weights(results)
     for name, tensor in expected["weights"].items():
-        torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=5e-6, msg=lambda text, n=name: n + text)
+        torch.testing.assert_close(found[name], tensor, rtol=0.0, atol=5e-7, msg=lambda text, n=name: n + text)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_in_the_next_epoch(tmp_path):
+    """With dropout, evaluations and two versions of the weights; the order of an epoch is its own."""
+    flags = f"{SFT} {ROPE} {TWO_BW} {DEEP} --hidden-dropout 0.1 --eval-iters 1 --eval-interval 3 {data()}"
+    whole = train(2, flags)
+    [note] = [line for line in whole[-1]["lines"] if "conversations for training" in line]
+    assert note.startswith("note: 32 conversations for training in 22 sequences of 256 tokens, ")  # of 24 in the run
+    assert note.endswith("; 0 longer ones are cut, and 0 without an answer within --seq-length left out")
+    train(2, f"{flags} --save {tmp_path} --exit-interval 3")
+    resumed = train(2, f"{flags} --load {tmp_path}")
+    for name, first in (("lm_loss", 3), ("grad_norm", 3), ("validation_loss", 1)):
+        expected, found = ([each[name] for each in result[-1]["records"] if name in each] for result in (whole, resumed))
+        assert len(expected) > first and found == expected[first:], name
+    for name, tensor in joined_weights(whole).items():
+        assert torch.equal(joined_weights(resumed)[name], tensor)
+
+
+def test_files_with_weights_and_files_of_their_own(tmp_path):
+    """Blends and data per split are those of other data; each split packs its own lines."""
+    paths = [write_chats(tmp_path / f"{seed}.jsonl", conversations(12, seed=seed)) for seed in (1, 2, 3)]
+    blend = f"--train-data-path 0.75 {paths[0]} 0.25 {paths[1]} --valid-data-path {paths[2]}"
+    flags = f"{SFT} {blend} --eval-iters 2 --eval-interval 6 --data-cache-path {tmp_path}/cache"
+    [result] = train(1, flags.replace("--split 8,2,0", ""))
+    assert any("note: 24 conversations for training in " in line for line in result["lines"])
+    assert sum("validation_loss" in record for record in result["records"]) == 1
+
+
+BYTES = "--tokenizer-type ByteLevelTokenizer"
+REFUSED = [
+    ("--sft --mock-data", BYTES, "--mock-data: there are no synthetic conversations; give --data-path"),
+    ("--micro-batch-size 2", BYTES, "--micro-batch-size 2: a sequence of --sft holds as many conversations as fit"),
+    ("--context-parallel-size 2", BYTES, "--context-parallel-size 2: --sft does not cut conversations into parts"),
+    ("--reset-attention-mask", BYTES, "--reset-attention-mask: under --sft conversations of a sequence never see"),
+    ("--reset-position-ids", BYTES, "--reset-position-ids: under --sft conversations of a sequence never see"),
+    ("--eod-mask-loss", BYTES, "--eod-mask-loss: under --sft the token that ends a conversation is a part of its"),
+    ("--window-size 8,0", BYTES, "a window would take the place of the mask that keeps conversations"),
+    (f"--mtp-num-layers 1 {ROPE}", BYTES, "--mtp-num-layers 1: the next tokens of a conversation of --sft end with"),
+    ("--multi-latent-attention", BYTES, "--multi-latent-attention: the attention of conversations of --sft"),
+    ("", "--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer does not read conversations; use Hugging"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "tokenizer", "reason"), REFUSED)
+def test_what_is_refused(flags, tokenizer, reason):
+    source = "" if "--mock-data" in flags else "--data-path chats.jsonl"
+    with pytest.raises(ValueError) as refused:
+        arguments(f"--sft {source} {flags} {tokenizer}", without="--mock-data --tokenizer-type", world_size=2)
+    assert reason in str(refused.value)
+
+
+def test_what_belongs_to_conversations_needs_them():
+    with pytest.raises(ValueError, match="--tokenizer-type SFTTokenizer is that of --sft; add it, or use Hugging"):
+        arguments("--tokenizer-type SFTTokenizer --tokenizer-model folder")
+    with pytest.raises(ValueError, match="--sft belongs to pretrain_gpt.py; leave it out"):
+        bert_arguments("--sft")
+
+
+def test_kernels_that_would_not_see_documents_are_off():
+    """Apex's softmax reads no mask, and megatron.core does not tell Transformer Engine's packed rope to interleave."""
+    flags = f"--sft --data-path chats.jsonl --tokenizer-type SFTTokenizer --tokenizer-model folder {ROPE} --bf16"
+    plain, turned = (
+        arguments(f"{flags}{more}", without="--mock-data --tokenizer-type", platform=GPU)
+        for more in ("", " --rotary-interleaved")
+    )
+    assert plain.transformer_impl == "transformer_engine" and plain.tokenizer_type == "HuggingFaceTokenizer"
+    assert (plain.masked_softmax_fusion, plain.apply_rope_fusion, turned.apply_rope_fusion) == (False, True, False)
+
+
+@pytest.mark.full
+def test_a_users_command_line_trains(tmp_path):
+    """The example makes its conversations, and trains on two ranks."""
+    subprocess.run(
+        ["bash", "examples/conversations.sh"], cwd=ROOT, check=True, timeout=240, capture_output=True,
+        env={**os.environ, "OUTPUT": str(tmp_path), "ITERATIONS": "6", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    records = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert any("validation_loss" in record for record in records) and (tmp_path / "checkpoints").is_dir()
