@@ -13,7 +13,6 @@ Megatron-LM a line may hold several conversations: each but the first begins wit
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 
 from megatron.documents.files import open_text, read_json, require_characters
 
@@ -136,4 +135,3 @@ def _checked(messages: Sequence[object], where: str) -> Iterator[tuple[str, str]
             raise ValueError(f"{where}: message {number} is an empty answer; write one, or leave the message out")
         yield role, require_characters(content, f"{where}: message {number}")
         before = role
-

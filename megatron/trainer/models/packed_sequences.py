@@ -9,6 +9,7 @@ a mask that is made of the same borders, once for all layers of a stage. Between
 """
 
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -37,10 +38,9 @@ def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
         cu_seqlens: int32 [1, s + 1], on the device: where documents begin, ascending from 0, and then s until the end.
     """
     [borders] = cu_seqlens.tolist()
-    number = borders.index(borders[-1])
     # Exactly the longest: were it s, megatron.core would take rotary positions of the sequence for those of documents.
-    longest = max(end - begin for begin, end in zip(borders[:number], borders[1 : number + 1], strict=True))
-    own = cu_seqlens[0, : number + 1].contiguous()
+    longest = max(end - begin for begin, end in pairwise(borders))
+    own = cu_seqlens[0, : borders.index(borders[-1]) + 1].contiguous()
     return PackedSequence(
         qkv_format="thd", cu_seqlens_q=own, cu_seqlens_kv=own, max_seqlen_q=longest, max_seqlen_kv=longest
     )

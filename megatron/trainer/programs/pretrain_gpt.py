@@ -33,9 +33,7 @@ def forward_step(data_iterator, model):
     batch = next(data_iterator)
     tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(batch)
     packed = packed_sequence(batch["cu_seqlens"]) if "cu_seqlens" in batch else None
-    output = model(
-        tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed
-    )
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(language_model_loss, loss_mask)
 
 

@@ -12,7 +12,8 @@ What it cannot know, so that no test of it says anything of it:
 - memory: what a module saves, and when it is freed;
 - FP8 and FP4: recipes, scales and FP4 raise, and an FP8 context only rounds the weights of linear layers to e4m3, and
   keeps them as Transformer Engine keeps what it has cast;
-- userbuffers, CUDA graphs, context parallelism, padding inside of packed sequences, fused optimizers, permutations and routers;
+- userbuffers, CUDA graphs, context parallelism, padding inside of packed sequences, fused optimizers, permutations and
+  routers;
 - speed.
 """
 

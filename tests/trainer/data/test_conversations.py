@@ -1,5 +1,7 @@
 """Conversations share sequences: each stands once in an epoch, whole, with labels of its own."""
 
+import itertools
+
 import numpy
 import pytest
 from hypothesis import given, settings
@@ -40,7 +42,7 @@ def test_a_sequence_has_whole_documents_and_padding():
         borders = sample["cu_seqlens"]
         number = int(numpy.argmax(borders == length))
         assert borders[0] == 0 and (borders[number:] == length).all() and (numpy.diff(borders[: number + 1]) > 0).all()
-        for begin, end in zip(borders[:number], borders[1 : number + 1]):
+        for begin, end in itertools.pairwise(borders[: number + 1]):
             part = slice(begin, end)
             assert sample["position_ids"][part].tolist() == [*range(end - begin)]
             tokens, labels, mask = (sample[name][part] for name in ("tokens", "labels", "loss_mask"))

@@ -1,5 +1,7 @@
 """Documents of a sequence: their borders, what they see of each other, and where their positions begin."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -28,7 +30,7 @@ class OneRank:
 def test_each_document_is_seen_and_placed_as_if_it_stood_alone(borders):
     """The mask leaves causal blocks, and rotary embeddings turn a document by the same bits wherever it stands."""
     packed, length = packed_sequence(field(borders)), borders[-1]
-    parts = [slice(*pair) for pair in zip(borders, borders[1:])]
+    parts = [slice(*pair) for pair in itertools.pairwise(borders)]
     expected = torch.ones(length, length, dtype=torch.bool)
     for part in parts:
         expected[part, part] = torch.ones(part.stop - part.start, part.stop - part.start).triu(1).bool()

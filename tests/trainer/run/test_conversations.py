@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests import workers
+from tests.pipeline.runtime.stages.megatron.megatron_model import NORMS_OF_ENGINE
 from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import GPU, arguments
 from tests.trainer.data.small_chats import conversations, write_chats
 from tests.trainer.run.run_case import BASE, ROOT, joined_weights, table, train
-from tests.trainer.run.test_engine import of_engine
+from tests.trainer.run.test_engine import ENGINE, as_on_a_gpu, of_engine
 
 LENGTH, SIZE, ITERATIONS, END = 256, 4, 6, 0
 SFT = (
@@ -26,6 +27,10 @@ SFT = (
 )
 ROPE, PER_TOKEN, TWO_BW = "--position-embedding-type rope", "--calculate-per-token-loss", "--pipeline-schedule 2bw"
 DEEP, ONE = "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1"
+LATENTS = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --position-embedding-type rope --disable-bias-linear --normalization RMSNorm"
+)
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -84,9 +89,7 @@ def one_by_one(flags: str, delay: int) -> dict:
     for batch in range(ITERATIONS):
         versions = [*versions, [each.detach().clone() for each in model.parameters()]][-1 - delay :]
         _show(model, versions[0])
-        sequences = [
-            documents_in(training[batch * SIZE + place]["tokens"].tolist()) for place in range(SIZE)
-        ]
+        sequences = [documents_in(training[batch * SIZE + place]["tokens"].tolist()) for place in range(SIZE)]
         total = sum(sum(learned[1:]) for learned in (each[1] for sequence in sequences for each in sequence))
         optimizer.zero_grad()
         sums = 0.0
@@ -110,9 +113,22 @@ def _show(model: torch.nn.Module, version: list[torch.Tensor]) -> None:
         parameter.data.copy_(value)
 
 
+def of_engines_layers(**options) -> dict:
+    """`one_by_one` with Transformer Engine's layers; weights have the names of local ones."""
+    with as_on_a_gpu():
+        found = one_by_one(**options)
+    for inside, alone in NORMS_OF_ENGINE.items():
+        found["weights"] = {name.replace(inside, alone): each for name, each in found["weights"].items()}
+    return found
+
+
 @functools.cache
-def oracle(flags: str, delay: int) -> dict:
-    return workers.run(1, f"{__name__}:one_by_one", flags=f"{SFT} {flags} {ONE} {data()}", delay=delay)[0]
+def oracle(flags: str, delay: int, *, with_engine: bool = False) -> dict:
+    case, device, more = (
+        ("of_engines_layers", "engine", f"{ENGINE} --no-rope-fusion") if with_engine else ("one_by_one", "cpu", "")
+    )
+    flags = f"{SFT} {flags} {more} {ONE} {data()}"
+    return workers.run(1, f"{__name__}:{case}", flags=flags, delay=delay, device=device)[0]
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -138,6 +154,8 @@ RUNS = {
     ),
     "engine, interleaved rope": (of_engine, 1, f"{ROPE} --rotary-interleaved", ""),
     "YaRN, recomputed pipeline": (train, 2, "--position-embedding-type yarn", f"{DEEP} --pipeline-recompute"),
+    "latents": (train, 2, LATENTS, DEEP),
+    "engine, latents, 2bw": (of_engine, 2, f"{LATENTS} --rope-type yarn", f"{DEEP} {TWO_BW}"),
     "core attention recomputed": (
         train, 1, ROPE, "--recompute-granularity selective --recompute-modules core_attn",
     ),
@@ -147,7 +165,9 @@ RUNS = {
 @table(("of", "ranks", "model", "cut"), RUNS, usual=4)
 def test_training_equals_a_loop_over_conversations(of, ranks, model, cut):
     """Losses, norms and weights after every batch, in whatever layers and cuts."""
-    results, expected = of(ranks, f"{SFT} {model} {cut} {data()}"), oracle(model, int(TWO_BW in cut))
+    results = of(ranks, f"{SFT} {model} {cut} {data()}")
+    # Layers of the two kinds with latents begin with other weights.
+    expected = oracle(model, int(TWO_BW in cut), with_engine=of is of_engine and LATENTS in model)
     records = [record for record in results[-1]["records"] if "lm_loss" in record]
     assert len(records) == ITERATIONS
     for name, tolerance in (("lm_loss", 2e-7), ("grad_norm", 1e-6)):
@@ -167,7 +187,9 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_the_next_epoch(tmp_path):
     train(2, f"{flags} --save {tmp_path} --exit-interval 3")
     resumed = train(2, f"{flags} --load {tmp_path}")
     for name, first in (("lm_loss", 3), ("grad_norm", 3), ("validation_loss", 1)):
-        expected, found = ([each[name] for each in result[-1]["records"] if name in each] for result in (whole, resumed))
+        expected, found = (
+            [each[name] for each in result[-1]["records"] if name in each] for result in (whole, resumed)
+        )
         assert len(expected) > first and found == expected[first:], name
     for name, tensor in joined_weights(whole).items():
         assert torch.equal(joined_weights(resumed)[name], tensor)
@@ -186,14 +208,13 @@ def test_files_with_weights_and_files_of_their_own(tmp_path):
 BYTES = "--tokenizer-type ByteLevelTokenizer"
 REFUSED = [
     ("--sft --mock-data", BYTES, "--mock-data: there are no synthetic conversations; give --data-path"),
-    ("--micro-batch-size 2", BYTES, "--micro-batch-size 2: a sequence of --sft holds as many conversations as fit"),
+    ("--micro-batch-size 2", BYTES, "--micro-batch-size 2: a sequence of --sft holds all conversations that fit"),
     ("--context-parallel-size 2", BYTES, "--context-parallel-size 2: --sft does not cut conversations into parts"),
     ("--reset-attention-mask", BYTES, "--reset-attention-mask: under --sft conversations of a sequence never see"),
     ("--reset-position-ids", BYTES, "--reset-position-ids: under --sft conversations of a sequence never see"),
     ("--eod-mask-loss", BYTES, "--eod-mask-loss: under --sft the token that ends a conversation is a part of its"),
     ("--window-size 8,0", BYTES, "a window would take the place of the mask that keeps conversations"),
     (f"--mtp-num-layers 1 {ROPE}", BYTES, "--mtp-num-layers 1: the next tokens of a conversation of --sft end with"),
-    ("--multi-latent-attention", BYTES, "--multi-latent-attention: the attention of conversations of --sft"),
     ("", "--tokenizer-type NullTokenizer", "--tokenizer-type NullTokenizer does not read conversations; use Hugging"),
 ]  # fmt: skip
 
@@ -209,19 +230,20 @@ def test_what_is_refused(flags, tokenizer, reason):
 def test_what_belongs_to_conversations_needs_them():
     with pytest.raises(ValueError, match="--tokenizer-type SFTTokenizer is that of --sft; add it, or use Hugging"):
         arguments("--tokenizer-type SFTTokenizer --tokenizer-model folder")
-    with pytest.raises(ValueError, match="--sft belongs to pretrain_gpt.py; leave it out"):
+    with pytest.raises(ValueError, match=r"--sft belongs to pretrain_gpt\.py; leave it out"):
         bert_arguments("--sft")
 
 
 def test_kernels_that_would_not_see_documents_are_off():
     """Apex's softmax reads no mask, and megatron.core does not tell Transformer Engine's packed rope to interleave."""
     flags = f"--sft --data-path chats.jsonl --tokenizer-type SFTTokenizer --tokenizer-model folder {ROPE} --bf16"
-    plain, turned = (
+    plain, *others = (
         arguments(f"{flags}{more}", without="--mock-data --tokenizer-type", platform=GPU)
-        for more in ("", " --rotary-interleaved")
+        for more in ("", " --rotary-interleaved", " --multi-latent-attention")
     )
     assert plain.transformer_impl == "transformer_engine" and plain.tokenizer_type == "HuggingFaceTokenizer"
-    assert (plain.masked_softmax_fusion, plain.apply_rope_fusion, turned.apply_rope_fusion) == (False, True, False)
+    assert not plain.masked_softmax_fusion and plain.apply_rope_fusion
+    assert not any(each.apply_rope_fusion for each in others)
 
 
 @pytest.mark.full

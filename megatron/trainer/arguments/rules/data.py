@@ -41,14 +41,13 @@ def _blends(args: argparse.Namespace) -> None:
 _ALREADY = "conversations of a sequence never see each other, and have positions of their own; leave it out"
 _REFUSALS_OF_CONVERSATIONS = {
     "mock_data": (False, "there are no synthetic conversations; give --data-path with JSON lines"),
-    "micro_batch_size": (1, "a sequence of --sft holds as many conversations as fit; give 1, and a longer --seq-length"),
+    "micro_batch_size": (1, "a sequence of --sft holds all conversations that fit; give 1, and a longer --seq-length"),
     "reset_position_ids": (False, f"under --sft {_ALREADY}"),
     "reset_attention_mask": (False, f"under --sft {_ALREADY}"),
     "eod_mask_loss": (False, "under --sft the token that ends a conversation is a part of its answer; leave it out"),
     "context_parallel_size": (1, "--sft does not cut conversations into parts; leave it out, or use more tensor ranks"),
     "window_size": (None, "a window would take the place of the mask that keeps conversations of --sft apart; leave "
                           "one out"),
-    "multi_latent_attention": (False, "the attention of conversations of --sft is not built for latents; leave one out"),
     "mtp_num_layers": (None, "the next tokens of a conversation of --sft end with it, which further layers do not "
                              "know; leave one out"),
 }  # fmt: skip

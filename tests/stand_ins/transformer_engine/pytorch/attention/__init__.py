@@ -1,4 +1,4 @@
-"""Attention over whole sequences, [sequence, batch, heads, channels], and over packed ones, [tokens, heads, channels]."""
+"""Attention over whole sequences, [sequence, batch, heads, channels], and packed ones, [tokens, heads, channels]."""
 
 import contextlib
 import math
@@ -76,8 +76,8 @@ class DotProductAttention(torch.nn.Module):
 
 
 def _lengths(tokens: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> list[int]:
-    """The lengths of packed sequences, which fill `tokens`, [tokens, heads, channels]. Where Transformer Engine asserts,
-    this does; where its kernels would read beyond or give too few results, it raises."""
+    """The lengths of packed sequences, which fill `tokens`, [tokens, heads, channels]. This asserts what Transformer
+    Engine does, and raises where its kernels would read beyond or give too few results."""
     assert tokens.dim() == 3, "Queries, keys and values must be 3D tensors when qkv_format = thd!"
     assert cu_seqlens is not None and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32, "cu_seqlens is int32"
     lengths = cu_seqlens.diff().tolist()
