@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megatron import backend
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.trainer.models.context_parallel import mixed_into_attention
@@ -35,12 +36,12 @@ def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
     """The documents of a microbatch of one sequence of s tokens.
 
     Args:
-        cu_seqlens: int32 [1, s + 1], on the device: where documents begin, ascending from 0, and then s until the end.
+        cu_seqlens: int32 [1, s + 1]: where documents begin, ascending from 0, and then s until the end.
     """
     [borders] = cu_seqlens.tolist()
     # Exactly the longest: were it s, megatron.core would take rotary positions of the sequence for those of documents.
     longest = max(end - begin for begin, end in pairwise(borders))
-    own = cu_seqlens[0, : borders.index(borders[-1]) + 1].contiguous()
+    own = cu_seqlens[0, : borders.index(borders[-1]) + 1].to(backend.device(), non_blocking=True)
     return PackedSequence(
         qkv_format="thd", cu_seqlens_q=own, cu_seqlens_kv=own, max_seqlen_q=longest, max_seqlen_kv=longest
     )
