@@ -154,6 +154,11 @@ RUNS = {
     ),
     "engine, interleaved rope": (of_engine, 1, f"{ROPE} --rotary-interleaved", ""),
     "YaRN, recomputed pipeline": (train, 2, "--position-embedding-type yarn", f"{DEEP} --pipeline-recompute"),
+    "moved activations": (train, 4, "", "--pipeline-model-parallel-size 4 --pipeline-schedule bpipe"),
+    "weights on the host": (train, 1, f"{ROPE} {PER_TOKEN}", f"{ONE} --pipeline-schedule l2l"),
+    "experts": (
+        train, 2, f"{ROPE} --num-experts 4 --moe-router-load-balancing-type none --disable-bias-linear", DEEP,
+    ),
     "latents": (train, 2, LATENTS, DEEP),
     "engine, latents, 2bw": (of_engine, 2, f"{LATENTS} --rope-type yarn", f"{DEEP} {TWO_BW}"),
     "core attention recomputed": (
