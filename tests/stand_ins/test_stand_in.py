@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -233,3 +234,30 @@ def test_data_holds_signatures_alone():
             for text in names.values():
                 [function] = ast.parse(f"def function{text}: pass").body
                 assert isinstance(function, ast.FunctionDef) and isinstance(function.body[0], ast.Pass)
+
+
+BORDERS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+PACKED = {"qkv_format": "thd", "cu_seqlens_q": BORDERS, "cu_seqlens_kv": BORDERS, "attn_mask_type": "padding_causal"}
+
+
+def test_packed_sequences_are_attended_to_one_by_one():
+    """As if each were the only one, with their lengths in int32 and their longest given; what does not fit raises."""
+    attention = pytorch.DotProductAttention(2, 4)
+    tokens = [torch.randn(9, 2, 4) for _ in range(3)]
+    found = attention(*tokens, **PACKED, max_seqlen_q=5, max_seqlen_kv=5)
+    for begin, end in itertools.pairwise(BORDERS.tolist()):
+        alone = attention(*(each[begin:end, None] for each in tokens))
+        assert torch.equal(found[begin:end], alone[:, 0])
+    turned = pytorch.attention.rope.apply_rotary_pos_emb(
+        tokens[0], torch.randn(5, 1, 1, 4), tensor_format="thd", cu_seqlens=BORDERS
+    )
+    assert turned.shape == (9, 2, 4)
+    with pytest.raises(AssertionError, match="int32"):
+        attention(*tokens, **{**PACKED, "cu_seqlens_q": BORDERS.long()}, max_seqlen_q=5, max_seqlen_kv=5)
+    for longest, size in ((4, 9), (5, 10)):
+        with pytest.raises(ValueError, match="do not fill"):
+            attention(*(torch.ones(size, 2, 4),) * 3, **PACKED, max_seqlen_q=longest, max_seqlen_kv=longest)
+    with pytest.raises(NotImplementedError, match="cu_seqlens_q_padded"):
+        attention(*tokens, **PACKED, max_seqlen_q=5, max_seqlen_kv=5, cu_seqlens_q_padded=BORDERS)
+    with pytest.raises(NotImplementedError, match="no causal of two lengths"):
+        attention(*tokens, **{**PACKED, "attn_mask_type": "causal"}, max_seqlen_q=5, max_seqlen_kv=5)

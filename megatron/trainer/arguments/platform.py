@@ -96,6 +96,12 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     turn_off("apply_rope_fusion", platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("masked_softmax_fusion", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
     turn_off("masked_softmax_fusion", not args.reset_attention_mask, f"its kernel reads no mask, and {_RESETS}")
+    turn_off(
+        "masked_softmax_fusion", not args.sft, "its kernel reads no mask, and --sft keeps conversations apart by one"
+    )
+    packs = {"--rotary-interleaved": args.rotary_interleaved, "--multi-latent-attention": args.multi_latent_attention}
+    for name in (name for name, is_given in packs.items() if is_given):  # megatron.core does not tell the first kernel
+        turn_off("apply_rope_fusion", not args.sft, f"its kernels for conversations of --sft are not used with {name}")
     turn_off("masked_softmax_fusion", args.window_size is None, "its kernel knows no window")
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
         turn_off(name, platform.is_cuda and uses_engine, "it needs Transformer Engine")

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from megatron.documents.files import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import gpt_fields
-from megatron.trainer.files.indexed_files import BinReader, Contents, blends, check_indexed_dataset, damaged_index_cache
+from megatron.trainer.files.indexed_files import BinReader, blends, check_indexed_dataset, damaged_index_cache
 
 SPLITS = ("training", "validation", "test")
 
@@ -58,11 +59,13 @@ class Datasets:
         parts: for training, validation and test, each None where this rank needs none or there is none.
         has_split: whether there are data for training, validation and test; the same on every rank.
         digest: of the training data, where these have one.
+        notes: what there is to say of the data, the same on every rank.
     """
 
     parts: list
     has_split: tuple[bool, ...]
     digest: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
@@ -94,7 +97,8 @@ def build_blended(
     config_class: type[BlendedMegatronDatasetConfig],
     *,
     reads: bool,
-    num_elements: Callable[[Contents], int],
+    num_elements: Callable[[Any], int],
+    contents_of: Callable[[str], Any] = check_indexed_dataset,
     check: Callable[[BlendedMegatronDatasetConfig, tuple[bool, ...]], None] | None = None,
     **options: object,
 ) -> Datasets:
@@ -105,7 +109,8 @@ def build_blended(
     Args:
         dataset_class, config_class: megatron.core's classes; `options` are further fields of the configuration.
         reads: whether a stage of this rank needs samples.
-        num_elements: the number of a file's elements that `--split` divides.
+        contents_of: checks a file, and returns what is known of it; raises ValueError.
+        num_elements: the number of a file's elements that `--split` divides, by its contents.
         check: raises ValueError for data from which the class cannot make samples, given which splits exist.
 
     Raises ValueError for files that are missing, empty or truncated, for a training split without documents, and for a
@@ -113,7 +118,7 @@ def build_blended(
     """
     blend, per_split = blends(args)
     prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
-    sizes = [num_elements(check_indexed_dataset(prefix)) for prefix in prefixes]
+    sizes = [num_elements(contents_of(prefix)) for prefix in prefixes]
     config = config_class(
         random_seed=args.seed,
         sequence_length=args.seq_length,

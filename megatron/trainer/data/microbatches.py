@@ -36,6 +36,8 @@ class Field:
         also: a further stage that needs it, counted from the end: -1 is the last one.
         shape: (microbatch size, sequence length) -> shape of the tensor.
         least_id: the smallest allowed token id; None if the tensor has no token ids.
+        stays_on_host: the host asks for its values. So it stays there, unless tensor ranks have to be told: then the
+            host waits for the device.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Field:
     shape: Callable[[int, int], tuple[int, ...]] = lambda size, length: (size, length)
     dtype: torch.dtype = torch.int64
     least_id: int | None = None
+    stays_on_host: bool = False
 
     def is_needed(self, stage: int, num_stages: int) -> bool:
         """Whether a stage of the pipeline needs the tensor."""
@@ -61,8 +64,9 @@ FieldsProvider = Callable[[TrainConfig], tuple[Field, ...]]
 def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     """The fields that a GPT's stages need for b samples of s tokens.
 
-    These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), and with
-    `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position).
+    These are `tokens`, `position_ids` and `labels` (int64 [b, s]), `loss_mask` (float32 [b, s]), with
+    `--reset-attention-mask` also `attention_mask` (bool [b, 1, s, s], True for a masked position), and with `--sft`
+    `cu_seqlens` (int32 [b, s + 1]: where conversations begin, and then s again and again).
     """
     further = stage_of_further_layers(args)
     fields = (
@@ -71,6 +75,11 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
         Field(name="labels", stages="last", least_id=0),
         Field(name="loss_mask", stages="last", dtype=torch.float32),
     )
+    if args.sft:
+        borders = Field(
+            name="cu_seqlens", shape=lambda size, length: (size, length + 1), dtype=torch.int32, stays_on_host=True
+        )
+        return (*fields, borders)
     if not args.reset_attention_mask:
         return fields
     return (
@@ -132,8 +141,9 @@ def _start_worker(_: int) -> None:
 class MicrobatchIterator:
     """An iterator over the microbatches of a dataset for one stage of this rank.
 
-    It yields dictionaries of tensors on the device, with the fields that the stage needs; {} if it needs none. With
-    context parallelism a field has this rank's tokens, and an attention mask the rows of these tokens.
+    It yields dictionaries of tensors with the fields that the stage needs, on the device but for those that stay on the
+    host; {} if it needs none. With context parallelism a field has this rank's tokens, and an attention mask the rows
+    of these tokens.
 
     Args:
         dataset: the dataset; None on ranks that do not read.
@@ -245,6 +255,8 @@ class MicrobatchIterator:
 
     def _share(self, field: Field, batch: dict[str, torch.Tensor] | None) -> torch.Tensor:
         device = backend.device()
+        if field.stays_on_host and self.args.tensor_model_parallel_size == 1:
+            return batch[field.name].to(field.dtype)
         if batch is not None:
             # Two steps: in one, torch would convert on the host, into unpinned memory, and wait for the device.
             tensor = batch[field.name].to(device, non_blocking=True).to(field.dtype)

@@ -37,6 +37,7 @@ from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, 
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import planned_changes
 from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
+from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
@@ -61,11 +62,11 @@ def _missing_data(args: TrainConfig) -> list[str]:
     blend, per_split = blends(args)
     lines = []
     for prefix in [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]:
-        absent = [name for name in (f"{prefix}.idx", f"{prefix}.bin") if not os.path.exists(name)]
-        if absent:
+        files = (prefix,) if args.sft else (f"{prefix}.idx", f"{prefix}.bin")
+        if absent := [name for name in files if not os.path.exists(name)]:
             lines.append(f"data file {' and '.join(absent)} is not on this machine")
         else:
-            check_indexed_dataset(prefix)
+            (conversations.read if args.sft else check_indexed_dataset)(prefix)
     return lines
 
 

@@ -156,10 +156,15 @@ class _ContextParallel:
 
 def sharing_sequences(spec: ModuleSpec) -> ModuleSpec:
     """The specification of a layer whose attention takes this rank's part of a sequence."""
+    return mixed_into_attention(spec, _ContextParallel)
+
+
+def mixed_into_attention(spec: ModuleSpec, mixin: type) -> ModuleSpec:
+    """The specification of a layer with `mixin` before the class of its attention."""
     spec = copy.deepcopy(spec)
     parts = spec.submodules.self_attention.submodules
     whole = parts.core_attention
     kind = get_module(whole) if isinstance(whole, ModuleSpec) else whole
-    wrapped = type(f"ContextParallel{kind.__name__}", (_ContextParallel, kind), {})
+    wrapped = type(f"{mixin.__name__.removeprefix('_')}{kind.__name__}", (mixin, kind), {})
     parts.core_attention = ModuleSpec(wrapped, whole.params, whole.submodules) if kind is not whole else wrapped
     return spec

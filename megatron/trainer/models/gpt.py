@@ -43,6 +43,7 @@ from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage
 from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.models.context_parallel import sharing_sequences
+from megatron.trainer.models.packed_sequences import taking_packed_sequences
 from megatron.trainer.ranks import set_seeds
 
 _STREAM = 1_000_003  # distance of the seeds of neighbouring layers, greater than the offsets of tensor ranks
@@ -110,12 +111,14 @@ def further_layers_spec(args: TrainConfig, config: TransformerConfig) -> MultiTo
 
 def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> ModuleSpec:
     """The module specification `spec` of a transformer layer with the seeded layer class. Where ranks share sequences,
-    the attention of a local layer takes parts of them.
+    the attention of a local layer takes parts of them; with `--sft` it keeps conversations apart.
 
     `before`: layers of another stack, whose streams come first.
     """
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         spec = sharing_sequences(spec)
+    elif args.sft and args.transformer_impl == "local":
+        spec = taking_packed_sequences(spec)
     seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": layer_stream(args, before)})
     return dataclasses.replace(spec, module=seeded)
 

@@ -28,18 +28,30 @@ def model_provider(args: TrainConfig, config):
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
     from megatron.trainer.data.microbatches import gpt_inputs, language_model_loss
+    from megatron.trainer.models.packed_sequences import packed_sequence
 
-    tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(next(data_iterator))
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    batch = next(data_iterator)
+    tokens, labels, loss_mask, attention_mask, position_ids = gpt_inputs(batch)
+    packed = packed_sequence(batch["cu_seqlens"]) if "cu_seqlens" in batch else None
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(language_model_loss, loss_mask)
+
+
+def datasets_provider(args: TrainConfig, tokenizer):
+    """The datasets of texts, or of conversations."""
+    from megatron.trainer.data.conversations import build_conversations
+    from megatron.trainer.data.datasets import build_datasets
+
+    return (build_conversations if args.sft else build_datasets)(args, tokenizer)
 
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.datasets import build_datasets
     from megatron.trainer.start_up.program import TrainingProgram
 
-    return TrainingProgram(model_provider=model_provider, forward_step=forward_step, datasets_provider=build_datasets)
+    return TrainingProgram(
+        model_provider=model_provider, forward_step=forward_step, datasets_provider=datasets_provider
+    )
 
 
 if __name__ == "__main__":

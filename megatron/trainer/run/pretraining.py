@@ -100,7 +100,7 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
             f"--freeze-watch-validation {args.freeze_watch_validation:g} looks at evaluations, and there are no "
             "validation data; give some, or leave this out"
         )
-    for note in without_data(args):
+    for note in (*datasets.notes, *without_data(args)):
         reporter.say(f"note: {note}")
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program)

@@ -12,7 +12,8 @@ What it cannot know, so that no test of it says anything of it:
 - memory: what a module saves, and when it is freed;
 - FP8: values are rounded by the scales of the recipes, and products have the tensors' own type; attention in FP8, and
   weights in FP8 alone, raise, as does FP4;
-- userbuffers, CUDA graphs, context parallelism, packed sequences, fused optimizers, permutations and routers;
+- userbuffers, CUDA graphs, context parallelism, padding inside of packed sequences, fused optimizers, permutations and
+  routers;
 - speed.
 """
 

@@ -143,6 +143,25 @@ def test_rotary_models_need_no_kernel_here(dry, heads):
     assert (status, err) == (0, "") and "GiB" in out
 
 
+def test_conversations_count_as_their_sequences(dry, tmp_path):
+    """With padding, as other text of that length; a file that is elsewhere is a warning, an empty one an error."""
+    (tmp_path / "empty.jsonl").write_text("")
+    counted = []
+    for flags in (
+        f"--sft --data-path {tmp_path}/none.jsonl",
+        "--mock-data",
+        f"--sft --data-path {tmp_path}/empty.jsonl",
+    ):
+        status, out, err, found = dry(
+            f"--dry-run 2 --pipeline-model-parallel-size 2 --tokenizer-type ByteLevelTokenizer {flags}",
+            without="--mock-data --tokenizer-type",
+        )
+        counted.append((status, found and found["memory"]))
+        assert (f"warning: data file {tmp_path}/none.jsonl is not on this machine" in out) == ("none" in flags)
+    assert counted[0] == counted[1] and counted[0][0] == 0 and counted[2][0] == 1
+    assert "empty.jsonl has no conversations; write lines such as" in err
+
+
 def test_what_is_only_on_the_cluster_is_a_warning(dry):
     """Data, tokenizer and checkpoints that are not here are named, and taken as there."""
     status, out, err, found = dry(

@@ -14,10 +14,15 @@ from tests.trainer.run.test_virtual_stages import CLIPPED, DAMPED, EXACT, FULLY,
 ENGINE = "--transformer-impl transformer_engine --use-cpu-initialization --no-gradient-accumulation-fusion"
 
 
+def as_on_a_gpu():
+    """A context in which a run finds Transformer Engine."""
+    platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=False)
+    return mock.patch.object(initialize, "this_platform", lambda: platform)
+
+
 def engine_case(**options) -> dict:
     """`train_case` as on a machine that has Transformer Engine."""
-    platform = Platform(is_cuda=True, has_transformer_engine=True, has_apex=False)
-    with mock.patch.object(initialize, "this_platform", lambda: platform):
+    with as_on_a_gpu():
         return train_case(**options)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
+from megatron.trainer.files.conversations import PROMPT_FORMATS
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -16,6 +17,7 @@ TOKENIZER_TYPES = (
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
     "PretrainedFromHF",
+    "SFTTokenizer",
 )
 
 
@@ -99,13 +101,30 @@ DATA = Group.of(Data, "data", Role.LOCATION)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
+class Conversations:
+    """Training on answers (docs/conversations.md)."""
+
+    sft: bool = switch(
+        "Data are JSON lines of conversations. Several share a sequence and do not see each other, and only answers "
+        "have a loss.",
+    )
+    sft_tokenizer_prompt_format: str = option(
+        "nemotron-h-aligned", "How a conversation is written.", choices=tuple(PROMPT_FORMATS)
+    )
+
+
+CONVERSATIONS = Group.of(Conversations, "conversations", Role.ORDER)
+
+
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class Tokenizer:
     """Text to token ids."""
 
     tokenizer_type: str | None = option(
         None,
         "Kind of tokenizer. Default with --vocab-file and --merge-file: GPT2BPETokenizer; of pretrain_bert.py: "
-        "BertWordPieceLowerCase. PretrainedFromHF is MindSpeed-LLM's name of HuggingFaceTokenizer.",
+        "BertWordPieceLowerCase. PretrainedFromHF is MindSpeed-LLM's name of HuggingFaceTokenizer, and SFTTokenizer "
+        "Megatron-LM's beside --sft.",
         choices=TOKENIZER_TYPES,
     )
     tokenizer_model: str | None = option(

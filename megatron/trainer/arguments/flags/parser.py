@@ -44,6 +44,7 @@ GROUPS: tuple[Group, ...] = (
     training.EIGHT_BITS,
     training.RECOMPUTE,
     data.DATA,
+    data.CONVERSATIONS,
     data.TOKENIZER,
     model.BERT,
     t5.T5,

@@ -4,6 +4,7 @@ import argparse
 import re
 
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.rules.programs import refuse_values
 from megatron.trainer.files.indexed_files import notes_on_weights
 
 
@@ -37,6 +38,35 @@ def _blends(args: argparse.Namespace) -> None:
         split_shares(args.split)
 
 
+_ALREADY = "conversations of a sequence never see each other, and have positions of their own; leave it out"
+_REFUSALS_OF_CONVERSATIONS = {
+    "mock_data": (False, "there are no synthetic conversations; give --data-path with JSON lines"),
+    "micro_batch_size": (1, "a sequence of --sft holds all conversations that fit; give 1, and a longer --seq-length"),
+    "reset_position_ids": (False, f"under --sft {_ALREADY}"),
+    "reset_attention_mask": (False, f"under --sft {_ALREADY}"),
+    "eod_mask_loss": (False, "under --sft the token that ends a conversation is a part of its answer; leave it out"),
+    "context_parallel_size": (1, "--sft does not cut conversations into parts; leave it out, or use more tensor ranks"),
+    "window_size": (None, "a window would take the place of the mask that keeps conversations of --sft apart; leave "
+                          "one out"),
+    "mtp_num_layers": (None, "the next tokens of a conversation of --sft end with it, which further layers do not "
+                             "know; leave one out"),
+}  # fmt: skip
+
+
+def conversations(args: argparse.Namespace) -> None:
+    """Check that flags fit sequences of several conversations."""
+    if not args.sft:
+        if args.tokenizer_type == "SFTTokenizer":
+            raise ValueError("--tokenizer-type SFTTokenizer is that of --sft; add it, or use HuggingFaceTokenizer")
+        return
+    refuse_values(args, _REFUSALS_OF_CONVERSATIONS)
+    if args.tokenizer_type in ("NullTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"):
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} does not read conversations; use HuggingFaceTokenizer, or another "
+            "that reads text"
+        )
+
+
 def split_shares(text: str) -> tuple[float, ...]:
     """The shares of training, validation and test that --split names. Raises ValueError: megatron.core picks the digits
     and points out of the text, so a sign or an exponent would change them."""
@@ -68,7 +98,7 @@ def tokenizer(args: argparse.Namespace) -> None:
     """Require what a tokenizer needs, also of the tools that read text, which have no model."""
     if args.patch_tokenizer_type is not None and args.tokenizer_type is None:
         args.tokenizer_type = "HuggingFaceTokenizer"
-    if args.tokenizer_type == "PretrainedFromHF":
+    if args.tokenizer_type in ("PretrainedFromHF", "SFTTokenizer"):
         args.tokenizer_type = "HuggingFaceTokenizer"
     if args.tokenizer_type is None:
         if not (args.vocab_file and args.merge_file):
@@ -87,4 +117,4 @@ def tokenizer(args: argparse.Namespace) -> None:
         raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs {' and '.join(missing)}")
 
 
-RULES = (data, text)
+RULES = (data, conversations, text)

@@ -24,6 +24,7 @@ _OWNERS = (
     (attention.ATTENTION, ("gpt",), "pretrain_gpt.py"),
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.MULTI_TOKEN, ("gpt",), "pretrain_gpt.py"),
+    (data_flags.CONVERSATIONS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
     (t5.T5, ("t5",), "pretrain_t5.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),

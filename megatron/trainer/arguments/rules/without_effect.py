@@ -62,6 +62,7 @@ ROWS = (
         lambda args: args.multi_latent_attention and args.position_embedding_type == "rope",
         "megatron.core's multi-latent attention does not read it",
     ),
+    Idle("sft_tokenizer_prompt_format", lambda args: not args.sft, "it is about --sft"),
     Idle(
         "add_qkv_bias",
         lambda args: args.multi_latent_attention,

@@ -1,4 +1,4 @@
-"""Attention over whole sequences, [sequence, batch, heads, channels]."""
+"""Attention over whole sequences, [sequence, batch, heads, channels], and packed ones, [tokens, heads, channels]."""
 
 import contextlib
 import math
@@ -30,7 +30,21 @@ class DotProductAttention(torch.nn.Module):
         self._random_numbers = contextlib.nullcontext if draws_alike else lambda: get_rng_state_tracker().fork()
 
     @pinned
-    def forward(self, query_layer, key_layer, value_layer, attention_mask=None, attn_mask_type=None) -> Tensor:
+    def forward(
+        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+    ) -> Tensor:  # fmt: skip
+        if qkv_format == "thd":
+            lengths = _lengths(query_layer, cu_seqlens_q, max_seqlen_q)
+            if lengths != _lengths(key_layer, cu_seqlens_kv, max_seqlen_kv) or attn_mask_type != "padding_causal":
+                raise NotImplementedError(f"the stand-in's packed attention has no {attn_mask_type} of two lengths")
+            parts = zip(*(each.split(lengths) for each in (query_layer, key_layer, value_layer)), strict=True)
+            return torch.cat([self._attend(*(each[:, None] for each in part), None, "causal")[:, 0] for part in parts])
+        if qkv_format is not None or cu_seqlens_q is not None:
+            raise NotImplementedError(f"the stand-in's attention has no cu_seqlens in the format {qkv_format}")
+        return self._attend(query_layer, key_layer, value_layer, attention_mask, attn_mask_type or self.attn_mask_type)
+
+    def _attend(self, query_layer, key_layer, value_layer, attention_mask, attn_mask_type) -> Tensor:
         sequence, batch, heads, _ = query_layer.shape
         repeats = heads // key_layer.shape[2]
         if repeats > 1:
@@ -40,7 +54,7 @@ class DotProductAttention(torch.nn.Module):
         scores = query.new_empty(query.shape[0], sequence, key.shape[1])
         scores = torch.baddbmm(scores, query, key.transpose(1, 2), beta=0.0, alpha=self.softmax_scale)
         scores = scores.unflatten(0, (batch, heads))
-        mask = self._mask(attn_mask_type or self.attn_mask_type, attention_mask, scores)
+        mask = self._mask(attn_mask_type, attention_mask, scores)
         if mask is not None:
             scores = scores.masked_fill(mask, _MASKED)
         weights = torch.softmax(scores.float(), dim=-1).to(value.dtype)
@@ -59,3 +73,14 @@ class DotProductAttention(torch.nn.Module):
         if kind in ("padding", "arbitrary") and mask is not None:  # of padding [batch, 1, 1, keys]
             return mask
         raise NotImplementedError(f"the stand-in's attention has no mask {kind} where the mask is {mask}")
+
+
+def _lengths(tokens: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> list[int]:
+    """The lengths of packed sequences, which fill `tokens`, [tokens, heads, channels]. This asserts what Transformer
+    Engine does, and raises where its kernels would read beyond or give too few results."""
+    assert tokens.dim() == 3, "Queries, keys and values must be 3D tensors when qkv_format = thd!"
+    assert cu_seqlens is not None and cu_seqlens.dim() == 1 and cu_seqlens.dtype == torch.int32, "cu_seqlens is int32"
+    lengths = cu_seqlens.diff().tolist()
+    if sum(lengths) != len(tokens) or longest is None or longest < max(lengths):
+        raise ValueError(f"sequences of {lengths} tokens, at most {longest}, do not fill {len(tokens)}")
+    return lengths

@@ -1,0 +1,63 @@
+"""Sequences in which several documents stand one behind the other: who sees whom, and which position each token has.
+
+Problem: a document must neither see those before it nor take its positions from them, on every stage of a pipeline, in
+layers of Transformer Engine and in local ones; and local attention takes no such sequences.
+
+Solution: megatron.core's `PackedSeqParams` say where documents begin. With them its rotary embeddings begin anew with
+each document, for both kinds of layers, and Transformer Engine's attention keeps documents apart. Local attention gets
+a mask that is made of the same borders, once for all layers of a stage. Between stages tensors are [s, 1, h] as ever.
+"""
+
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.trainer.models.context_parallel import mixed_into_attention
+
+
+class PackedSequence(PackedSeqParams):
+    """The documents of one sequence."""
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Where a query must not look: bool [1, 1, s, s], True for a later token, and for one of another document."""
+        lengths = self.cu_seqlens_q.diff()
+        document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        others = document[:, None] != document[None, :]
+        return (others | torch.ones_like(others).triu(1))[None, None]
+
+
+def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
+    """The documents of a microbatch of one sequence of s tokens.
+
+    Args:
+        cu_seqlens: int32 [1, s + 1]: where documents begin, ascending from 0, and then s until the end.
+    """
+    [borders] = cu_seqlens.tolist()
+    # Exactly the longest: were it s, megatron.core would take rotary positions of the sequence for those of documents.
+    longest = max(end - begin for begin, end in pairwise(borders))
+    own = cu_seqlens[0, : borders.index(borders[-1]) + 1].to(backend.device(), non_blocking=True)
+    return PackedSequence(
+        qkv_format="thd", cu_seqlens_q=own, cu_seqlens_kv=own, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+class _Packed:
+    """Mixed into an attention of whole sequences, with megatron.core's signatures."""
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
+        """As of the wrapped class; the tensors are [s, heads, width]."""
+        query, key, value = (each.unsqueeze(1) for each in (query, key, value))
+        return super().forward(query, key, value, packed_seq_params.mask, attn_mask_type, attention_bias)
+
+
+def taking_packed_sequences(spec: ModuleSpec) -> ModuleSpec:
+    """The specification of a layer whose attention keeps the documents of a sequence apart."""
+    return mixed_into_attention(spec, _Packed)
