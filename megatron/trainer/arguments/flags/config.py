@@ -87,8 +87,8 @@ class TrainConfig(
     model.Model, attention.Attention, model.MultiToken, experts.Experts, parallel.Pipeline, parallel.Distributed,
     training.Freezing, training.Batch, training.Regularization, training.LearningRate, training.Precision,
     training.EightBits, training.Recompute, data.Data, data.Conversations, data.Tokenizer, model.Bert,
-    t5.EncoderDecoder,
-    model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags, Derived, _Unread,
+    t5.EncoderDecoder, model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags,
+    Derived, _Unread,
 ):  # fmt: skip
     """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""
 
