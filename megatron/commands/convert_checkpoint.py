@@ -189,7 +189,7 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
     )
     from megatron.trainer.checkpoint.directory import locate
     from megatron.trainer.checkpoint.loader import read_common_state
-    from megatron.trainer.checkpoint.tensor_table import tensors_of
+    from megatron.trainer.checkpoint.tensor_rows import tensors_of
 
     old = _old_format(options.source, options.ckpt_step)
     if old is not None:

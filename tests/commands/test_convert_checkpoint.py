@@ -150,7 +150,8 @@ def measured(folder: Path) -> list[float]:
     from megatron.commands.convert_checkpoint import _completed
     from megatron.trainer.arguments.hugging_face import model_of
     from megatron.trainer.checkpoint import hugging_face
-    from megatron.trainer.checkpoint.tensor_table import sources_of, tensors_of
+    from megatron.trainer.checkpoint.tensor_rows import tensors_of
+    from megatron.trainer.checkpoint.tensor_table import sources_of
     from megatron.trainer.files.safetensors_files import write_folder
 
     config = {

@@ -74,7 +74,8 @@ class Number(Part):
     Attributes:
         key, also: the key, and other names of it in older or newer files.
         dests: the destinations that have this value.
-        absent: the key may be missing or null, and then has the value that this makes of the facts read before.
+        absent: the key may be missing or null, and then has the value that this makes of the configuration.
+        neutral: what is written where the flag is not given.
     """
 
     key: str
@@ -82,6 +83,7 @@ class Number(Part):
     kind: type = int
     also: tuple[str, ...] = ()
     absent: object = None
+    neutral: int | float | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,10 +94,14 @@ class Number(Part):
             value = self.absent(config)
         else:
             value = number(self.key, present(config, self.names), self.kind)
+            for name in self.names:
+                if config.get(name) not in (None, value):
+                    raise ValueError(f"{self.key} is {value}, and {name} {shown(config[name])}; keep the right one")
         return dict.fromkeys(self.dests, value)
 
     def write(self, facts: Facts) -> dict[str, object]:
-        return {self.key: facts[self.dests[0]]}
+        value = facts[self.dests[0]]
+        return {self.key: self.neutral if value is None else value}
 
 
 @dataclass(frozen=True)
@@ -156,13 +162,20 @@ class Switch(Part):
         return {self.key: bool(facts[self.dest]) != self.inverted}
 
 
+@dataclass(frozen=True)
 class WidthOfHeads(Part):
-    """GPT-2's heads share the hidden size; no key says how wide one is."""
+    """The heads share the hidden size; no key says how wide one is.
 
+    Attributes:
+        width, heads: keys of the hidden size, and of the number of heads.
+    """
+
+    width: str = "hidden_size"
+    heads: str = "num_attention_heads"
     names = ()
 
     def read(self, config: Mapping[str, object]) -> Facts:
-        return {"kv_channels": shared_width(config, "n_embd", "n_head")}
+        return {"kv_channels": shared_width(config, self.width, self.heads)}
 
     def write(self, facts: Facts) -> dict[str, object]:
         return {}
@@ -183,78 +196,6 @@ class KeyValueHeads(Part):
         return {self.names[0]: facts["num_query_groups" if grouped else "num_attention_heads"]}
 
 
-_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The only values of Llama 3's scaling that megatron.core knows."""
-
-
-class Rotary(Part):
-    """Base and scaling of rotary positions: `rope_parameters`, in older files `rope_theta` and `rope_scaling`."""
-
-    names = ("rope_parameters", "rope_theta", "rope_scaling")
-
-    def read(self, config: Mapping[str, object]) -> Facts:
-        given: dict[str, object] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            mapping = config.get(name) or {}
-            if not isinstance(mapping, Mapping):
-                raise ValueError(f"{name} is {shown(mapping)}; give an object, or null")
-            for key, value in mapping.items():
-                key = "rope_type" if key == "type" else key
-                if given.setdefault(key, value) != value:
-                    raise ValueError(f"{key} is {shown(given[key])} in rope_scaling and {shown(value)} in {name}")
-        if (
-            config.get("rope_theta") is not None
-            and given.setdefault("rope_theta", config["rope_theta"]) != config["rope_theta"]
-        ):
-            raise ValueError(
-                f"rope_theta is {shown(config['rope_theta'])}, and rope_parameters say {shown(given['rope_theta'])}; "
-                "keep the right one"
-            )
-        kind = given.pop("rope_type", None if given.keys() - {"rope_theta", "partial_rotary_factor"} else "default")
-        base = number(
-            "rope_theta", present(given, ["rope_theta"], "write the base of the rotary positions into config.json"), int
-        )
-        facts: Facts = {"rotary_base": base, "use_rope_scaling": False, "rotary_seq_len_interpolation_factor": None}
-        del given["rope_theta"]
-        if kind == "llama3":
-            for key, value in _LLAMA_3.items():
-                if present(given, [key]) != value:
-                    raise ValueError(
-                        f"rope_scaling.{key} is {shown(given[key])}, and megatron.core knows {value} alone; such a "
-                        "model cannot be computed here"
-                    )
-            facts |= {
-                "use_rope_scaling": True,
-                "rope_scaling_factor": number("factor", present(given, ["factor"]), float),
-            }
-            given = {key: value for key, value in given.items() if key not in (*_LLAMA_3, "factor")}
-        elif kind == "linear":
-            facts["rotary_seq_len_interpolation_factor"] = number("factor", present(given, ["factor"]), int)
-            given.pop("factor")
-        elif kind != "default":
-            raise ValueError(
-                f"the rotary positions are scaled by {shown(kind)}, and flags say default, linear and llama3 alone; "
-                "such a model cannot be computed here"
-            )
-        if given.get("partial_rotary_factor", 1.0) != 1.0 or given.keys() - {"partial_rotary_factor"}:
-            key = min(given.keys())
-            raise ValueError(
-                f"{key} of the rotary positions is {shown(given[key])}, which no flag says; leave it out if the "
-                "model is the same without it"
-            )
-        return facts
-
-    def write(self, facts: Facts) -> dict[str, object]:
-        # In the older keys, which every version of transformers reads. Of the newer ones an older version would know
-        # nothing, and take a default.
-        scaling: dict[str, object] | None = None
-        if facts["use_rope_scaling"]:
-            scaling = {"rope_type": "llama3", "factor": float(facts["rope_scaling_factor"]), **_LLAMA_3}
-        elif facts["rotary_seq_len_interpolation_factor"] is not None:
-            scaling = {"rope_type": "linear", "factor": float(facts["rotary_seq_len_interpolation_factor"])}
-        return {"rope_theta": float(facts["rotary_base"]), "rope_scaling": scaling}
-
-
 class Gelu(Part):
     """GPT-2's activation. megatron.core has the tanh approximation in its fusion with the bias alone."""
 
@@ -272,24 +213,103 @@ class Gelu(Part):
         return {"activation_function": "gelu_new" if facts["bias_gelu_fusion"] else "gelu"}
 
 
-class Window(Part):
-    """Attention to a window of tokens, which is not taken over and has to be off."""
+# --- experts ----------------------------------------------------------------------------------------------------------
 
-    names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+class DenseBefore(Part):
+    """The first layers have no experts."""
+
+    names = ("first_k_dense_replace", "moe_layer_freq")
 
     def read(self, config: Mapping[str, object]) -> Facts:
-        # Where the key is missing, the families that have it do not use their window.
-        is_used = config.get("use_sliding_window", not str(config.get("model_type")).startswith("qwen"))
-        if config.get("sliding_window") is not None and is_used:
+        layers = number("num_hidden_layers", config["num_hidden_layers"], int)
+        dense = number(self.names[0], present(config, self.names[:1]), int)
+        if config.get("moe_layer_freq") not in (None, 1):
             raise ValueError(
-                f"sliding_window is {shown(config['sliding_window'])}, and windows are not taken over from "
-                "config.json; set it to null if sequences are no longer than that"
+                f"moe_layer_freq is {shown(config['moe_layer_freq'])}, and behind the first {dense} every layer has "
+                "experts in this family"
             )
-        kinds = config.get("layer_types")
-        if kinds is not None and set(kinds) != {"full_attention"}:
-            other = next(each for each in kinds if each != "full_attention")
-            raise ValueError(f"layer_types names {shown(other)}, and layers are taken over with full_attention alone")
+        if dense >= layers:
+            raise ValueError(f"first_k_dense_replace is {dense}, and of {layers} layers none is left with experts")
+        return {"moe_layer_freq": [0] * dense + [1] * (layers - dense) if dense else 1}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        pattern = facts["moe_layer_freq"]
+        return {"first_k_dense_replace": 0 if pattern == 1 else pattern.index(1), "moe_layer_freq": 1}
+
+
+class SharedExperts(Part):
+    """Experts that every token passes, which are one wide expert here. Behind the width of an expert."""
+
+    names = ("n_shared_experts",)
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        count = number(self.names[0], present(config, self.names), int)
+        width = number("moe_intermediate_size", present(config, ["moe_intermediate_size"]), int)
+        if count == 0:
+            raise ValueError("n_shared_experts is 0, and layers of this family have one at least")
+        return {"moe_shared_expert_intermediate_size": count * width}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        return {self.names[0]: (facts["moe_shared_expert_intermediate_size"] or 0) // facts["moe_ffn_hidden_size"]}
+
+
+@dataclass(frozen=True)
+class GroupsOfExperts(Part):
+    """Groups of experts, of which a token takes some.
+
+    megatron.core rates a group by its best experts, as many as a token takes of a group on the average. DeepSeek-V3
+    rates it by the best two, DeepSeek-V2 by the best one.
+
+    Attributes:
+        rated_by: how many experts of a group rate it.
+        method: the value of `topk_method` with which groups are used; None: it always is.
+    """
+
+    rated_by: int
+    method: str | None = None
+    names = ("n_group", "topk_group", "topk_method")
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        none = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+        if self.method is not None:
+            method = present(config, ["topk_method"])
+            if method == "greedy":
+                return none
+            if method != self.method:
+                raise ValueError(f"topk_method is {shown(method)}, and this family has greedy and {self.method} alone")
+        groups, taken = (number(name, present(config, [name]), int) for name in ("n_group", "topk_group"))
+        if groups <= 1 or taken == groups:
+            return none
+        experts = number("num_experts_per_tok", present(config, ["num_experts_per_tok"]), int)
+        if not taken or experts % taken or experts // taken != self.rated_by:
+            raise ValueError(
+                f"topk_group is {taken} and num_experts_per_tok {experts}: megatron.core rates a group by its "
+                f"{experts // max(taken, 1)} best experts, and this family by {self.rated_by}; such a model cannot be "
+                "computed here"
+            )
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": taken}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        groups = facts["moe_router_num_groups"]
+        method = {} if self.method is None else {"topk_method": "greedy" if groups is None else self.method}
+        return {"n_group": groups or 1, "topk_group": facts["moe_router_group_topk"] or 1, **method}
+
+
+class Normalized(Part):
+    """Sigmoid scores of the chosen experts are divided by their sum, which megatron.core does where there are two or
+    more."""
+
+    names = ("norm_topk_prob",)
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        experts, value = present(config, ["num_experts_per_tok"]), present(config, self.names)
+        if value is not (experts != 1):
+            raise ValueError(
+                f"norm_topk_prob is {shown(value)}, and megatron.core divides the scores of {shown(experts)} experts "
+                f"by their sum{' never' if experts == 1 else ''}; such a model cannot be computed here"
+            )
         return {}
 
     def write(self, facts: Facts) -> dict[str, object]:
-        return {"sliding_window": None}
+        return {self.names[0]: facts["moe_router_topk"] != 1}

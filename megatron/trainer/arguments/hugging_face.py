@@ -14,14 +14,14 @@ from pathlib import Path
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
 from megatron.trainer.arguments.config_parts import Facts, present
+from megatron.trainer.arguments.flags.attention import layers_with_windows, window_of
 from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, Family
+from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
-_REFUSED = {
-    "quantization_config": "quantized weights (FP8, MXFP4, GPTQ, AWQ, ...) are not read; save the model in bf16 first",
-}
+QUANTIZATION = "quantization_config"
+"""The key that says how weights are quantized. What is read is no longer quantized."""
 _SHAPING = {flag.dest: flag for flag in FLAGS if Role.SHAPE in flag.roles}
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
@@ -43,8 +43,13 @@ class Model:
         for name, value in self.facts.items():
             flag = _BY_DEST[name]
             if value != _plain(name, flag.default):
-                words += [flag.name] if flag.stores is not None else [flag.name, f"{value}"]
+                words += [flag.name] if flag.stores is not None else [flag.name, _word(value)]
         return words
+
+
+def _word(value: object) -> str:
+    """A value as one word of a command line."""
+    return f"{value}".replace(" ", "").strip("()")
 
 
 def read_config(path: Path | str) -> dict[str, object]:
@@ -66,14 +71,14 @@ def model_of(config: Mapping[str, object], source: object) -> Model:
 
 
 def _model_of(config: Mapping[str, object]) -> Model:
-    for key, reason in _REFUSED.items():
-        if config.get(key):
-            raise ValueError(f"{key} is {shown(config[key])}: {reason}")
+    _require_known_quantization(config.get(QUANTIZATION))
     kind = present(config, ["model_type"])
+    if kind in NOT_COMPUTED:
+        raise ValueError(f"model_type is {shown(kind)}: {NOT_COMPUTED[kind]}")
     if kind not in FAMILIES:
         raise ValueError(f"model_type is {shown(kind)}, and these can be converted: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    known = {*NO_EFFECT, *family.no_effect, *_REFUSED, *(name for part in family.parts for name in part.names)}
+    known = {*NO_EFFECT, *family.no_effect, QUANTIZATION, *(name for part in family.parts for name in part.names)}
     for key in config:
         if key not in known:
             near = nearest(key, known)
@@ -81,19 +86,45 @@ def _model_of(config: Mapping[str, object]) -> Model:
                 f"{key} is {shown(config[key])}, and no such key of {kind} is known here"
                 f"{f' (the nearest is {near})' if near else ''}; take it out if the model is the same without it"
             )
-    facts = {name: _plain(name, flag.default) for name, flag in _SHAPING.items()} | family.fixed
+    facts = {name: flag.default for name, flag in _SHAPING.items()} | family.fixed
     for part in family.parts:
         facts |= part.read(config)
-    return Model(kind, facts)
+    return Model(kind, {name: _plain(name, value, facts["num_layers"]) for name, value in facts.items()})
 
 
-def _plain(name: str, value: object) -> object:
-    """A flag's value in the spelling in which two models are compared."""
-    if name == "moe_layer_freq":
-        value = layers_with_experts(value) if isinstance(value, str) else value
-        return 1 if isinstance(value, list) and value and all(each == 1 for each in value) else value
-    if name == "rotary_seq_len_interpolation_factor" and value == 1:
+def _require_known_quantization(quantization: object) -> None:
+    """Raise ValueError where weights are quantized in another way than `files.quantized_weights` reads."""
+    if not quantization:
+        return
+    asked = quantization if isinstance(quantization, Mapping) else {}
+    method, block = asked.get("quant_method"), asked.get("weight_block_size")
+    if method == "mxfp4" or (method == "fp8" and block == [128, 128] and asked.get("fmt", "e4m3") == "e4m3"):
+        return
+    raise ValueError(
+        f"{QUANTIZATION} is {shown(quantization)}: of quantized weights those in MXFP4, and in FP8 (e4m3) with a scale for "
+        "each 128 x 128 block, are read; save the model in bf16 first"
+    )
+
+
+_NEUTRAL = {"rotary_seq_len_interpolation_factor": 1, "moe_router_topk_scaling_factor": 1.0, "mtp_num_layers": 0}
+"""Values that ask for the same as none."""
+
+
+def _plain(name: str, value: object, num_layers: int | None = None) -> object:
+    """A flag's value in the spelling in which two models are compared. Patterns of layers are a list, and those of all
+    layers the default."""
+    if value is None or _NEUTRAL.get(name) == value:
         return None
+    if name == "window_size":
+        return window_of(value) if isinstance(value, str) else tuple(value)
+    if name in ("moe_layer_freq", "window_attn_skip_freq"):
+        is_window = name.startswith("window")
+        if isinstance(value, str):
+            value = layers_with_windows(value) if is_window else layers_with_experts(value)
+        if isinstance(value, int) and value > 1 and num_layers is not None:
+            value = [int((layer + is_window) % value == 0) ^ is_window for layer in range(num_layers)]
+        if isinstance(value, list) and value and all(each == 1 for each in value):
+            return None if is_window else 1
     return value
 
 
@@ -104,8 +135,10 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     """`--load-hf`: the rule that completes the model's flags from the folder's configuration. Returns notes."""
     if not args.load_hf:  # the rule about paths refuses an empty one
         return []
-    if args.architecture != "gpt":
-        raise ValueError("--load-hf belongs to pretrain_gpt.py, whose models can be converted; leave it out")
+    if args.architecture not in _PROGRAMS:
+        raise ValueError(
+            f"--load-hf belongs to {' and '.join(_PROGRAMS.values())}, whose models can be converted; leave it out"
+        )
     for name in ("pretrained_checkpoint", "use_checkpoint_args"):
         if getattr(args, name):
             raise ValueError(f"--load-hf and {_BY_DEST[name].name} exclude each other: both say the model; keep one")
@@ -114,7 +147,17 @@ def load_hf(args: argparse.Namespace) -> list[str]:
         raise ValueError(
             f"--load-hf {args.load_hf} is no folder; download the model first, since nothing is downloaded here"
         )
-    return take_over(args, model_of(read_config(folder), folder / "config.json"), folder / "config.json")
+    model = model_of(read_config(folder), folder / "config.json")
+    if model.family.architecture != args.architecture:
+        raise ValueError(
+            f"--load-hf {args.load_hf} holds a {model.model_type}, which {_PROGRAMS[model.family.architecture]} trains; "
+            "use that"
+        )
+    return take_over(args, model, folder / "config.json")
+
+
+_PROGRAMS = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+"""Architectures with models that can be converted, and the programs that train them."""
 
 
 def take_over(args: argparse.Namespace, model: Model, source: object) -> list[str]:
@@ -124,7 +167,7 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
     """
     taken = []
     for name, kind in _OLD_NAMES.items():
-        if name in args.given and model.facts["position_embedding_type"] not in (kind, "rope"):
+        if name in args.given and model.facts["position_embedding_type"] not in (kind, "rope", "yarn"):
             raise ValueError(
                 f"{_BY_DEST[name].name} contradicts {source}, which says --position-embedding-type "
                 f"{model.facts['position_embedding_type']}; leave the flag out, or give the folder of another model"
@@ -132,7 +175,7 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
     for name, value in model.facts.items():
         flag = _BY_DEST[name]
         if name in args.given:
-            given = _plain(name, getattr(args, name))
+            given = _plain(name, getattr(args, name), model.facts["num_layers"])
             if given != value and name not in model.family.free and not _says_the_same(name, given, model):
                 raise ValueError(
                     f"{_written(flag, given)} contradicts {source}, which says {_said(flag, value)}; "
@@ -161,20 +204,20 @@ def _says_the_same(name: str, given: object, model: Model) -> bool:
 def _written(flag: Flag, value: object) -> str:
     if flag.stores is not None:
         return flag.name if value == flag.stores else f"a command line without {flag.name}"
-    return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    return f"{flag.name} {' '.join(map(str, value)) if flag.nargs and isinstance(value, list) else _word(value)}"
 
 
 def _said(flag: Flag, value: object) -> str:
     if flag.stores is not None:
         return f"that {flag.dest} is {value}"
-    return f"{flag.name} {value}" if value is not None else f"nothing of {flag.name}"
+    return f"{flag.name} {_word(value)}" if value is not None else f"nothing of {flag.name}"
 
 
 def _remedy(flag: Flag, value: object) -> str:
     return (
         "leave the flag out"
         if flag.stores is not None or value is None
-        else f"give {flag.name} {value}, or leave it out"
+        else f"give {flag.name} {_word(value)}, or leave it out"
     )
 
 
@@ -183,10 +226,14 @@ def _remedy(flag: Flag, value: object) -> str:
 
 def facts_of(args: argparse.Namespace) -> Facts:
     """What completed arguments say of a model, in the spelling of `Model.facts`."""
-    facts = {name: _plain(name, getattr(args, name)) for name in (*_SHAPING, *_FURTHER) if hasattr(args, name)}
+    facts = {
+        name: _plain(name, getattr(args, name), args.num_layers)
+        for name in (*_SHAPING, *_FURTHER)
+        if hasattr(args, name)
+    }
     if not facts["group_query_attention"] or facts["num_query_groups"] == facts["num_attention_heads"]:
         facts |= {"group_query_attention": False, "num_query_groups": 1}
-    if facts["position_embedding_type"] != "rope":
+    if facts["position_embedding_type"] not in ("rope", "yarn"):
         facts |= {name: _plain(name, _BY_DEST[name].default) for name in _OF_ROTARY}
     if not facts["use_rope_scaling"]:
         facts["rope_scaling_factor"] = _BY_DEST["rope_scaling_factor"].default
@@ -213,7 +260,8 @@ def config_of(args: argparse.Namespace, *, dtype: str, model_type: str | None = 
     if model_type is not None and model_type not in FAMILIES:
         raise ValueError(f"model_type {model_type!r} cannot be converted; these can: {', '.join(FAMILIES)}")
     facts, misfits = facts_of(args), []
-    for name in FAMILIES if model_type is None else (model_type,):
+    own = [name for name, family in FAMILIES.items() if family.architecture == args.architecture]
+    for name in own if model_type is None else (model_type,):
         family = FAMILIES[name]
         config = {"architectures": [family.model], "model_type": name, "torch_dtype": dtype}
         for part in family.parts:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron.trainer.arguments.config_attention import LatentWidths, Rotary, Window
 from megatron.trainer.arguments.config_parts import (
+    DenseBefore,
     Facts,
     Gelu,
+    GroupsOfExperts,
     KeyValueHeads,
+    Normalized,
     Number,
     Only,
     Part,
-    Rotary,
+    SharedExperts,
     Switch,
     WidthOfHeads,
-    Window,
     head_dim,
     number,
     present,
@@ -32,6 +35,7 @@ class Family:
         free: flags that take the configuration's value unless the command line gives another, since that changes no
             weight and no meaning of one.
         no_effect: further keys without influence on a trained model.
+        architecture: of the program that trains it.
     """
 
     model: str
@@ -39,6 +43,7 @@ class Family:
     fixed: Facts = field(default_factory=dict)
     free: tuple[str, ...] = ()
     no_effect: tuple[str, ...] = ()
+    architecture: str = "gpt"
 
 
 NO_EFFECT = (
@@ -55,52 +60,94 @@ _SILU = Only(
     "hidden_act", ("silu", "swish"), "the gated layers of this family are computed with silu alone", absent=False
 )
 _NO_BIAS = "linear layers with this bias alone have no flag"
+_OF_EVERY_LAYER = (
+    Number("num_hidden_layers", ("num_layers",)),
+    Number("hidden_size", ("hidden_size",)),
+    Number("num_attention_heads", ("num_attention_heads",)),
+    Number("vocab_size", ("vocab_size",)),
+    Number("max_position_embeddings", ("max_position_embeddings",)),
+)
+_GATED = (
+    Number("rms_norm_eps", ("norm_epsilon",), float),
+    Number("attention_dropout", ("attention_dropout",), float),
+    Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", inverted=True),
+    _SILU,
+)
+_LIKE_LLAMA = {
+    "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+}  # fmt: skip
+_FREE = ("max_position_embeddings", "attention_dropout", "hidden_dropout")
 
 
 def _like_llama(
     model: str, *parts: Part, head_dim_given: bool = False, experts: bool = False, no_effect: tuple[str, ...] = (),
-    **fixed: object,
+    windows: Window = Window(), **fixed: object,
 ) -> Family:  # fmt: skip
     width = () if experts else (Number("intermediate_size", ("ffn_hidden_size",)),)
     return Family(
         model=model,
         parts=(
-            Number("num_hidden_layers", ("num_layers",)),
-            Number("hidden_size", ("hidden_size",)),
-            Number("num_attention_heads", ("num_attention_heads",)),
+            *_OF_EVERY_LAYER,
             KeyValueHeads(),
             Number("head_dim", ("kv_channels",), absent=None if head_dim_given else head_dim),
             *width,
-            Number("vocab_size", ("vocab_size",)),
-            Number("max_position_embeddings", ("max_position_embeddings",)),
-            Number("rms_norm_eps", ("norm_epsilon",), float),
-            Number("attention_dropout", ("attention_dropout",), float),
-            Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", inverted=True),
-            _SILU,
+            *_GATED,
             Rotary(),
-            Window(),
+            windows,
             *parts,
         ),
-        fixed={
-            "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
-            "hidden_dropout": 0.0, **fixed,
-        },
-        free=("max_position_embeddings", "attention_dropout", "hidden_dropout"),
+        fixed={**_LIKE_LLAMA, **fixed},
+        free=_FREE,
         no_effect=no_effect,
-    )  # fmt: skip
+    )
 
 
 _ROUTER = ("router_aux_loss_coef", "output_router_logits")
 _NO_ATTENTION_BIAS = Only("attention_bias", (False,), _NO_BIAS)
+_ALL_LAYERS, _LAST_LAYERS = Window("all"), Window("from", switched=True)
+
+
+def _deepseek(model: str, *parts: Part, no_effect: tuple[str, ...] = (), **fixed: object) -> Family:
+    return Family(
+        model=model,
+        parts=(
+            *_OF_EVERY_LAYER,
+            LatentWidths(),
+            Number("intermediate_size", ("ffn_hidden_size",)),
+            *_GATED,
+            Only("rms_norm_eps", (1e-6,), "the norms of the latents have 1e-06, and megatron.core one for all",
+                 absent=False),
+            Rotary(latents=True),
+            Number("n_routed_experts", ("num_experts",), also=("num_local_experts",)),
+            Number("num_experts_per_tok", ("moe_router_topk",)),
+            Number("moe_intermediate_size", ("moe_ffn_hidden_size",)),
+            Number("routed_scaling_factor", ("moe_router_topk_scaling_factor",), float, neutral=1.0),
+            DenseBefore(),
+            SharedExperts(),
+            _NO_ATTENTION_BIAS,
+            *parts,
+        ),
+        fixed={
+            **_LIKE_LLAMA, "multi_latent_attention": True, "qk_layernorm": True, "moe_router_dtype": "fp32", **fixed,
+        },
+        free=(*_FREE, "kv_channels", "moe_router_dtype", "mtp_num_layers"),
+        no_effect=("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", *no_effect),
+    )  # fmt: skip
+
+
+_NO_MORE_LAYERS = "this family has no layers of multi-token prediction here"
 
 FAMILIES: dict[str, Family] = {
     "llama": _like_llama("LlamaForCausalLM", _NO_ATTENTION_BIAS, Only("mlp_bias", (False,), _NO_BIAS),
         Only("rope_interleaved", (False,), "Llama rotates the two halves of a head here"),
         no_effect=("is_llama_config",)),
-    "mistral": _like_llama("MistralForCausalLM"),
+    "mistral": _like_llama("MistralForCausalLM", windows=_ALL_LAYERS),
     "qwen2": _like_llama(
-        "Qwen2ForCausalLM", Only("use_mrope", (False,), "positions have one dimension here"), add_qkv_bias=True),
-    "qwen3": _like_llama("Qwen3ForCausalLM", _NO_ATTENTION_BIAS, head_dim_given=True, qk_layernorm=True),
+        "Qwen2ForCausalLM", Only("use_mrope", (False,), "positions have one dimension here"), windows=_LAST_LAYERS,
+        add_qkv_bias=True),
+    "qwen3": _like_llama(
+        "Qwen3ForCausalLM", _NO_ATTENTION_BIAS, head_dim_given=True, windows=_LAST_LAYERS, qk_layernorm=True),
     "mixtral": _like_llama(
         "MixtralForCausalLM",
         Number("intermediate_size", ("ffn_hidden_size", "moe_ffn_hidden_size")),
@@ -109,6 +156,7 @@ FAMILIES: dict[str, Family] = {
         Only("router_jitter_noise", (0.0, 0), "noise in the router is not computed here"),
         experts=True,
         no_effect=_ROUTER,
+        windows=_ALL_LAYERS,
     ),
     "qwen3_moe": _like_llama(
         "Qwen3MoeForCausalLM",
@@ -123,7 +171,43 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         head_dim_given=True,
         no_effect=_ROUTER,
+        windows=Window("all", switched=True),
         qk_layernorm=True,
+    ),
+    "gpt_oss": _like_llama(
+        "GptOssForCausalLM",
+        Only("attention_bias", (True,), "all linear layers of this family have biases", absent=False),
+        Number("intermediate_size", ("ffn_hidden_size", "moe_ffn_hidden_size")),
+        Number("num_local_experts", ("num_experts",), also=("num_experts",)),
+        Number("num_experts_per_tok", ("moe_router_topk",), also=("experts_per_token",)),
+        Number("swiglu_limit", ("activation_func_clamp_value",), float),
+        Only("swiglu_alpha", (1.702,), "megatron.core's quick GELU has 1.702 alone"),
+        experts=True,
+        head_dim_given=True,
+        no_effect=(*_ROUTER, "initial_context_length"),
+        windows=Window("listed"),
+        swiglu=False, quick_geglu=True, glu_linear_offset=1.0, add_bias_linear=True, softmax_type="learnable",
+    ),
+    "deepseek_v3": _deepseek(
+        "DeepseekV3ForCausalLM",
+        GroupsOfExperts(rated_by=2),
+        Normalized(),
+        Only("topk_method", ("noaux_tc",), "DeepSeek-V3 balances by a bias of each expert"),
+        Only("scoring_func", ("sigmoid",), "DeepSeek-V3 scores by sigmoid"),
+        Only("rope_interleave", (True,), "megatron.core's latent attention rotates neighbouring channels"),
+        Number("num_nextn_predict_layers", ("mtp_num_layers",), also=("num_mtp_layers",), absent=lambda config: 0,
+               neutral=0),
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
+    "deepseek_v2": _deepseek(
+        "DeepseekV2ForCausalLM",
+        GroupsOfExperts(rated_by=1, method="group_limited_greedy"),
+        Only("scoring_func", ("softmax",), "DeepSeek-V2 scores by softmax"),
+        Only("norm_topk_prob", (False,), "scores are not divided by their sum in this family", absent=False),
+        Only("mlp_bias", (False,), _NO_BIAS),
+        Only("num_nextn_predict_layers", (0,), _NO_MORE_LAYERS),
+        moe_router_pre_softmax=True,
     ),
     "gpt2": Family(
         model="GPT2LMHeadModel",
@@ -131,7 +215,7 @@ FAMILIES: dict[str, Family] = {
             Number("n_layer", ("num_layers",)),
             Number("n_embd", ("hidden_size",)),
             Number("n_head", ("num_attention_heads",)),
-            WidthOfHeads(),
+            WidthOfHeads("n_embd", "n_head"),
             Number("n_inner", ("ffn_hidden_size",),
                    absent=lambda config: 4 * number("n_embd", present(config, ["n_embd"]), int)),
             Number("vocab_size", ("vocab_size",)),
@@ -151,5 +235,37 @@ FAMILIES: dict[str, Family] = {
         no_effect=("embd_pdrop", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
                    "summary_type", "summary_use_proj"),
     ),
+    "megatron-bert": Family(
+        model="MegatronBertForPreTraining",
+        architecture="bert",
+        parts=(
+            *_OF_EVERY_LAYER,
+            WidthOfHeads(),
+            Number("intermediate_size", ("ffn_hidden_size",)),
+            Number("layer_norm_eps", ("norm_epsilon",), float),
+            Number("hidden_dropout_prob", ("hidden_dropout",), float),
+            Number("attention_probs_dropout_prob", ("attention_dropout",), float),
+            Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", inverted=True, absent=True),
+            Only("hidden_act", ("gelu",), "megatron.core's head of a BERT has the exact GELU alone", absent=False),
+            Only("type_vocab_size", (2,), "samples have two segments here", absent=False),
+            Only("position_embedding_type", ("absolute",), "positions are learned in this family"),
+            Only("is_decoder", (False,), "tokens attend to all others here"),
+            Only("add_cross_attention", (False,), "there is no encoder here"),
+        ),
+        fixed={"position_embedding_type": "learned_absolute", "bias_gelu_fusion": False},
+        free=("attention_dropout", "hidden_dropout"),
+    ),
 }  # fmt: skip
-"""By `model_type`. bert is not one: its layers normalize behind the residual sum, those of megatron.core before."""
+"""By `model_type`."""
+
+_POST_NORM = (
+    "its layers normalize behind the residual sum, and those of megatron.core before it; such a model cannot be computed "
+    "here (megatron-bert can)"
+)
+_T5 = (
+    "its stacks share a bias of distances, its scores are not divided by the root of a head's width, its norms have no "
+    "mean and no bias, and its layers a ReLU or a gated GELU, of all of which the T5 here has none; such a model cannot be "
+    "computed here"
+)
+NOT_COMPUTED = {**dict.fromkeys(("bert", "roberta"), _POST_NORM), **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}
+"""`model_type` -> why models of this kind cannot be converted."""

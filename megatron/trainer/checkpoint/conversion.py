@@ -47,7 +47,15 @@ from megatron.trainer.checkpoint.directory import (
 from megatron.trainer.checkpoint.hugging_face import Weights, blocks
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, COMMON_FILE, INDEX_FILE
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
-from megatron.trainer.checkpoint.tensor_table import LAYERS, Source, Tensor, canonical, sources_of
+from megatron.trainer.checkpoint.tensor_table import (
+    FURTHER_LAYERS,
+    LAYERS,
+    Piece,
+    Source,
+    Tensor,
+    canonical,
+    sources_of,
+)
 from megatron.trainer.files.safetensors_files import write_folder
 
 unpickling.install()
@@ -144,7 +152,7 @@ class CheckpointWeights:
 
 _RANK = "mp_rank_{tensor:02d}"
 _FILE = "model_optim_rng.pt"
-_EXPERT = "mlp.experts.local_experts."
+_EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.", "mlp.experts.experts."
 
 
 class RankFilesWeights:
@@ -234,7 +242,7 @@ class RankFilesWeights:
         if local == tensor.shape:
             yield tuple((0, size) for size in tensor.shape), parts[0]
             return
-        halves = 2 if len({piece.name for piece in tensor.pieces}) == 2 else 1  # a gate, and what it multiplies
+        halves = 2 if len(tensor.pieces) == 2 else 1  # a gate, and what it multiplies
         by_rows = local[0] != tensor.shape[0]
         for rank, part in enumerate(parts):
             if not by_rows:
@@ -265,11 +273,13 @@ def _place_of(name: str, offset: int) -> tuple[str, tuple[int, ...], int]:
     key, number = canonical(name)
     if not number:
         return key, (), -1
-    rest = key.removeprefix(LAYERS)
-    if rest.startswith(_EXPERT):
-        expert, _, rest = rest.removeprefix(_EXPERT).partition(".")
-        return f"{LAYERS}mlp.experts.experts.{rest}", (number[0] + offset, int(expert)), number[0]
-    return key, (number[0] + offset,), number[0]
+    is_further = key.startswith(FURTHER_LAYERS)
+    place = number if is_further else (number[0] + offset,)
+    before, is_expert, rest = key.partition(_EXPERT)
+    if is_expert:
+        expert, _, rest = rest.partition(".")
+        key, place = f"{before}{_ALL_EXPERTS}{rest}", (*place, int(expert))
+    return key, place, -1 if is_further else number[0]
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -286,7 +296,8 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, arg
     """
     staging = begin(root, 0)
     try:
-        index = _write_tensors(staging, weights, tensors)
+        apart = args.num_experts is not None and args.moe_layer_freq != 1  # as megatron.core decides
+        index = _write_tensors(staging, weights, tensors, apart=apart)
         common = {
             "args": saved_arguments(args, iteration=0, consumed_train_samples=0, consumed_valid_samples=0),
             "checkpoint_version": FORMAT_VERSION,
@@ -310,7 +321,19 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, arg
         raise
 
 
-def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor]) -> Metadata:
+def _as_written(tensor: Tensor, apart: bool) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """The key of a tensor in a checkpoint, its place in that key's stack, and the size of the stack.
+
+    `apart`: layers differ, so each has keys of its own, as those of multi-token prediction always have.
+    """
+    for stack in (LAYERS, FURTHER_LAYERS):
+        if tensor.key.startswith(stack) and (apart or stack == FURTHER_LAYERS):
+            key = f"{stack}{tensor.index[0]}.{tensor.key.removeprefix(stack)}"
+            return key, tensor.index[1:], tensor.stack[1:]
+    return tensor.key, tensor.index, tensor.stack
+
+
+def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apart: bool) -> Metadata:
     """Write all tensors into files of `folder`. Returns the index."""
     entries: dict[str, TensorStorageMetadata] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -319,12 +342,13 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor]) -> Met
     try:
         for tensor in tensors:
             dtype = weights.dtype(tensor)
-            ones = (1,) * len(tensor.index)
-            if tensor.key not in entries:
-                size = torch.Size((*tensor.stack, *tensor.shape))
-                entries[tensor.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
-            if entries[tensor.key].properties.dtype != dtype:
-                raise ValueError(f"{tensor.key} has several dtypes in different layers; save the model in one")
+            key, index, stack = _as_written(tensor, apart)
+            ones = (1,) * len(index)
+            if key not in entries:
+                size = torch.Size((*stack, *tensor.shape))
+                entries[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
+            if entries[key].properties.dtype != dtype:
+                raise ValueError(f"{key} has several dtypes in different layers; save the model in one")
             for rows, columns in blocks(
                 tensor, dtype.itemsize, by_columns=tensor.transposed and len(tensor.shape) == 2
             ):
@@ -335,9 +359,9 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor]) -> Met
                 data = weights.read(tensor, rows, columns)
                 torch.save(data.view(*ones, *data.shape), stream)
                 box = _box(tensor, rows, columns)
-                offset = torch.Size((*tensor.index, *(first for first, _ in box)))
-                chunks = entries[tensor.key].chunks
-                places[MetadataIndex(tensor.key, offset, len(chunks))] = _StorageInfo(
+                offset = torch.Size((*index, *(first for first, _ in box)))
+                chunks = entries[key].chunks
+                places[MetadataIndex(key, offset, len(chunks))] = _StorageInfo(
                     f"__0_{number}.distcp", place, stream.tell() - place
                 )
                 chunks.append(ChunkStorageMetadata(offset, torch.Size((*ones, *data.shape))))
@@ -360,15 +384,27 @@ def write_hugging_face(folder: Path, weights: Weights, tensors: list[Tensor], *,
 
 def _parts_of(weights: Weights, source: Source) -> Iterator[torch.Tensor]:
     """The parts of a tensor there, row by row."""
-    tensor = source.places[0][0]
-    itemsize = weights.dtype(tensor).itemsize
-    if not tensor.transposed:
-        for its, piece in source.places:
-            for (first, last), columns in blocks(its, itemsize):
+    for tensor, pieces in source.places:
+        itemsize = weights.dtype(tensor).itemsize
+        if tensor.transposed:
+            for rows, columns in blocks(tensor, itemsize, by_columns=True):  # the columns here are rows there
+                yield _as_there(weights.read(tensor, rows, columns), pieces).T
+            continue
+        if any(piece.step > 1 for piece in pieces):
+            columns = (0, tensor.shape[1]) if len(tensor.shape) == 2 else None
+            yield _as_there(weights.read(tensor, (0, tensor.shape[0]), columns), pieces)
+            continue
+        for piece in pieces:
+            for (first, last), columns in blocks(tensor, itemsize):
                 rows = (max(first, piece.first), min(last, piece.first + piece.count))
                 if rows[0] < rows[1]:
-                    yield weights.read(its, rows, columns)
-        return
-    for rows, columns in blocks(tensor, itemsize, by_columns=True):  # the columns here are rows there
-        whole = weights.read(tensor, rows, columns)
-        yield torch.cat([whole[piece.first : piece.first + piece.count] for _, piece in source.places]).T
+                    yield weights.read(tensor, rows, columns)
+
+
+def _as_there(whole: torch.Tensor, pieces: tuple[Piece, ...]) -> torch.Tensor:
+    """All rows of a tensor here, in the order in which they stand there."""
+    there = whole.new_empty((sum(piece.count for piece in pieces), *whole.shape[1:]))
+    for piece in pieces:
+        own = slice(piece.source, piece.source + (piece.count - 1) * piece.step + 1, piece.step)
+        there[own] = whole[piece.first : piece.first + piece.count]
+    return there

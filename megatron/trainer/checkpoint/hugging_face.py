@@ -20,15 +20,9 @@ from megatron.trainer.arguments.hugging_face import difference, facts_of, model_
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
-from megatron.trainer.checkpoint.tensor_table import (
-    HEAD,
-    WITHOUT_WEIGHT,
-    Tensor,
-    canonical,
-    sources_of,
-    tensors_of,
-)
-from megatron.trainer.files.safetensors_files import SafetensorsFolder
+from megatron.trainer.checkpoint.tensor_rows import REPEATED, WITHOUT_WEIGHT, tensors_of
+from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, sources_of
+from megatron.trainer.files.quantized_weights import WeightsFolder
 
 BLOCK = 32 * 2**20
 """Bytes that are read at once."""
@@ -63,11 +57,17 @@ class HuggingFaceWeights:
     """The weights of a folder with safetensors, as the tensors of a model here.
 
     Raises ValueError where the folder lacks a tensor of the model, has one that the model does not use, or has one of
-    another shape, and where a head of its own differs from the embedding that the configuration ties it to.
+    another shape, and where a tensor that repeats another differs from it, such as a head from the embedding that the
+    configuration ties it to.
+
+    Args:
+        left_out: beginnings of names of tensors that the model does without.
     """
 
-    def __init__(self, folder: Path | str, model_type: str, args: TrainConfig) -> None:
-        self.files = SafetensorsFolder(folder)
+    def __init__(
+        self, folder: Path | str, model_type: str, args: TrainConfig, *, left_out: tuple[str, ...] = ()
+    ) -> None:
+        self.files = WeightsFolder(folder)
         self.tensors = {(each.key, each.index): each for each in tensors_of(model_type, args)}
         self._name_of: dict[str, str] = {}
         self._last: tuple[object, torch.Tensor] | None = None
@@ -77,6 +77,8 @@ class HuggingFaceWeights:
             # A model that was saved without its head has no name of the inner model before those of its tensors.
             own = name if name in there else name.partition(".")[2]
             if own not in there:
+                if source.copy_of is not None:
+                    continue
                 raise ValueError(
                     f"{folder} has no tensor {name}, which its config.json asks for; give the folder of one model"
                 )
@@ -86,28 +88,31 @@ class HuggingFaceWeights:
                     f"{source.shape}; give the folder of one model"
                 )
             self._name_of[name] = own
-        unused = sorted(there.keys() - set(self._name_of.values()) - {HEAD})
-        unused = [name for name in unused if not name.endswith(WITHOUT_WEIGHT)]
+        repeated = {name: key for name, key in REPEATED.items() if name in there and name not in self._name_of}
+        unused = there.keys() - set(self._name_of.values()) - repeated.keys()
+        unused = sorted(name for name in unused if not name.endswith(WITHOUT_WEIGHT) and not name.startswith(left_out))
         if unused:
             raise ValueError(
                 f"{folder} has {unused[0]}{f' and {len(unused) - 1} more' if len(unused) > 1 else ''}, of which a "
                 f"{model_type} by its config.json has no use; give the folder of one model"
             )
-        if HEAD in there and HEAD not in self._name_of:
-            self._require_tied_head(self.tensors["embedding.word_embeddings.weight", ()])
+        for name, key in repeated.items():
+            self._require_same(name, self.tensors[key, ()], "set tie_word_embeddings to false there")
+        for name, source in sources.items():
+            if source.copy_of is not None and name in self._name_of:
+                self._require_same(name, source.places[0][0], "the layers of multi-token prediction share it here")
 
-    def _require_tied_head(self, embedding: Tensor) -> None:
-        name = self._name_of[embedding.pieces[0].name]
-        same = self.files.tensors[HEAD].shape == self.files.tensors[name].shape
-        for (first, last), _ in blocks(embedding, self.dtype(embedding).itemsize) if same else ():
-            last = min(last, embedding.pieces[0].count)
+    def _require_same(self, name: str, tensor: Tensor, remedy: str) -> None:
+        own = self._name_of[tensor.pieces[0].name]
+        same = self.files.tensors[name].shape == self.files.tensors[own].shape
+        for (first, last), _ in blocks(tensor, self.dtype(tensor).itemsize) if same else ():
+            last = min(last, tensor.pieces[0].count)
             same = same and (
-                first >= last or torch.equal(self.files.rows(HEAD, first, last), self.files.rows(name, first, last))
+                first >= last or torch.equal(self.files.rows(name, first, last), self.files.rows(own, first, last))
             )
         if not same:
             raise ValueError(
-                f"{self.files.folder} has another {HEAD} than {name}, and its config.json ties them; set "
-                "tie_word_embeddings to false there"
+                f"{self.files.folder} has another {name} than {own}, and by its config.json they are one; {remedy}"
             )
 
     def find(self, key: str, index: tuple[int, ...]) -> Tensor | None:
@@ -132,20 +137,28 @@ class HuggingFaceWeights:
             start, stop = max(first, piece.first), min(last, piece.first + piece.count)
             if start >= stop:
                 continue
-            source = piece.source + start - piece.first
+            begin = piece.source + (start - piece.first) * piece.step
+            end = begin + (stop - start - 1) * piece.step + 1
             if tensor.transposed:
-                data = self._rows(piece.name, *columns)[:, source : source + stop - start].T
+                data = self._rows(tensor, piece, *columns)[:, begin : end : piece.step].T
             else:
-                data = self.files.rows(self._name_of[piece.name], source, source + stop - start)
+                data = self._rows(tensor, piece, begin, end)[:: piece.step]
                 data = data if columns is None else data[:, columns[0] : columns[1]]
             found[start - first : stop - first] = data
         return found
 
-    def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows that are read again for each head: kept until others are asked for."""
-        if self._last is None or self._last[0] != (name, first, last):
+    def _rows(self, tensor: Tensor, piece: Piece, first: int, last: int) -> torch.Tensor:
+        """Rows of the tensor there, or of an expert's part of it. Those of a transposed one are read again for each of
+        its pieces, and kept until others are asked for."""
+        name = self._name_of[piece.name]
+        offset = tensor.index[-1] * self.files.tensors[name].shape[1] if tensor.stacked else 0
+        asked = name, offset + first, offset + last
+        if self._last is None or self._last[0] != asked:
             self._last = None
-            self._last = (name, first, last), self.files.rows(self._name_of[name], first, last)
+            data = self.files.rows(*asked, axes=2 if tensor.stacked else 1)
+            if not tensor.transposed:
+                return data
+            self._last = asked, data
         return self._last[1]
 
 
@@ -205,7 +218,9 @@ def load_hugging_face(parts: RunParts, *, args: TrainConfig) -> None:
         model = model_of(read_config(args.load_hf), Path(args.load_hf) / "config.json")
         if (differs := difference(facts_of(args), model.facts, model.family.free)) is not None:
             raise ValueError(f"--load-hf {args.load_hf} is another model than the run's: {differs}; leave the flag out")
-        weights = HuggingFaceWeights(args.load_hf, model.model_type, args)
+        further = [model.facts["mtp_num_layers"] or 0, args.mtp_num_layers or 0]
+        left_out = tuple(f"model.layers.{args.num_layers + number}." for number in range(further[1], further[0]))
+        weights = HuggingFaceWeights(args.load_hf, model.model_type, args, left_out=left_out)
     store = _Store(weights)
     restoration = Restoration(
         store, parts, loading_metadata(args, None), iteration=0, random_state=None, with_optimizer=False

@@ -1,27 +1,33 @@
-"""Which tensors of a Hugging Face model make which tensor of a checkpoint: a row for each kind of tensor.
+"""How a tensor of a checkpoint is made of tensors of a Hugging Face model. `tensor_rows` says which of which.
 
 Problem: the two name, cut and stack the same numbers differently. For example, queries, keys and values are one
 matrix here, with the heads of a group behind one another; a gated MLP's first layer is one matrix; GPT-2's matrices
-are transposed; and a vocabulary is padded.
+are transposed; GPT-OSS has the experts of a layer in one tensor, with the rows of gate and product in turn; and a
+vocabulary is padded.
 
-Solution: every tensor here is a sequence of row ranges, each of which is a row range of one tensor there, transposed
-or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole tensors and the part of a
-rank, and whatever is read can be read in blocks.
+Solution: every tensor here is a sequence of row ranges, each of which is a range of rows, or of every second one, of one
+tensor there, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole tensors
+and the part of a rank, and whatever is read can be read in blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.trainer.arguments.flags.config import TrainConfig
 
-LAYERS = "decoder.layers."
+LAYERS, FURTHER_LAYERS = "decoder.layers.", "mtp.layers."
+"""Where the keys of a GPT's layers begin, and those of multi-token prediction, which a checkpoint always has apart."""
+_STACKS = (LAYERS, FURTHER_LAYERS, "encoder.layers.")
+INNER = "transformer_layer."
+"""What a layer of multi-token prediction has before the parts of a usual layer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `first + count` of a tensor here, which begin at row `source` of the tensor `name` there.
+    """Rows `first` to `first + count` of a tensor here, which are every `step`-th row from row `source` on of the tensor
+    `name` there.
 
     A transposed tensor's columns there are rows here.
     """
@@ -30,6 +36,7 @@ class Piece:
     first: int
     count: int
     source: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,8 @@ class Tensor:
         shape: without these axes: (rows, columns), or (rows,).
         pieces: rows that come from files, in order; further rows are padding of the vocabulary.
         transposed: files have its columns as rows.
+        stacked: files have the tensors of all experts of a layer in one.
+        copies: names of further tensors there that are the same.
     """
 
     key: str
@@ -51,14 +60,18 @@ class Tensor:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     transposed: bool = False
+    stacked: bool = False
+    copies: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor there: its shape, and the tensors here that have its rows (or columns), each with its piece."""
+    """A tensor there: its shape, and the tensors here that have its rows (or columns), each with its pieces, in the order
+    of the file. `copy_of`: the name of the tensor that it repeats."""
 
     shape: tuple[int, ...]
-    places: tuple[tuple[Tensor, Piece], ...]
+    places: tuple[tuple[Tensor, tuple[Piece, ...]], ...]
+    copy_of: str | None = None
 
 
 # --- layouts: (model, names there) -> shape here and pieces -----------------------------------------------------------
@@ -79,6 +92,11 @@ def copied(rows: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], 
 def vocabulary(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
     """One row for each token; rows behind the vocabulary are padding, zero when they are read from files."""
     return (args.padded_vocab_size, args.hidden_size), [Piece(names[0], 0, args.vocab_size, 0)]
+
+
+def vocabulary_bias(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    """One number for each token, padded as `vocabulary`."""
+    return (args.padded_vocab_size,), [Piece(names[0], 0, args.vocab_size, 0)]
 
 
 def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
@@ -112,189 +130,66 @@ def gated(width: Callable[[TrainConfig], int]) -> Layout:
     return layout
 
 
+def gated_in_turn(width: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
+    """The gate's rows, then those that it multiplies, which stand in turn in one tensor there."""
+
+    def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+        rows = width(args)
+        shape = (2 * rows,) if columns is None else (2 * rows, columns(args))
+        return shape, [Piece(names[0], 0, rows, 0, 2), Piece(names[0], rows, rows, 1, 2)]
+
+    return layout
+
+
 def num_groups(args: TrainConfig) -> int:
     """The number of heads of keys and values."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
-def _hidden(args: TrainConfig) -> int:
-    return args.hidden_size
-
-
-def _wide(args: TrainConfig) -> int:
-    return args.ffn_hidden_size
-
-
-def _expert(args: TrainConfig) -> int:
-    return args.moe_ffn_hidden_size
-
-
-def _attended(args: TrainConfig) -> int:
-    return args.num_attention_heads * args.kv_channels
-
-
-def _channels(args: TrainConfig) -> int:
-    return args.kv_channels
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kind of tensor.
-
-    Attributes:
-        key: here; `*` stands for the layers' part of the key.
-        names: there, with `{layer}` and `{expert}`.
-        where: the models that have it.
-    """
-
-    key: str
-    names: tuple[str, ...]
-    layout: Layout
-    transposed: bool = False
-    where: Callable[[TrainConfig], bool] = lambda args: True
-
-
-def _untied(args: TrainConfig) -> bool:
-    return args.untie_embeddings_and_output_weights
-
-
-_ATTENTION = "model.layers.{layer}.self_attn."
-_NORM_1, _NORM_2 = "*self_attention.linear_qkv.layer_norm_", "*mlp.linear_fc1.layer_norm_"
-_QKV, _PROJ = "*self_attention.linear_qkv.", "*self_attention.linear_proj."
-
-_LLAMA_WITHOUT_MLP = (
-    Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
-    Row(f"{_NORM_1}weight", ("model.layers.{layer}.input_layernorm.weight",), copied(_hidden)),
-    Row(f"{_QKV}weight", tuple(f"{_ATTENTION}{each}_proj.weight" for each in "qkv"), queries_keys_values(_hidden)),
-    Row(f"{_QKV}bias", tuple(f"{_ATTENTION}{each}_proj.bias" for each in "qkv"), queries_keys_values(None),
-        where=lambda args: args.add_qkv_bias),
-    Row("*self_attention.q_layernorm.weight", (f"{_ATTENTION}q_norm.weight",), copied(_channels),
-        where=lambda args: args.qk_layernorm),
-    Row("*self_attention.k_layernorm.weight", (f"{_ATTENTION}k_norm.weight",), copied(_channels),
-        where=lambda args: args.qk_layernorm),
-    Row(f"{_PROJ}weight", (f"{_ATTENTION}o_proj.weight",), copied(_hidden, _attended)),
-    Row(f"{_NORM_2}weight", ("model.layers.{layer}.post_attention_layernorm.weight",), copied(_hidden)),
-    Row("decoder.final_layernorm.weight", ("model.norm.weight",), copied(_hidden)),
-    Row("output_layer.weight", ("lm_head.weight",), vocabulary, where=_untied),
-)  # fmt: skip
-_MLP = "model.layers.{layer}.mlp."
-_LLAMA = (
-    *_LLAMA_WITHOUT_MLP,
-    Row("*mlp.linear_fc1.weight", (f"{_MLP}gate_proj.weight", f"{_MLP}up_proj.weight"), gated(_wide)),
-    Row("*mlp.linear_fc2.weight", (f"{_MLP}down_proj.weight",), copied(_hidden, _wide)),
-)
-
-
-def _with_experts(mlp: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    expert = mlp + "experts.{expert}."
-    return (
-        *_LLAMA_WITHOUT_MLP,
-        Row("*mlp.router.weight", (f"{mlp}gate.weight",), copied(lambda args: args.num_experts, _hidden)),
-        Row("*mlp.experts.experts.linear_fc1.weight", (expert + gate, expert + up), gated(_expert)),
-        Row("*mlp.experts.experts.linear_fc2.weight", (expert + down,), copied(_hidden, _expert)),
-    )
-
-
-_H = "transformer.h.{layer}."
-
-
-def _linear(key: str, name: str, weight: Layout, bias: Layout) -> tuple[Row, Row]:
-    return (Row(f"{key}weight", (f"{_H}{name}.weight",), weight, transposed=True),
-            Row(f"{key}bias", (f"{_H}{name}.bias",), bias))  # fmt: skip
-
-
-def _norm(key: str, name: str) -> tuple[Row, Row]:
-    return tuple(Row(f"{key}{each}", (f"{name}.{each}",), copied(_hidden)) for each in ("weight", "bias"))
-
-
-_GPT2 = (
-    Row("embedding.word_embeddings.weight", ("transformer.wte.weight",), vocabulary),
-    Row("embedding.position_embeddings.weight", ("transformer.wpe.weight",),
-        copied(lambda args: args.max_position_embeddings, _hidden)),
-    *_norm(_NORM_1, f"{_H}ln_1"),
-    *_linear(_QKV, "attn.c_attn", queries_keys_values(_hidden), queries_keys_values(None)),
-    *_linear(_PROJ, "attn.c_proj", copied(_hidden, _attended), copied(_hidden)),
-    *_norm(_NORM_2, f"{_H}ln_2"),
-    *_linear("*mlp.linear_fc1.", "mlp.c_fc", copied(_wide, _hidden), copied(_wide)),
-    *_linear("*mlp.linear_fc2.", "mlp.c_proj", copied(_hidden, _wide), copied(_hidden)),
-    *_norm("decoder.final_layernorm.", "transformer.ln_f"),
-    Row("output_layer.weight", ("lm_head.weight",), vocabulary, where=_untied),
-)  # fmt: skip
-
-TABLE: dict[str, tuple[Row, ...]] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
-    "mixtral": _with_experts("model.layers.{layer}.block_sparse_moe.", "w1.weight", "w3.weight", "w2.weight"),
-    "qwen3_moe": _with_experts(_MLP, "gate_proj.weight", "up_proj.weight", "down_proj.weight"),
-    "gpt2": _GPT2,
-}
-"""By `model_type`, the same ones as `model_families.FAMILIES` has."""
-WITHOUT_WEIGHT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of names of buffers, which older files have beside the weights."""
-HEAD = "lm_head.weight"
-"""The output layer there, which some files have although it is the embedding."""
+# --- keys ---------------------------------------------------------------------------------------------------------------
 
 SAME_KEYS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""A layer's key where its norm is a module of its own -> the key where it belongs to a linear layer. Which of them a
-model has depends on its implementation: Transformer Engine's layers with experts have the former, local ones the
-latter."""
+"""A layer's key in one spelling -> in the table's. Which of them a model has depends on its implementation: a norm is a
+module of its own or belongs to a linear layer. Transformer Engine's layers with experts have the former, local ones the
+latter; with latent attention it is the other way round."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:
     """A checkpoint's key in the table's spelling, without the number of its layer; and this number, if it has one."""
-    number: tuple[int, ...] = ()
-    if key.startswith(LAYERS):
-        layer, _, rest = key.removeprefix(LAYERS).partition(".")
-        rest, number = (rest, (int(layer),)) if layer.isdecimal() else (key.removeprefix(LAYERS), ())
-        for own, other in SAME_KEYS.items():
-            if rest.startswith(own):
-                rest = other + rest.removeprefix(own)
-        key = LAYERS + rest
-    return key, number
-
-
-def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
-    """All tensors of a model, layer by layer.
-
-    `args`: completed, with `padded_vocab_size`, and `vocab_size` as in the files.
-    """
-    rows = [row for row in TABLE[model_type] if row.where(args)]
-    ends = {row.key: row for row in rows if not row.key.startswith("*")}
-    yield from (_tensor(row, args) for key, row in ends.items() if key.startswith("embedding."))
-    for layer in range(args.num_layers):
-        for row in rows:
-            if row.key.startswith("*"):
-                experts = range(args.num_experts) if "{expert}" in row.names[0] else (None,)
-                yield from (_tensor(row, args, layer, expert) for expert in experts)
-    yield from (_tensor(row, args) for key, row in ends.items() if not key.startswith("embedding."))
-
-
-def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int | None = None) -> Tensor:
-    names = tuple(name.format(layer=layer, expert=expert) for name in row.names)
-    shape, pieces = row.layout(args, names)
-    index = tuple(number for number in (layer, expert) if number is not None)
-    stack = () if layer is None else (args.num_layers,) if expert is None else (args.num_layers, args.num_experts)
-    return Tensor(row.key.replace("*", LAYERS), index, stack, shape, tuple(pieces), row.transposed)
+    stack = next((each for each in _STACKS if key.startswith(each)), None)
+    if stack is None:
+        return key, ()
+    layer, _, rest = key.removeprefix(stack).partition(".")
+    rest, number = (rest, (int(layer),)) if layer.isdecimal() else (key.removeprefix(stack), ())
+    inner = INNER * rest.startswith(INNER)
+    rest = rest.removeprefix(inner)
+    for own, other in SAME_KEYS.items():
+        if rest.startswith(own):
+            rest = other + rest.removeprefix(own)
+            break
+    return stack + inner + rest, number
 
 
 def sources_of(tensors: Iterator[Tensor]) -> dict[str, Source]:
-    """The tensors there, in the order in which the tensors here need them."""
-    places: dict[str, list[tuple[Tensor, Piece]]] = {}
+    """The tensors there, in the order in which the tensors here need them; copies behind what they repeat."""
+    places: dict[str, dict[tuple, tuple[Tensor, list[Piece]]]] = {}
     for tensor in tensors:
         for piece in tensor.pieces:
-            places.setdefault(piece.name, []).append((tensor, piece))
+            its = places.setdefault(piece.name, {})
+            its.setdefault((tensor.key, tensor.index), (tensor, []))[1].append(piece)
     found = {}
     for name, its in places.items():
-        tensor = its[0][0]
-        shape = (sum(piece.count for _, piece in its), *tensor.shape[1:])
-        its.sort(key=lambda place: place[1].source)
-        found[name] = Source(shape[::-1] if tensor.transposed else shape, tuple(its))
+        tensor, pieces = next(iter(its.values()))
+        assert tensor.stacked or len(its) == 1, f"{name} has parts in several tensors"
+        shape = (sum(piece.count for piece in pieces), *tensor.shape[1:])
+        shape = shape[::-1] if tensor.transposed else shape
+        ordered = tuple((each, tuple(sorted(own, key=lambda piece: piece.source))) for each, own in its.values())
+        found[name] = Source((len(its), *shape) if tensor.stacked else shape, ordered)
+        for copy in tensor.copies:
+            found[copy] = replace(found[name], copy_of=name)
     return found

@@ -25,8 +25,17 @@ from megatron.documents.files import read_json
 ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Dtypes of weights, by their name in a header. Others are of quantized models."""
+"""Dtypes of weights, by their name in a header."""
+_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+"""Dtypes of quantized weights that `quantized_weights` reads."""
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
+
+
+UNREAD = (
+    "weights in FP32, BF16, FP16, MXFP4 and in FP8 (e4m3) with a scale for each 128 x 128 block are read; save the model "
+    "in bf16 first"
+)
+"""Why a dtype is refused."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class SafetensorsFolder:
     """The tensors of a folder, by name, in `tensors`.
 
     Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that
-    does not agree with its files, and a tensor of another dtype than FP32, BF16 and FP16.
+    does not agree with its files, and a tensor of another dtype than FP32, BF16, FP16, FP8 (e4m3) and uint8.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -74,11 +83,14 @@ class SafetensorsFolder:
             raise ValueError(f"{index} has no weight_map; download it again") from error
         return files
 
-    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Rows `first` to `last` (exclusive) of a tensor, on the CPU, in the file's dtype. Raises ValueError."""
+    def rows(self, name: str, first: int, last: int, *, axes: int = 1) -> torch.Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor, on the CPU, in the file's dtype. Raises ValueError.
+
+        `axes`: how many of the first axes are counted as one, the rows.
+        """
         stored = self.tensors[name]
-        bytes_of_row = math.prod(stored.shape[1:]) * stored.dtype.itemsize
-        data = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype)
+        bytes_of_row = math.prod(stored.shape[axes:]) * stored.dtype.itemsize
+        data = torch.empty((last - first, *stored.shape[axes:]), dtype=stored.dtype)
         if data.numel() == 0:
             return data
         stream = self._stream(stored.path)
@@ -116,12 +128,9 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = (DTYPES | _QUANTIZED).get(entry["dtype"])
         if dtype is None:
-            raise ValueError(
-                f"{name} in {path} is of dtype {shown(entry['dtype'])}: quantized weights (FP8, MXFP4, ...) are not "
-                "read; save the model in bf16 first"
-            )
+            raise ValueError(f"{name} in {path} is of dtype {shown(entry['dtype'])}: {UNREAD}")
         shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]
         elements = torch.Size(shape).numel()
         if last - first != elements * dtype.itemsize or 8 + length + last > size:

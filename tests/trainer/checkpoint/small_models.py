@@ -15,6 +15,17 @@ _LLAMA = dict(
 )  # fmt: skip
 _LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+_YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+         "original_max_position_embeddings": 8}  # fmt: skip
+_GPT_OSS = _LLAMA | dict(
+    head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
+    rope_parameters=_YARN | dict(truncate=False), intermediate_size=64, hidden_size=64,
+)  # fmt: skip
+_DEEPSEEK = _LLAMA | dict(
+    num_hidden_layers=3, num_key_value_heads=4, n_routed_experts=8, moe_intermediate_size=16, n_shared_experts=1,
+    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1, rms_norm_eps=1e-6,
+    norm_topk_prob=False,
+)  # fmt: skip
 MODELS = {
     "llama": ("Llama", _LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
     "llama 3.1": ("Llama", _LLAMA | dict(rope_parameters=_LLAMA_31, num_key_value_heads=4)),
@@ -27,6 +38,19 @@ MODELS = {
                                             norm_topk_prob=True)),
     "qwen3_moe, unnormalized": ("Qwen3Moe", _LLAMA | dict(head_dim=16, num_experts=4, num_experts_per_tok=2,
                                                           moe_intermediate_size=16, norm_topk_prob=False)),
+    "gpt_oss": ("GptOss", _GPT_OSS),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK | dict(
+        q_lora_rank=16, n_group=4, topk_group=2, num_experts_per_tok=4, routed_scaling_factor=2.5,
+        norm_topk_prob=True, rope_parameters=_YARN | dict(mscale=0.7, mscale_all_dim=0.9), num_mtp_layers=0)),
+    "deepseek_v2": ("DeepseekV2", _DEEPSEEK | dict(
+        q_lora_rank=None, num_experts_per_tok=3, topk_method="greedy", n_shared_experts=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
+    "deepseek_v2, groups": ("DeepseekV2", _DEEPSEEK | dict(
+        q_lora_rank=16, num_experts_per_tok=2, topk_method="group_limited_greedy", n_group=4, topk_group=2,
+        rope_parameters=_YARN, first_k_dense_replace=0)),
+    "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
+    "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
+        head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
     "gpt2": ("GPT2", dict(n_embd=32, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_positions=POSITIONS,
                           resid_pdrop=0.0, attn_pdrop=0.0, embd_pdrop=0.0, bos_token_id=None, eos_token_id=None)),
     "gpt2, exact GELU": ("GPT2", dict(n_embd=32, n_layer=NUM_LAYERS, n_head=4, vocab_size=VOCABULARY, n_inner=48,
@@ -53,6 +77,9 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
         for key, parameter in model.named_parameters():
             mean = 1.0 if "norm" in key or "ln_" in key else 0.0
             parameter.copy_(mean * key.endswith("weight") + 0.15 * torch.randn(parameter.shape))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.15 * torch.randn(buffer.shape))
     folder = Path(tempfile.mkdtemp(prefix="hugging_face_"))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
