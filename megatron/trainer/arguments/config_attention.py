@@ -231,7 +231,8 @@ class LatentWidths(Part):
         facts["q_lora_rank"] = None if rank is None else number("q_lora_rank", rank, int)
         facts["kv_channels"] = facts["qk_head_dim"]  # Megatron-LM's recipes; nothing depends on it
         rotated = facts["qk_pos_emb_head_dim"]
-        for key, value in (  # what newer files say besides
+        present(config, ["num_key_value_heads"])
+        for key, value in (  # newer files have the latter two
             ("num_key_value_heads", config.get("num_attention_heads")),
             ("head_dim", rotated),
             ("qk_head_dim", facts["qk_head_dim"] + rotated),

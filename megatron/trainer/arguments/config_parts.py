@@ -251,7 +251,8 @@ class SharedExperts(Part):
         return {"moe_shared_expert_intermediate_size": count * width}
 
     def write(self, facts: Facts) -> dict[str, object]:
-        return {self.names[0]: (facts["moe_shared_expert_intermediate_size"] or 0) // facts["moe_ffn_hidden_size"]}
+        width = facts["moe_shared_expert_intermediate_size"] or 0
+        return {self.names[0]: width // (facts["moe_ffn_hidden_size"] or 1)}
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def take_over(args: argparse.Namespace, model: Model, source: object) -> list[st
             given = _plain(name, getattr(args, name), model.facts["num_layers"])
             if given != value and name not in model.family.free and not _says_the_same(name, given, model):
                 raise ValueError(
-                    f"{_written(flag, given)} contradicts {source}, which says {_said(flag, value)}; "
+                    f"{_written(flag, getattr(args, name))} contradicts {source}, which says {_said(flag, value)}; "
                     f"{_remedy(flag, value)}, or give the folder of another model"
                 )
             continue
@@ -244,7 +244,10 @@ def facts_of(args: argparse.Namespace) -> Facts:
     return facts
 
 
-_FURTHER = ("vocab_size", "max_position_embeddings", "attention_dropout", "hidden_dropout", "bias_gelu_fusion")
+_FURTHER = (
+    "vocab_size", "max_position_embeddings", "attention_dropout", "hidden_dropout", "bias_gelu_fusion",
+    "moe_router_dtype",
+)  # fmt: skip
 _OF_ROTARY = tuple(name for name in destinations(Role.SHAPE) if name.startswith(("rotary_", "rope_", "use_rope_")))
 
 

@@ -64,6 +64,14 @@ def tokens() -> torch.Tensor:
     return torch.arange(2 * 16).view(2, 16) * 37 % VOCABULARY
 
 
+def model_class(kind: str) -> type:
+    """transformers' class of a model with its head."""
+    import transformers
+
+    head = {"GPT2": "LMHeadModel", "MegatronBert": "ForPreTraining"}.get(kind, "ForCausalLM")
+    return getattr(transformers, kind + head)
+
+
 @functools.cache
 def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
     """The folder of a model. Norms and biases are random, too, so that no mistake hides behind a 1."""
@@ -71,8 +79,7 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
 
     kind, options = MODELS[name]
     torch.manual_seed(7)
-    suffix = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, kind + suffix)(getattr(transformers, kind + "Config")(**options))
+    model = model_class(kind)(getattr(transformers, kind + "Config")(**options))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             mean = 1.0 if "norm" in key or "ln_" in key else 0.0
