@@ -13,13 +13,16 @@ not grow with the model. What is written appears whole or not at all. See docs/h
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import glob
 import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.commands.common import command_line
@@ -28,10 +31,16 @@ TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"
 BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 """Files of a tokenizer and of generation, which are copied as they are."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_OF_PROGRAM = {
+    "gpt": (["--mock-data"], {}),
+    "bert": (["--data-path", "none", "--vocab-file", "none"],
+             {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+}  # fmt: skip
+"""Architecture -> what its program needs besides the model, and its defaults."""
 _GIB = 2**30
 
 
@@ -115,17 +124,20 @@ def _import(options: argparse.Namespace) -> None:
 
     source, output = options.source, options.output
     model = model_of(read_config(source), source / "config.json")
+    architecture = model.family.architecture
     argv = [*model.argv(), "--make-vocab-size-divisible-by", str(options.make_vocab_size_divisible_by)]
-    if any((source / name).is_file() for name in _TOKENIZERS):
+    if architecture == "bert":  # its vocabulary, with or without capitals, is the user's to name
+        pass
+    elif any((source / name).is_file() for name in _TOKENIZERS):
         argv += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(output.absolute())]
     else:
         argv += ["--tokenizer-type", "NullTokenizer"]
-    args = _completed(argv)
+    args = _completed(argv, architecture=architecture)
     weights = HuggingFaceWeights(source, model.model_type, args)
     precision = _precision(weights.dtype(next(iter(weights.tensors.values()))))
     if precision:
         argv += precision
-        args = _completed(argv)
+        args = _completed(argv, architecture=architecture)
     output.mkdir(parents=True, exist_ok=True)
     beside = [output / FLAGS_FILE]
     try:
@@ -156,13 +168,17 @@ def _as_file(argv: Sequence[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _completed(argv: Sequence[str], saved: argparse.Namespace | None = None, source: object = ""):
+def _completed(
+    argv: Sequence[str], saved: argparse.Namespace | None = None, source: object = "", *, architecture: str = "gpt"
+):
     """The configuration of a run with the model of these flags, or of a checkpoint's arguments. Raises ValueError."""
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
     from megatron.trainer.checkpoint.arguments import with_saved_arguments
 
-    args = parse_args([*argv, "--micro-batch-size", "1", "--skip-train", "--mock-data"], prog="convert_checkpoint.py")
+    words, defaults = _OF_PROGRAM[architecture]
+    argv = [*argv, "--micro-batch-size", "1", "--skip-train", *words]
+    args = parse_args(argv, prog="convert_checkpoint.py", defaults=defaults)
     if saved is not None:
         args = with_saved_arguments(args, saved, source, further=("bf16", "fp16"))
     if args.seq_length is None:
@@ -200,7 +216,10 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
         if location is None:
             raise ValueError(f"{options.source} has neither config.json nor a checkpoint; name a folder that has one")
         saved, path = read_common_state(location).get("args"), location.path
-    args = _completed([], saved, path)
+    architecture = getattr(saved, "architecture", "gpt")
+    if architecture not in _OF_PROGRAM:
+        raise ValueError(f"{path} holds a model of the kind {architecture}, of which no Hugging Face model is made")
+    args = _completed([], saved, path, architecture=architecture)
     given = None if options.config is None else read_config(options.config)
     args = replace(args, vocab_size=_vocabulary(options, args, given, path))
     config = config_of(args, dtype="float32", model_type=None if given is None else str(given.get("model_type")))
@@ -220,16 +239,10 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
         return
     config["torch_dtype"] = str(weights.dtype(tensors[0])).removeprefix("torch.")
     config = _described(options, config, given)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=options.output.parent, prefix=f".{options.output.name}.incomplete."))
-    try:
+    with _whole(options.output) as partial:
         write_hugging_face(partial, weights, tensors, largest_file=int(options.max_shard_size * _GIB))
         _copy_beside(options.config.parent if options.config else options.source, partial)
         (partial / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        _publish(partial, options.output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     print(f"wrote {options.output}: {config['architectures'][0]}, vocabulary of {args.vocab_size}")
 
 
@@ -267,24 +280,57 @@ def _vocabulary(options: argparse.Namespace, args: object, given: dict | None, p
 
 def _described(options: argparse.Namespace, made: dict, given: dict | None) -> dict:
     """The configuration to write: that of --config, if it describes the checkpoint's model. Raises ValueError."""
-    from megatron.trainer.arguments.hugging_face import difference, model_of
+    from megatron.trainer.arguments.hugging_face import QUANTIZATION, difference, model_of
 
     if given is None:
         return made
     here, there = model_of(made, "the checkpoint"), model_of(given, options.config)
-    differs = difference(here.facts, there.facts, here.family.free)
+    free = tuple(name for name in here.family.free if name != "mtp_num_layers")  # it has weights
+    differs = difference(here.facts, there.facts, free)
     if differs:
         raise ValueError(
             f"--config {options.config} describes another model than the checkpoint: {differs}; leave it out"
         )
     dtype = {name: made["torch_dtype"] for name in ("dtype", "torch_dtype") if name in given}
-    return {"architectures": made["architectures"], **given, **(dtype or {"torch_dtype": made["torch_dtype"]})}
+    described = {"architectures": made["architectures"], **given, **(dtype or {"torch_dtype": made["torch_dtype"]})}
+    return {key: value for key, value in described.items() if key != QUANTIZATION}  # it is written unquantized
 
 
 def _copy_beside(source: Path, folder: Path) -> list[Path]:
     """Copy the files that stay as they are; returns the copies."""
     names = [name for name in BESIDE if (source / name).is_file()]
     return [Path(shutil.copyfile(source / name, folder / name)) for name in names]
+
+
+@contextlib.contextmanager
+def _whole(output: Path) -> Iterator[Path]:
+    """A folder that becomes `output` when it is complete; after an error nothing is left of it.
+
+    A process that is killed leaves its folder, which the next conversion to `output` removes. It knows a folder that is
+    still written by its lock.
+    """
+    from megatron.elastic.cache.folder import try_lock, unlock_and_close
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{output.name}.incomplete."
+    for left in output.parent.glob(f"{glob.escape(prefix)}*"):
+        lock = os.open(left, os.O_RDONLY)
+        if try_lock(lock, fcntl.LOCK_EX):
+            shutil.rmtree(left, ignore_errors=True)
+            unlock_and_close(lock)
+        else:
+            os.close(lock)
+    partial = Path(tempfile.mkdtemp(dir=output.parent, prefix=prefix))
+    lock = os.open(partial, os.O_RDONLY)
+    try_lock(lock, fcntl.LOCK_EX)
+    try:
+        yield partial
+        _publish(partial, output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        unlock_and_close(lock)
 
 
 def _publish(partial: Path, output: Path) -> None:

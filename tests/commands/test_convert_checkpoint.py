@@ -69,7 +69,7 @@ def test_bits_return(name, tmp_path):
     assert same_tensors(stored(folder), stored(tmp_path / "back"))
     assert torch.equal(transformers_logits(tmp_path / "back"), transformers_logits(folder))
     flags = [convert(each, "--to", "flags") for each in (folder, tmp_path / "ours", tmp_path / "back")]
-    assert flags[0] == flags[1] == flags[2] and "--num-layers 2\n" in flags[0]
+    assert flags[0] == flags[1] == flags[2] and "--num-layers" in flags[0]
 
 
 @pytest.mark.parametrize("name", ["mistral", "mixtral"])

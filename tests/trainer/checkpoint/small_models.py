@@ -1,6 +1,7 @@
 """Small random models of transformers, saved as their users save them, and what transformers computes with them."""
 
 import functools
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ _GPT_OSS = _LLAMA | dict(
     rope_parameters=_YARN | dict(truncate=False), intermediate_size=64, hidden_size=64,
 )  # fmt: skip
 _DEEPSEEK = _LLAMA | dict(
-    num_hidden_layers=3, num_key_value_heads=4, n_routed_experts=8, moe_intermediate_size=16, n_shared_experts=1,
+    num_hidden_layers=4, num_key_value_heads=4, n_routed_experts=8, moe_intermediate_size=16, n_shared_experts=1,
     kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1, rms_norm_eps=1e-6,
     norm_topk_prob=False,
 )  # fmt: skip
@@ -48,6 +49,10 @@ MODELS = {
     "deepseek_v2, groups": ("DeepseekV2", _DEEPSEEK | dict(
         q_lora_rank=16, num_experts_per_tok=2, topk_method="group_limited_greedy", n_group=4, topk_group=2,
         rope_parameters=_YARN, first_k_dense_replace=0)),
+    "megatron-bert": ("MegatronBert", dict(
+        hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
+        max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        layer_norm_eps=1e-5, pad_token_id=None)),
     "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
     "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
         head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
@@ -112,13 +117,26 @@ def convert_case(source: Path, output: Path, to: str = "torch_dist", own_norms: 
         assert convert_checkpoint.main([str(source), str(output), "--to", to]) == 0
 
 
+def is_bert(folder: Path) -> bool:
+    return json.loads((folder / "config.json").read_text())["model_type"] == "megatron-bert"
+
+
 def transformers_logits(folder: Path) -> torch.Tensor:
-    """(batch, sequence, vocabulary) in FP32."""
+    """(batch, sequence, vocabulary) in FP32; of a BERT with one row more for the order of the segments."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    kind = transformers.AutoModelForPreTraining if is_bert(folder) else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        return model.eval()(tokens()).logits
+        if not is_bert(folder):
+            return model(tokens()).logits
+        output = model(tokens(), token_type_ids=tokens() % 2)
+        return with_order(output.prediction_logits, output.seq_relationship_logits)
+
+
+def with_order(logits: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Logits of tokens [b, s, v] and of orders [b, 2] in one tensor."""
+    return torch.cat((logits, torch.nn.functional.pad(order, (0, logits.shape[2] - 2)).unsqueeze(1)), dim=1)
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
@@ -128,7 +146,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def loaded(flags: str) -> tuple:
+def loaded(flags: str, architecture: str = "gpt") -> tuple:
     """The configuration, and this rank's chunks with the weights of `--load-hf` or `--load`, if given. Collective."""
     import torch.distributed as dist
 
@@ -143,17 +161,20 @@ def loaded(flags: str) -> tuple:
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
     from megatron.trainer.models import core_config
+    from megatron.trainer.models.bert import bert_model
     from megatron.trainer.models.gpt import build_chunks, gpt_model
     from megatron.trainer.plan import from_flags
     from megatron.trainer.start_up.initialize import initialize
     from tests.trainer.arguments.command_line import configuration
 
-    words = f"--seq-length 16 --micro-batch-size 2 --train-iters 1 --lr 1e-3 --mock-data {flags}".split()
-    args = initialize(configuration(words, world_size=dist.get_world_size()))
+    words = f"--seq-length 16 --micro-batch-size 2 --train-iters 1 --lr 1e-3 {flags}".split()
+    own, model = {"gpt": (["--mock-data"], gpt_model), "bert": (["--data-path", "none"], bert_model)}[architecture]
+    defaults = {"architecture": architecture}
+    args = initialize(configuration([*words, *own], world_size=dist.get_world_size(), defaults=defaults))
     args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     config = core_config.transformer_config(args)
     chunks = build_chunks(
-        lambda own: lambda pre, post: gpt_model(args, own, pre_process=pre, post_process=post),
+        lambda own: lambda pre, post: model(args, own, pre_process=pre, post_process=post),
         config, stages=args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank()),
         layers=from_flags.layers_of_stages(config),
     )  # fmt: skip
@@ -168,14 +189,14 @@ def loaded(flags: str) -> tuple:
     return args, chunks
 
 
-def logits_case(flags: str) -> torch.Tensor | None:
+def logits_case(flags: str, architecture: str = "gpt") -> torch.Tensor | None:
     """Load as `pretrain_gpt.py` does, and compute through the pipeline; the last stage returns the logits."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    args, chunks = loaded(flags)
+    args, chunks = loaded(flags, architecture)
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
     ids = tokens()
     positions = torch.arange(ids.shape[1]).expand_as(ids)
@@ -189,7 +210,12 @@ def logits_case(flags: str) -> torch.Tensor | None:
             entered = torch.empty(length, ids.shape[0], args.hidden_size)
             dist.recv(entered, neighbours[stage - 1])
             model.set_input_tensor(entered)
-        output = model(ids, positions, mask)
+        if architecture == "bert":
+            output = model(ids, torch.ones_like(ids), tokentype_ids=ids % 2)
+            order = output[1] if stage == stages - 1 else None
+            output = output[0] if stage == stages - 1 else output
+        else:
+            output = model(ids, positions, mask)
         if stage < stages - 1:
             dist.send(output.contiguous(), neighbours[stage + 1])
             output = None
@@ -197,6 +223,7 @@ def logits_case(flags: str) -> torch.Tensor | None:
             parts = [torch.empty_like(output) for _ in range(args.tensor_model_parallel_size)]
             dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             output = torch.cat(parts, dim=-1)
+            output = output if architecture == "gpt" else with_order(output, order)
     parallel_state.destroy_model_parallel()
     return output
 
@@ -205,5 +232,6 @@ def reaches(folder: Path, flags: str, expected: torch.Tensor, ranks: int = 1) ->
     """The largest difference of the logits from transformers', over the largest logit."""
     from tests import workers
 
-    found = workers.run(ranks, "tests.trainer.checkpoint.small_models:logits_case", flags=flags)[-1]
+    options = {"flags": flags, "architecture": "bert" if is_bert(folder) else "gpt"}
+    found = workers.run(ranks, "tests.trainer.checkpoint.small_models:logits_case", **options)[-1]
     return ((found[..., :VOCABULARY] - expected).abs().max() / expected.abs().max()).item()
