@@ -1,6 +1,7 @@
 """tools/convert_checkpoint.py: bits that return, logits that stay, memory that does not grow, and refusals."""
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 from tests import workers
 from tests.trainer.checkpoint.small_models import (
     MODELS,
+    is_bert,
     reaches,
     saved,
     stored,
@@ -72,13 +74,25 @@ def test_bits_return(name, tmp_path):
     assert flags[0] == flags[1] == flags[2] and "--num-layers" in flags[0]
 
 
-@pytest.mark.parametrize("name", ["mistral", "mixtral"])
-def test_training_loads_what_was_converted(name, tmp_path):
+TENSORS = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "name, cut",
+    [
+        ("mistral", TENSORS),
+        ("deepseek_v3", f"{TENSORS} --sequence-parallel"),  # its layers have keys of their own
+        ("gpt_oss", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
+        ("megatron-bert", TENSORS),
+        pytest.param("mixtral", f"{TENSORS} --sequence-parallel", marks=pytest.mark.full),
+        pytest.param("deepseek_v2", TENSORS + " --sequence-parallel", marks=pytest.mark.full),
+    ],
+)
+def test_training_loads_what_was_converted(name, cut, tmp_path):
     """At other degrees, with no weight left over; and what training saves from there converts back."""
     folder = saved(name)
     convert(folder, tmp_path / "ours", "--to", "torch_dist")
-    cut = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"
-    cut += " --sequence-parallel" * (name == "mixtral")
+    cut += " --make-vocab-size-divisible-by 64" + " --tokenizer-type NullTokenizer" * (name == "megatron-bert")
     flags = f"@{tmp_path / 'ours' / 'flags.txt'} --load {tmp_path / 'ours'} --dist-ckpt-strictness raise_all {cut}"
     assert reaches(folder, f"{flags} --save {tmp_path / 'again'}", transformers_logits(folder), ranks=4) < TOLERANCE
     convert(tmp_path / "again", tmp_path / "back", "--to", "hugging-face", "--config", folder / "config.json")
@@ -97,6 +111,9 @@ def test_training_loads_what_was_converted(name, tmp_path):
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
         ),
         ("mixtral", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        ("deepseek_v3", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        ("gpt_oss", "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+        ("megatron-bert", "--tensor-model-parallel-size 2"),
     ],
 )
 def test_the_old_format_is_read(name, cut, tmp_path):
@@ -104,7 +121,8 @@ def test_the_old_format_is_read(name, cut, tmp_path):
     folder = saved(name)
     ranks = 4 if "pipeline" in cut and "tensor" in cut else 2
     flags = f"--load-hf {folder} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 {cut}"
-    workers.run(ranks, f"{CASES}save_in_old_format", flags=flags, root=tmp_path / "old")
+    architecture = "bert" if is_bert(folder) else "gpt"
+    workers.run(ranks, f"{CASES}save_in_old_format", flags=flags, root=tmp_path / "old", architecture=architecture)
     convert(tmp_path / "old", tmp_path / "back", "--to", "hugging-face")
     assert same_tensors(stored(folder), stored(tmp_path / "back"))
     convert(tmp_path / "old", tmp_path / "ours", "--to", "torch_dist")
@@ -112,7 +130,7 @@ def test_the_old_format_is_read(name, cut, tmp_path):
     assert same_tensors(stored(folder), stored(tmp_path / "again"))
 
 
-def save_in_old_format(flags: str, root: Path) -> None:
+def save_in_old_format(flags: str, root: Path, architecture: str) -> None:
     """Write a rank's file as Megatron-LM's `save_checkpoint` does with --ckpt-format torch."""
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
@@ -120,7 +138,7 @@ def save_in_old_format(flags: str, root: Path) -> None:
     from megatron.trainer.checkpoint.state import model_key
     from tests.trainer.checkpoint.small_models import loaded
 
-    args, chunks = loaded(flags)
+    args, chunks = loaded(flags, architecture)
     tensor, stage = (
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
@@ -138,13 +156,24 @@ def save_in_old_format(flags: str, root: Path) -> None:
 
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Of 146 MB in blocks of 2 MiB each way adds less than a third to the memory of the process."""
-    added = workers.run(1, f"{CASES}measured", folder=tmp_path)[0]
+    added = workers.run(1, f"{CASES}measured", folder=tmp_path, layers=4, vocabulary=62_500)[0]
     size = sum(file.stat().st_size for file in (tmp_path / "back").glob("*.safetensors"))
     assert size > 140e6 and max(added) < size / 3, (size, added)
 
 
-def measured(folder: Path) -> list[float]:
-    """Bytes that each way adds at its peak. The model's largest tensor has 64 MB, its largest file 70 MB."""
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_layers(tmp_path):
+    """Ninety layers of 4.5 MB add what ten add, but for a twentieth of their bytes: entries of the index."""
+    (tmp_path / "ten").mkdir()
+    (tmp_path / "ninety").mkdir()
+    few = workers.run(1, f"{CASES}measured", folder=tmp_path / "ten", layers=10, vocabulary=4_000)[0]
+    many = workers.run(1, f"{CASES}measured", folder=tmp_path / "ninety", layers=90, vocabulary=4_000)[0]
+    size = sum(file.stat().st_size for file in (tmp_path / "ninety" / "back").glob("*.safetensors"))
+    assert size > 390e6 and all(two - one < size / 20 for one, two in zip(few, many, strict=True)), (size, few, many)
+
+
+def measured(folder: Path, layers: int, vocabulary: int) -> list[float]:
+    """Bytes that each way adds at its peak. The largest file has 70 MB."""
     from unittest import mock
 
     from megatron.commands.convert_checkpoint import _completed
@@ -155,8 +184,8 @@ def measured(folder: Path) -> list[float]:
     from megatron.trainer.files.safetensors_files import write_folder
 
     config = {
-        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": 62_500, "max_position_embeddings": 4096,
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "intermediate_size": 1024, "vocab_size": vocabulary, "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5, "attention_dropout": 0.0, "tie_word_embeddings": False, "hidden_act": "silu",
         "rope_theta": 500_000.0,
     }  # fmt: skip
@@ -231,6 +260,45 @@ def test_a_conversion_that_was_killed_is_made_again(tmp_path):
     assert "--num-layers" in (ours / "flags.txt").read_text() and not [*ours.glob(".iter_*")]
     (tmp_path / "export" / ".iter_0000000.incomplete").mkdir(parents=True)
     assert "is not empty" in refusal(ours, tmp_path / "export", "--to", "hugging-face")
+
+
+def test_an_export_that_was_killed_leaves_nothing_for_ever(tmp_path):
+    """The next one of the same name removes its folder; that of one that still writes, and of another name, stays."""
+    ours = tmp_path / "ours"
+    convert(saved("llama"), ours, "--to", "torch_dist")
+    argv = [str(ours), str(tmp_path / "new"), "--to", "hugging-face"]
+    with pytest.raises(workers.WorkerError, match="died|killed|SIGKILL|signal 9"):
+        workers.run(1, f"{CASES}killed", argv=argv)
+    (left,) = tmp_path.glob(".new.incomplete.*")
+    assert any(left.iterdir()) and not (tmp_path / "new").exists()
+    other, running = tmp_path / ".newer.incomplete.x", tmp_path / ".new.incomplete.running"
+    for folder in (other, running):
+        folder.mkdir()
+    lock = os.open(running, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    convert(*argv)
+    os.close(lock)
+    assert [*tmp_path.glob(".new*.incomplete.*")] in ([other, running], [running, other]) and not left.exists()
+    assert same_tensors(stored(tmp_path / "new"), stored(saved("llama")))
+
+
+def killed(argv: list[str]) -> None:
+    """`run_tool`, killed after ten parts."""
+    import signal
+    from unittest import mock
+
+    from megatron.trainer.checkpoint import conversion
+
+    read, count = conversion.CheckpointWeights.read, []
+
+    def killing(*arguments, **options):
+        count.append(1)
+        if len(count) > 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(*arguments, **options)
+
+    with mock.patch.object(conversion.CheckpointWeights, "read", killing):
+        run_tool(argv)
 
 
 @pytest.mark.parametrize("direction", ["torch_dist", "hugging-face"])
