@@ -267,7 +267,7 @@ def test_an_export_that_was_killed_leaves_nothing_for_ever(tmp_path):
     ours = tmp_path / "ours"
     convert(saved("llama"), ours, "--to", "torch_dist")
     argv = [str(ours), str(tmp_path / "new"), "--to", "hugging-face"]
-    with pytest.raises(workers.WorkerError, match="died|killed|SIGKILL|signal 9"):
+    with pytest.raises(workers.WorkerError, match=r"died|killed|SIGKILL|signal 9"):
         workers.run(1, f"{CASES}killed", argv=argv)
     (left,) = tmp_path.glob(".new.incomplete.*")
     assert any(left.iterdir()) and not (tmp_path / "new").exists()

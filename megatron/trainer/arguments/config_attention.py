@@ -1,5 +1,5 @@
-"""The parts of a `config.json` that say which tokens a layer sees, and how their places enter: rotary positions, windows,
-and the widths of latent attention."""
+"""The parts of a `config.json` that say which tokens a layer sees, and how their places enter: rotary positions,
+windows, and the widths of latent attention."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ class Rotary(Part):
             del given[key]
         rounds = given.pop("truncate", True)  # newer than files whose model rounds
         if not isinstance(rounds, bool) or (self.latents and not rounds):
-            raise ValueError(f"truncate of YaRN is {shown(rounds)}, and megatron.core's latent attention knows true alone")
+            raise ValueError(
+                f"truncate of YaRN is {shown(rounds)}, and megatron.core's latent attention knows true alone"
+            )
         scales = [given.pop(key, None) for key in ("mscale", "mscale_all_dim")]
         if scales != [None, None]:
             # With one of them alone, or with 0, transformers takes another temperature than megatron.core and DeepSeek.
@@ -188,7 +190,9 @@ class Window(Part):
             raise ValueError(f"layer_types is {shown(kinds)}; give one for each of the {count} layers")
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"layer_types names {shown(kind)}, and layers have full_attention or sliding_attention")
+                raise ValueError(
+                    f"layer_types names {shown(kind)}, and layers have full_attention or sliding_attention"
+                )
         found = [kind == "sliding_attention" for kind in kinds]
         if (any(found) and not has_window) or (self.layers in ("none", "all") and found != [has_window] * count):
             raise ValueError(
@@ -238,7 +242,9 @@ class LatentWidths(Part):
             ("qk_head_dim", facts["qk_head_dim"] + rotated),
         ):
             if config.get(key) not in (None, value):
-                raise ValueError(f"{key} is {shown(config[key])}, and the other keys of latent attention make it {value}")
+                raise ValueError(
+                    f"{key} is {shown(config[key])}, and the other keys of latent attention make it {value}"
+                )
         return facts
 
     def write(self, facts: Facts) -> dict[str, object]:

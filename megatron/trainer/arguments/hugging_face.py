@@ -101,8 +101,8 @@ def _require_known_quantization(quantization: object) -> None:
     if method == "mxfp4" or (method == "fp8" and block == [128, 128] and asked.get("fmt", "e4m3") == "e4m3"):
         return
     raise ValueError(
-        f"{QUANTIZATION} is {shown(quantization)}: of quantized weights those in MXFP4, and in FP8 (e4m3) with a scale for "
-        "each 128 x 128 block, are read; save the model in bf16 first"
+        f"{QUANTIZATION} is {shown(quantization)}: of quantized weights those in MXFP4, and in FP8 (e4m3) with a scale "
+        "for each 128 x 128 block, are read; save the model in bf16 first"
     )
 
 
@@ -150,8 +150,8 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     model = model_of(read_config(folder), folder / "config.json")
     if model.family.architecture != args.architecture:
         raise ValueError(
-            f"--load-hf {args.load_hf} holds a {model.model_type}, which {_PROGRAMS[model.family.architecture]} trains; "
-            "use that"
+            f"--load-hf {args.load_hf} holds a {model.model_type}, which {_PROGRAMS[model.family.architecture]} "
+            "trains; use that"
         )
     return take_over(args, model, folder / "config.json")
 

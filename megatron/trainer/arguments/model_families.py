@@ -77,12 +77,13 @@ _LIKE_LLAMA = {
     "swiglu": True, "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
     "hidden_dropout": 0.0,
 }  # fmt: skip
+_NO_LAYERS, _ALL_LAYERS, _LAST_LAYERS = Window(), Window("all"), Window("from", switched=True)
 _FREE = ("max_position_embeddings", "attention_dropout", "hidden_dropout")
 
 
 def _like_llama(
     model: str, *parts: Part, head_dim_given: bool = False, experts: bool = False, no_effect: tuple[str, ...] = (),
-    windows: Window = Window(), **fixed: object,
+    windows: Window = _NO_LAYERS, **fixed: object,
 ) -> Family:  # fmt: skip
     width = () if experts else (Number("intermediate_size", ("ffn_hidden_size",)),)
     return Family(
@@ -105,7 +106,6 @@ def _like_llama(
 
 _ROUTER = ("router_aux_loss_coef", "output_router_logits")
 _NO_ATTENTION_BIAS = Only("attention_bias", (False,), _NO_BIAS)
-_ALL_LAYERS, _LAST_LAYERS = Window("all"), Window("from", switched=True)
 
 
 def _deepseek(model: str, *parts: Part, no_effect: tuple[str, ...] = (), **fixed: object) -> Family:
@@ -259,12 +259,12 @@ FAMILIES: dict[str, Family] = {
 """By `model_type`."""
 
 _POST_NORM = (
-    "its layers normalize behind the residual sum, and those of megatron.core before it; such a model cannot be computed "
-    "here (megatron-bert can)"
+    "its layers normalize behind the residual sum, and those of megatron.core before it; such a model cannot be "
+    "computed here (megatron-bert can)"
 )
 _T5 = (
-    "its stacks share a bias of distances, its scores are not divided by the root of a head's width, its norms have no "
-    "mean and no bias, and its layers a ReLU or a gated GELU, of all of which the T5 here has none; such a model cannot be "
+    "its layers share a bias of distances, its scores are not divided by the root of a head's width, its norms have no "
+    "mean and no bias, and its layers a ReLU or a gated GELU, none of which the T5 here has; such a model cannot be "
     "computed here"
 )
 NOT_COMPUTED = {**dict.fromkeys(("bert", "roberta"), _POST_NORM), **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}

@@ -1,17 +1,16 @@
 """Conversion of checkpoints, block by block: a model never has to fit into memory.
 
 Three places hold weights: a Hugging Face folder (`hugging_face`), a torch_dist checkpoint (`CheckpointWeights`), and a
-checkpoint in Megatron-LM's old format, one file for each tensor and pipeline rank (`RankFilesWeights`). Each is read
+checkpoint in Megatron-LM's old format, one file for each tensor and pipeline rank (`rank_files`). Each is read
 as the tensors of `tensor_table`, so each can be written as a torch_dist checkpoint (`write_checkpoint`) or a Hugging
 Face folder (`write_hugging_face`). No process group and no model is needed.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -44,7 +43,7 @@ from megatron.trainer.checkpoint.directory import (
     sync_file,
     write_synced,
 )
-from megatron.trainer.checkpoint.hugging_face import Weights, blocks
+from megatron.trainer.checkpoint.hugging_face import Weights, blocks, box_of, copy_common
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, COMMON_FILE, INDEX_FILE
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
@@ -61,26 +60,6 @@ from megatron.trainer.files.safetensors_files import write_folder
 unpickling.install()
 
 _LARGEST_FILE = 4 * 2**30  # bytes of a file of a checkpoint
-Box = tuple[tuple[int, int], ...]
-"""A part of a tensor: (first, last) of each axis."""
-
-
-def _copy_common(target: torch.Tensor, target_box: Box, source: torch.Tensor, source_box: Box) -> int:
-    """Copy what two parts of one tensor have in common. Returns its number of elements."""
-    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, source_box, strict=True)]
-    if any(first >= last for first, last in common):
-        return 0
-    into, of = (
-        tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(common, box, strict=True))
-        for box in (target_box, source_box)
-    )
-    target[into] = source[of]
-    return math.prod(last - first for first, last in common)
-
-
-def _box(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
-    return (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
-
 
 # --- what is read -----------------------------------------------------------------------------------------------------
 
@@ -127,14 +106,14 @@ class CheckpointWeights:
 
     def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
         key, axes = self._place(tensor)
-        box = _box(tensor, rows, columns)
+        box = box_of(tensor, rows, columns)
         whole = (*((place, place + 1) for place in axes), *box)
         found = torch.empty([last - first for first, last in whole], dtype=self.dtype(tensor))
         missing = found.numel()
         for chunk in self._index.state_dict_metadata[key].chunks:
             its = tuple((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
             if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(whole, its, strict=True)):
-                missing -= _copy_common(found, whole, self._chunk(key, chunk.offsets), its)
+                missing -= copy_common(found, whole, self._chunk(key, chunk.offsets), its)
         if missing:
             raise CheckpointError(f"checkpoint {self._path} has {key} in part only")
         return found.view([last - first for first, last in box])
@@ -148,138 +127,6 @@ class CheckpointWeights:
                 view = _create_file_view(stream, place.offset, place.length)
                 self._last = (key, offset), torch.load(view, map_location="cpu", weights_only=True)
         return self._last[1]
-
-
-_RANK = "mp_rank_{tensor:02d}"
-_FILE = "model_optim_rng.pt"
-_EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.", "mlp.experts.experts."
-
-
-class RankFilesWeights:
-    """The weights of a checkpoint in Megatron-LM's old format: `mp_rank_XX/model_optim_rng.pt`, or
-    `mp_rank_XX_YYY/...` with the pipeline rank behind the tensor rank. Files are mapped, not read whole.
-
-    Raises CheckpointError for a file that is missing, cannot be read or calls something, for weights of models that
-    are not megatron.core's, and where the checkpoint lacks a tensor of the model.
-
-    Attributes:
-        args: the arguments of the run that saved.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        folders = sorted(entry.name for entry in path.iterdir() if entry.name.startswith("mp_rank_"))
-        first = self._load(folders[0])
-        self.args = first.get("args")
-        if self.args is None:
-            raise CheckpointError(
-                f"checkpoint {path} holds no arguments; only Megatron-LM's own files can be converted"
-            )
-        if (spread := getattr(self.args, "expert_model_parallel_size", None) or 1) > 1:
-            raise CheckpointError(
-                f"checkpoint {path} has its experts on {spread} ranks, which is not read in the old format; save it "
-                "with --ckpt-format torch_dist"
-            )
-        self._size = self.args.tensor_model_parallel_size
-        stages = self.args.pipeline_model_parallel_size
-        self._parts: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
-        for rank in range(self._size):
-            names = [_RANK.format(tensor=rank) + (f"_{stage:03d}" if stages > 1 else "") for stage in range(stages)]
-            missing = [name for name in names if name not in folders]
-            if missing:
-                raise CheckpointError(f"checkpoint {path} lacks {missing[0]}; copy all folders of ranks")
-            self._add(rank, [self._load(name) for name in names])
-
-    def _load(self, name: str) -> dict:
-        file = self.path / name / _FILE
-        try:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"checkpoint file {file} is missing") from error
-        except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"checkpoint file {file} cannot be read: {reason}") from error
-
-    def _add(self, rank: int, stages: list[dict]) -> None:
-        chunks = sum(key.startswith("model") and key[5:].isdecimal() for key in stages[0]) or 1
-        offset = 0
-        for chunk in range(chunks):
-            for stage in stages:
-                model = stage.get("model" if chunks == 1 else f"model{chunk}")
-                if not isinstance(model, Mapping) or any(isinstance(value, Mapping) for value in model.values()):
-                    raise CheckpointError(
-                        f"checkpoint {self.path} holds no model of megatron.core (--use-legacy-models); convert it "
-                        "with the Megatron-LM that saved it"
-                    )
-                layers = 0
-                for name, value in model.items():
-                    if isinstance(value, torch.Tensor):
-                        key, index, layer = _place_of(name, offset)
-                        layers = max(layers, layer + 1)
-                        parts = self._parts.setdefault((key, index), [])
-                        if len(parts) == rank:  # a tied embedding lies on the last stage, too
-                            parts.append(value)
-                offset += layers
-
-    def require(self, tensors: Iterator[Tensor]) -> None:
-        """Raise CheckpointError where the checkpoint lacks a tensor of the model, or has it in another shape."""
-        for tensor in tensors:
-            parts = self._parts.get((tensor.key, tensor.index), ())
-            if len(parts) != self._size:
-                raise CheckpointError(f"checkpoint {self.path} does not hold {tensor.key}, which its arguments ask for")
-            if sum(math.prod(last - first for first, last in box) for box, _ in self._places(tensor)) != math.prod(
-                tensor.shape
-            ):
-                raise CheckpointError(
-                    f"checkpoint {self.path} holds {tensor.key} of shape {tuple(parts[0].shape)} on each of "
-                    f"{self._size} tensor ranks, and its arguments say {tensor.shape}"
-                )
-
-    def _places(self, tensor: Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The parts of a tensor, and where they lie in it. A gated layer's rank has a part of both halves."""
-        parts = self._parts[tensor.key, tensor.index]
-        local = tuple(parts[0].shape)
-        if local == tensor.shape:
-            yield tuple((0, size) for size in tensor.shape), parts[0]
-            return
-        halves = 2 if len(tensor.pieces) == 2 else 1  # a gate, and what it multiplies
-        by_rows = local[0] != tensor.shape[0]
-        for rank, part in enumerate(parts):
-            if not by_rows:
-                yield ((0, local[0]), (rank * local[1], (rank + 1) * local[1])), part
-                continue
-            rows = local[0] // halves
-            for half in range(halves):
-                first = half * (tensor.shape[0] // halves) + rank * rows
-                box = ((first, first + rows), *((0, size) for size in local[1:]))
-                yield box, part[half * rows : (half + 1) * rows]
-
-    def dtype(self, tensor: Tensor) -> torch.dtype:
-        return self._parts[tensor.key, tensor.index][0].dtype
-
-    def read(self, tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> torch.Tensor:
-        box = _box(tensor, rows, columns)
-        found = torch.empty([last - first for first, last in box], dtype=self.dtype(tensor))
-        for its, part in self._places(tensor):
-            _copy_common(found, box, part, its)
-        return found
-
-
-def _place_of(name: str, offset: int) -> tuple[str, tuple[int, ...], int]:
-    """A parameter's key, its place among layers and experts, and the number of its layer in the chunk (-1: none).
-
-    `offset`: layers of the chunks before.
-    """
-    key, number = canonical(name)
-    if not number:
-        return key, (), -1
-    is_further = key.startswith(FURTHER_LAYERS)
-    place = number if is_further else (number[0] + offset,)
-    before, is_expert, rest = key.partition(_EXPERT)
-    if is_expert:
-        expert, _, rest = rest.partition(".")
-        key, place = f"{before}{_ALL_EXPERTS}{rest}", (*place, int(expert))
-    return key, place, -1 if is_further else number[0]
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -358,7 +205,7 @@ def _write_tensors(folder: Path, weights: Weights, tensors: list[Tensor], *, apa
                     stream = open(folder / f"__0_{number}.distcp", "wb")  # noqa: SIM115
                 data = weights.read(tensor, rows, columns)
                 torch.save(data.view(*ones, *data.shape), stream)
-                box = _box(tensor, rows, columns)
+                box = box_of(tensor, rows, columns)
                 offset = torch.Size((*index, *(first for first, _ in box)))
                 chunks = entries[key].chunks
                 places[MetadataIndex(key, offset, len(chunks))] = _StorageInfo(

@@ -5,6 +5,7 @@ Nothing is read but what is asked for: a block of rows for a conversion, its own
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -51,6 +52,28 @@ def blocks(
             yield (0, rows), part
         else:
             yield part, None if columns is None else (0, columns)
+
+
+Box = tuple[tuple[int, int], ...]
+"""A part of a tensor: (first, last) of each axis."""
+
+
+def copy_common(target: torch.Tensor, target_box: Box, source: torch.Tensor, source_box: Box) -> int:
+    """Copy what two parts of one tensor have in common. Returns its number of elements."""
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(target_box, source_box, strict=True)]
+    if any(first >= last for first, last in common):
+        return 0
+    into, of = (
+        tuple(slice(first - start, last - start) for (first, last), (start, _) in zip(common, box, strict=True))
+        for box in (target_box, source_box)
+    )
+    target[into] = source[of]
+    return math.prod(last - first for first, last in common)
+
+
+def box_of(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int] | None) -> Box:
+    """Rows and columns as a part of a tensor."""
+    return (rows,) if len(tensor.shape) == 1 else (rows, columns or (0, tensor.shape[1]))
 
 
 class HuggingFaceWeights:

@@ -289,8 +289,6 @@ def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int |
     index = tuple(number for number in (own, expert) if number is not None)
     stack = () if layer is None else (count,) if expert is None else (count, args.num_experts)
     copies = tuple(
-        copy.format(layer=number)
-        for copy in row.copies
-        for number in range(args.num_layers, args.num_layers + further)
+        copy.format(layer=number) for copy in row.copies for number in range(args.num_layers, args.num_layers + further)
     )
     return Tensor(key, index, stack, shape, tuple(pieces), row.transposed, row.stacked, copies)

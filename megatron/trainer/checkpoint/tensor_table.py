@@ -5,9 +5,9 @@ matrix here, with the heads of a group behind one another; a gated MLP's first l
 are transposed; GPT-OSS has the experts of a layer in one tensor, with the rows of gate and product in turn; and a
 vocabulary is padded.
 
-Solution: every tensor here is a sequence of row ranges, each of which is a range of rows, or of every second one, of one
-tensor there, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole tensors
-and the part of a rank, and whatever is read can be read in blocks.
+Solution: every tensor here is a sequence of row ranges, each of which is a range of rows, or of every second one, of
+one tensor there, transposed or not (`Piece`). A layout lists these ranges. So one table serves both directions, whole
+tensors and the part of a rank, and whatever is read can be read in blocks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ INNER = "transformer_layer."
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `first + count` of a tensor here, which are every `step`-th row from row `source` on of the tensor
-    `name` there.
+    """Rows `first` to `first + count` of a tensor here, which are every `step`-th row from row `source` on of the
+    tensor `name` there.
 
     A transposed tensor's columns there are rows here.
     """
@@ -66,8 +66,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor there: its shape, and the tensors here that have its rows (or columns), each with its pieces, in the order
-    of the file. `copy_of`: the name of the tensor that it repeats."""
+    """A tensor there: its shape, and the tensors here that have its rows (or columns), each with its pieces, in the
+    order of the file. `copy_of`: the name of the tensor that it repeats."""
 
     shape: tuple[int, ...]
     places: tuple[tuple[Tensor, tuple[Piece, ...]], ...]
@@ -146,7 +146,7 @@ def num_groups(args: TrainConfig) -> int:
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
 
 
-# --- keys ---------------------------------------------------------------------------------------------------------------
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 SAME_KEYS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -154,9 +154,9 @@ SAME_KEYS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""A layer's key in one spelling -> in the table's. Which of them a model has depends on its implementation: a norm is a
-module of its own or belongs to a linear layer. Transformer Engine's layers with experts have the former, local ones the
-latter; with latent attention it is the other way round."""
+"""A layer's key in one spelling -> in the table's. Which of them a model has depends on its implementation: a norm is
+a module of its own or belongs to a linear layer. Transformer Engine's layers with experts have the former, local ones
+the latter; with latent attention it is the other way round."""
 
 
 def canonical(key: str) -> tuple[str, tuple[int, ...]]:

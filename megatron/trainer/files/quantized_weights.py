@@ -77,8 +77,8 @@ class WeightsFolder:
         blocks, scales = (self._files.tensors[name + end] for end in (BLOCKS, SCALES))
         if len(blocks.shape) != 4 or blocks.shape[3] != _GROUP // 2 or scales.shape != blocks.shape[:3]:
             raise ValueError(
-                f"{name}{BLOCKS} in {blocks.path} has shape {blocks.shape} and {name}{SCALES} {scales.shape}, which is not "
-                "the MXFP4 of experts; save the model in bf16 first"
+                f"{name}{BLOCKS} in {blocks.path} has shape {blocks.shape} and {name}{SCALES} {scales.shape}, which is "
+                "not the MXFP4 of experts; save the model in bf16 first"
             )
         experts, columns, groups, _ = blocks.shape
         return StoredTensor(blocks.path, torch.bfloat16, (experts, groups * _GROUP, columns), blocks.offset)

@@ -32,8 +32,8 @@ _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
 UNREAD = (
-    "weights in FP32, BF16, FP16, MXFP4 and in FP8 (e4m3) with a scale for each 128 x 128 block are read; save the model "
-    "in bf16 first"
+    "weights in FP32, BF16, FP16, MXFP4 and in FP8 (e4m3) with a scale for each 128 x 128 block are read; save the "
+    "model in bf16 first"
 )
 """Why a dtype is refused."""
 

@@ -33,7 +33,7 @@ GPT_OSS = {  # as published, but for its size
     "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_scaling": {**YARN, "truncate": False},
     "router_aux_loss_coef": 0.9, "sliding_window": 8, "swiglu_limit": 7.0,
     "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
-}
+}  # fmt: skip
 DEEPSEEK_V3 = {  # as published, but for its size
     **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "attention_bias": False, "ep_size": 1,
     "first_k_dense_replace": 1, "kv_lora_rank": 16, "moe_intermediate_size": 32, "moe_layer_freq": 1, "n_group": 8,
@@ -43,18 +43,18 @@ DEEPSEEK_V3 = {  # as published, but for its size
     "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128],
                             "activation_scheme": "dynamic"},
-}
+}  # fmt: skip
 DEEPSEEK_V2 = {  # Lite, as published, but for its size
     **{key: value for key, value in DEEPSEEK_V3.items() if not key.startswith(("num_next", "quanti"))},
     "model_type": "deepseek_v2", "aux_loss_alpha": 0.001, "seq_aux": True, "n_group": 1, "topk_group": 1,
     "norm_topk_prob": False, "q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
     "topk_method": "greedy", "num_experts_per_tok": 6,
-}
+}  # fmt: skip
 MEGATRON_BERT = {
-    "model_type": "megatron-bert", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
-    "hidden_size": 64, "intermediate_size": 128, "layer_norm_eps": 1e-12, "max_position_embeddings": 32,
+    "model_type": "megatron-bert", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_size": 64,
+    "hidden_dropout_prob": 0.1, "intermediate_size": 128, "layer_norm_eps": 1e-12, "max_position_embeddings": 32,
     "num_attention_heads": 4, "num_hidden_layers": 4, "type_vocab_size": 2, "vocab_size": 100,
-}
+}  # fmt: skip
 ALL = {
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
@@ -180,7 +180,7 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "128 x 128 block"),
         ({**LLAMA, "model_type": "gemma"}, "model_type is 'gemma', and these can be converted: llama"),
         ({**LLAMA, "model_type": "bert"}, "model_type is 'bert': its layers normalize behind the residual sum"),
-        ({**LLAMA, "model_type": "t5"}, "model_type is 't5': its stacks share a bias of distances"),
+        ({**LLAMA, "model_type": "t5"}, "model_type is 't5': its layers share a bias of distances"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window is 4096, and models of this family have no windows"),
         ({**QWEN_2, "use_sliding_window": True, "max_window_layers": None}, "max_window_layers is missing"),
         ({**MIXTRAL, "sliding_window": 0}, "sliding_window is 0, and a token attends to itself"),
@@ -220,7 +220,7 @@ def test_what_no_flag_says_is_refused(config, message):
     """By key and value: no default, no second guess."""
     is_v2 = config["model_type"] == "deepseek_v2"
     with pytest.raises(ValueError, match=message) as error:
-        model_of({key: value for key, value in config.items() if value is not None or key == "hidden_act" or is_v2}, "it")
+        model_of({key: each for key, each in config.items() if each is not None or key == "hidden_act" or is_v2}, "it")
     assert "\n" not in str(error.value) and str(error.value).startswith("it: ")
 
 

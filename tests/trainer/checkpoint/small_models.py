@@ -17,7 +17,7 @@ _LLAMA = dict(
 _LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
 _YARN = {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
-         "original_max_position_embeddings": 8}  # fmt: skip
+         "original_max_position_embeddings": 64}  # fmt: skip
 _GPT_OSS = _LLAMA | dict(
     head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
     rope_parameters=_YARN | dict(truncate=False), intermediate_size=64, hidden_size=64,
@@ -50,9 +50,9 @@ MODELS = {
         q_lora_rank=16, num_experts_per_tok=2, topk_method="group_limited_greedy", n_group=4, topk_group=2,
         rope_parameters=_YARN, first_k_dense_replace=0)),
     "megatron-bert": ("MegatronBert", dict(
-        hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
-        max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        layer_norm_eps=1e-5, pad_token_id=None)),
+        hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48,
+        vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5, pad_token_id=None)),
     "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
     "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
         head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
@@ -126,11 +126,15 @@ def transformers_logits(folder: Path) -> torch.Tensor:
     import transformers
 
     kind = transformers.AutoModelForPreTraining if is_bert(folder) else transformers.AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return logits_of(kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
+
+
+def logits_of(model) -> torch.Tensor:
+    """As `transformers_logits`, of a model of transformers."""
     with torch.no_grad():
-        if not is_bert(folder):
-            return model(tokens()).logits
-        output = model(tokens(), token_type_ids=tokens() % 2)
+        if model.config.model_type != "megatron-bert":
+            return model.eval()(tokens()).logits
+        output = model.eval()(tokens(), token_type_ids=tokens() % 2)
         return with_order(output.prediction_logits, output.seq_relationship_logits)
 
 

@@ -1,13 +1,26 @@
 """config.json, key by key, against transformers: what changes its numbers is another model here, or an error."""
 
+import contextlib
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.trainer.arguments.hugging_face import model_of
-from tests.trainer.checkpoint.small_models import MODELS, model_class, saved, tokens
+from tests import workers
+from tests.trainer.checkpoint.small_models import (
+    MODELS,
+    VOCABULARY,
+    is_bert,
+    logits_case,
+    logits_of,
+    model_class,
+    saved,
+)
+
+TOLERANCE = 1e-6
 
 OF_THE_FILE = ("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
 """Keys that say where the model comes from, and how it is stored."""
@@ -36,7 +49,8 @@ def variants(config: dict) -> list[tuple[str, dict]]:
 
 
 def logits(kind: str, config: dict, weights: dict) -> torch.Tensor | None:
-    """What transformers computes by a configuration; None where it can build no model by it."""
+    """What transformers computes by a configuration; None where it can build no model by it. Raises RuntimeError for
+    weights of other shapes."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -47,8 +61,7 @@ def logits(kind: str, config: dict, weights: dict) -> torch.Tensor | None:
         return None
     model.load_state_dict(weights)
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        return model.eval()(tokens()).logits if kind != "MegatronBert" else model.eval()(tokens()).prediction_logits
+    return logits_of(model)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +91,48 @@ def test_no_key_is_passed_over(name):
             same += 1
             assert torch.equal(found, expected), f"{what} changes the logits of {kind}"
     assert min(taken, refused, same) > 5, (taken, refused, same)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama of four"])
+def test_what_is_taken_over_means_the_same(name, tmp_path):
+    """Each key is changed: where that is another model of the same shapes, its logits are those of transformers."""
+    folder, kind = saved(name), MODELS[name][0]
+    config = json.loads((folder / "config.json").read_text())
+    facts = model_of(config, "it").facts
+    weights = copy.deepcopy(model_class(kind).from_pretrained(folder).state_dict())
+    changes, folders, wanted = [], [], []
+    for what, changed in variants(config):
+        with contextlib.suppress(ValueError, RuntimeError):
+            there = model_of(changed, "it").facts
+            expected = logits(kind, changed, weights) if there != facts else None
+            if expected is not None and torch.isfinite(expected).all():
+                folders.append(Path(tmp_path / str(len(folders))))
+                folders[-1].mkdir()
+                (folders[-1] / "model.safetensors").symlink_to(folder / "model.safetensors")
+                (folders[-1] / "config.json").write_text(json.dumps(changed))
+                changes.append(what)
+                wanted.append(expected)
+    found = workers.run(1, f"{__name__}:each_by_itself", folders=folders, timeout=300)[0]
+    computed = 0
+    for what, expected, ours in zip(changes, wanted, found, strict=True):
+        if not isinstance(ours, str):
+            computed += 1
+            deviation = (ours[..., :VOCABULARY] - expected).abs().max() / expected.abs().max()
+            assert deviation < TOLERANCE, f"{kind}, {what}: {deviation}"
+    assert computed > 1, found
+
+
+def each_by_itself(folders: list[Path]) -> list:
+    """The logits of each model, or why it is refused."""
+    from megatron.core import parallel_state
+
+    found = []
+    for folder in folders:
+        try:
+            flags = f"--load-hf {folder} --tokenizer-type NullTokenizer"
+            found.append(logits_case(flags, "bert" if is_bert(folder) else "gpt"))
+        except ValueError as error:
+            found.append(str(error))
+            parallel_state.destroy_model_parallel()
+    return found

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 from tests import workers
 from tests.trainer.arguments.bert_command_line import data_flags as bert_data
-from tests.trainer.checkpoint.small_models import convert_case, is_bert, model_class, saved, stored
+from tests.trainer.checkpoint.small_models import is_bert, model_class, saved, stored
 from tests.trainer.run.run_case import data_flags, train
 
 NULL = "--tokenizer-type NullTokenizer"
+CONVERT = "tests.trainer.checkpoint.small_models:convert_case"
 BASE = (
     "--seq-length 16 --micro-batch-size 2 --global-batch-size 4 --num-workers 0 --log-interval 1 --eval-iters 0 "
     "--make-vocab-size-divisible-by 1"
@@ -27,7 +28,7 @@ BOTH = f"{TENSORS} --sequence-parallel --expert-tensor-parallel-size 1 --expert-
 
 
 def first_samples(run):
-    """For `train`: at its end, the rows of the vocabulary, and the samples of the first batch on ranks that read them."""
+    """For `train`: at its end, the rows of the vocabulary, and the first batch's samples on ranks that read them."""
     data, rows = run.datasets[0], run.args.padded_vocab_size
     return lambda: (rows, data and [{key: torch.as_tensor(each) for key, each in data[n].items()} for n in range(4)])
 
@@ -127,8 +128,8 @@ def _kind(name: str) -> str:
 
 
 def test_further_layers_come_along(tmp_path):
-    """The first losses of both tokens, under 2bw with tensor ranks that share out experts. What such a run saves converts
-    back bit by bit, where its steps are too small to move a weight or a bias."""
+    """The first losses of both tokens, under 2bw with tensor ranks that share out experts. What such a run saves
+    converts back bit by bit, where its steps are too small to move a weight or a bias."""
     folder, theirs = with_further_layer()
     flags = (
         f"{data_flags()} {NULL} {BOTH} --pipeline-schedule 2bw --load-hf {folder} --train-iters 2 --lr 1e-30 "
@@ -142,13 +143,13 @@ def test_further_layers_come_along(tmp_path):
         last, places = output.hidden_states[-1], torch.arange(tokens.shape[1]).expand_as(tokens)
         further = theirs["further"]
         hidden = further.layers[0](
-            further.embed_tokens(labels), last, attention_mask=_causal(tokens.shape[1]), position_ids=places, cache=None,
-            position_embeddings=further.rotary_emb(last, position_ids=places),
+            further.embed_tokens(labels), last, attention_mask=_causal(tokens.shape[1]), position_ids=places,
+            cache=None, position_embeddings=further.rotary_emb(last, position_ids=places),
         )  # fmt: skip
         of_further = losses_of(further.shared_head(hidden)[:, :-1], labels[:, 1:], rows)
     assert run["losses"][1] == pytest.approx(losses_of(output.logits, labels, rows).mean().item(), rel=TOLERANCE)
     assert run["records"][0]["mtp_1_loss"] == pytest.approx(of_further.mean().item(), rel=TOLERANCE)
-    workers.run(1, f"{__name__}:convert_case", source=tmp_path / "run", output=tmp_path / "back", to="hugging-face")
+    workers.run(1, CONVERT, source=tmp_path / "run", output=tmp_path / "back", to="hugging-face")
     wanted, found = stored(folder), stored(tmp_path / "back")
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -161,7 +162,7 @@ def test_further_layers_return(tmp_path):
     """With what they repeat; a run may leave them out, and what differs from its repetition is refused."""
     folder, _ = with_further_layer()
     for source, output, to in ((folder, "dist", "torch_dist"), (tmp_path / "dist", "back", "hugging-face")):
-        workers.run(1, f"{__name__}:convert_case", source=source, output=tmp_path / output, to=to)
+        workers.run(1, CONVERT, source=source, output=tmp_path / output, to=to)
     wanted, found = stored(folder), stored(tmp_path / "back")
     assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -1,4 +1,4 @@
-"""Quantized weights: the numbers that transformers makes of MXFP4 and FP8, on import and on each rank; bf16 on export."""
+"""Quantized weights: the numbers that transformers makes of MXFP4 and FP8, on each rank; bf16 on export."""
 
 import json
 import shutil
@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 
 from megatron.trainer.files.quantized_weights import WeightsFolder, from_fp8, from_mxfp4
 from tests import workers
-from tests.trainer.checkpoint.small_models import convert_case, reaches, saved, stored, transformers_logits
+from tests.trainer.checkpoint.small_models import reaches, saved, stored, transformers_logits
 
 NULL = "--tokenizer-type NullTokenizer"
+CONVERT = "tests.trainer.checkpoint.small_models:convert_case"
 TOLERANCE = 1e-6
 CONFIGS = {
     "gpt_oss": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
@@ -103,7 +104,7 @@ def test_a_quantized_model_becomes_a_bf16_one(name, cut, tmp_path):
     ours, theirs = quantized(name, tmp_path)
     assert reaches(ours, f"--load-hf {ours} {NULL} {cut}", transformers_logits(theirs), ranks=4) < TOLERANCE
     for source, output, to in ((ours, "dist", "torch_dist"), (tmp_path / "dist", "back", "hugging-face")):
-        workers.run(1, f"{__name__}:convert_case", source=source, output=tmp_path / output, to=to)
+        workers.run(1, CONVERT, source=source, output=tmp_path / output, to=to)
     wanted, found = stored(theirs), stored(tmp_path / "back")
     assert found.keys() == wanted.keys()
     assert all(found[key].dtype == wanted[key].dtype and torch.equal(found[key], wanted[key]) for key in wanted)
