@@ -92,6 +92,20 @@ def quantized(name: str, folder: Path) -> tuple[Path, Path]:
     return ours, theirs
 
 
+def test_parts_of_quantized_tensors(tmp_path):
+    """Any rows of an expert's MXFP4, also from inside a group of 32, are those of the whole."""
+    ours, theirs = quantized("gpt_oss", tmp_path)
+    folder, name = WeightsFolder(ours), "model.layers.1.mlp.experts.gate_up_proj"
+    whole = stored(theirs)[name]
+    experts, height, _ = folder.tensors[name].shape
+    assert folder.tensors[name].shape == whole.shape and folder.tensors[name].dtype == torch.bfloat16
+    for expert in range(experts):
+        for first, last in ((0, height), (5, 40), (33, 64), (40, 41)):
+            found = folder.rows(name, expert * height + first, expert * height + last, axes=2)
+            assert torch.equal(found, whole[expert, first:last])
+    folder.close()
+
+
 @pytest.mark.parametrize(
     "name, cut",
     [
