@@ -97,8 +97,11 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
     return folder
 
 
-def convert_case(source: Path, output: Path, to: str = "torch_dist", own_norms: bool = False) -> None:
-    """Convert a model in this process. `own_norms`: under the keys of Transformer Engine's layers with experts."""
+def convert_case(
+    source: Path, output: Path, to: str = "torch_dist", own_norms: bool = False, further: tuple[str, ...] = ()
+) -> None:
+    """Convert a model in this process. `own_norms`: under the keys of Transformer Engine's layers with experts.
+    `further`: words of the command line."""
     from unittest import mock
 
     from megatron.commands import convert_checkpoint
@@ -114,7 +117,7 @@ def convert_case(source: Path, output: Path, to: str = "torch_dist", own_norms: 
         return write(root, weights, renamed, **options)
 
     with mock.patch.object(conversion, "write_checkpoint", spelled if own_norms else write):
-        assert convert_checkpoint.main([str(source), str(output), "--to", to]) == 0
+        assert convert_checkpoint.main([str(source), str(output), "--to", to, *further]) == 0
 
 
 def is_bert(folder: Path) -> bool:

@@ -117,8 +117,9 @@ def test_a_quantized_model_becomes_a_bf16_one(name, cut, tmp_path):
     """Each rank reads its part; a conversion there and back writes what transformers reads in the quantized files."""
     ours, theirs = quantized(name, tmp_path)
     assert reaches(ours, f"--load-hf {ours} {NULL} {cut}", transformers_logits(theirs), ranks=4) < TOLERANCE
-    for source, output, to in ((ours, "dist", "torch_dist"), (tmp_path / "dist", "back", "hugging-face")):
-        workers.run(1, CONVERT, source=source, output=tmp_path / output, to=to)
+    workers.run(1, CONVERT, source=ours, output=tmp_path / "dist", to="torch_dist")
+    given = ("--config", str(ours / "config.json"))
+    workers.run(1, CONVERT, source=tmp_path / "dist", output=tmp_path / "back", to="hugging-face", further=given)
     wanted, found = stored(theirs), stored(tmp_path / "back")
     assert found.keys() == wanted.keys()
     assert all(found[key].dtype == wanted[key].dtype and torch.equal(found[key], wanted[key]) for key in wanted)
