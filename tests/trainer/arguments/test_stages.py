@@ -58,6 +58,7 @@ def test_schedules_that_cannot_balance_refuse_it(flags, reason):
 
 V = "--num-virtual-stages-per-pipeline-rank"
 LAYOUT = "--pipeline-model-parallel-layout"
+FURTHER = "--mtp-num-layers 1 --position-embedding-type none"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_stages_that_the_schedule_names():
     ("num_layers", "ranks", "flags", "note"),
     [
         (24, 16, "", "24 on 16 stages: 8 stages of 2, 8 of 1, {} Et|t|t|t|t|t|t|tt|tt|tt|tt|tt|tt|tt|tt|tL"),
-        (4, 3, "--mtp-num-layers 1 --position-embedding-type none", "4 on 3 stages: 1 stage of 2, 2 of 1, {} Et|tt|tmL"),
+        (4, 3, FURTHER, "4 on 3 stages: 1 stage of 2, 2 of 1, {} Et|tt|tmL"),
         (6, 2, f"{V} 2", "6 on 4 stages: 2 stages of 2, 2 of 1, {} Et|tt|tt|tL"),
         (5, 2, "--pipeline-schedule zbv", "5 on 4 stages: 1 stage of 2, 3 of 1, {} Et|t|tt|tL"),
         (
