@@ -25,9 +25,10 @@ from megatron.pipeline.placement.placement_report import PlacementReport, make_r
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.trainer.arguments import Platform, resolve_platform, validate_args
+from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.platform import assumed_platform
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
@@ -200,7 +201,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
 def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     """Complete the flags as a run on `--dry-run` GPUs would, and return the configuration and the notes of the rules.
 
-    The cluster's machines are assumed to have CUDA, Transformer Engine and Apex.
+    The cluster's machines are assumed to have CUDA, and the packages of `--assume-packages`.
 
     Raises:
         ValueError: a rule refuses the flags, or `--use-checkpoint-args` names a checkpoint that is not on this machine.
@@ -213,8 +214,7 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
             )
         args = with_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
-    notes += resolve_platform(args, machine)
+    notes += resolve_platform(args, assumed_platform(args.assume_packages))
     return TrainConfig.of(args), notes
 
 
