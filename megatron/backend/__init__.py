@@ -70,7 +70,6 @@ def install() -> None:
         return
     require_core()
     from megatron.backend import cpu
-    from megatron.backend.triton import stand_in_for_triton
 
     if not torch.cuda.is_initialized():  # CUDA reads these variables once, so a value set later would be misleading
         # A hardware queue for each stream: reductions run beside computations (pipeline/check/hardware_queues.py).
@@ -87,7 +86,6 @@ def install() -> None:
                 "the program, since without CUDA megatron.core needs stand-ins at import time."
             )
         cpu.install_stand_ins()
-        stand_in_for_triton()
         with cpu.import_stand_ins():
             _import_core()
     from megatron.backend import fixes

@@ -5,7 +5,9 @@ schedule, without a GPU.
 
 Solution: `megatron.backend` makes megatron.core usable on the CPU. This module replaces what Megatron-LM's training
 needs beyond megatron.core, in the process only: no file of the checkout is changed. Some modules of Megatron-LM always
-import triton, for which a stand-in stands (`megatron.backend.triton`). With CUDA nothing of this file is used.
+import triton. A stand-in module takes triton's place: every name exists there and can decorate or describe a kernel,
+and launching a kernel raises an error. torch decides before the stand-in is set up whether triton exists, and works
+without it. With CUDA nothing of this file is used.
 
 When it starts, Megatron-LM's training compiles the helpers of megatron.core's datasets into the checkout by `make`, and
 older versions then compile fused CUDA kernels. The wheel has no makefile, and a checkout may be read-only. So helpers
@@ -19,13 +21,14 @@ import os
 import subprocess
 import sys
 import sysconfig
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
+from torch.utils._triton import has_triton_package
 
 from megatron import backend
-from megatron.backend.triton import stand_in_for_triton
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.runtime.failure.errors import number_of
 
@@ -103,7 +106,7 @@ def load(library: Path) -> None:
     megatron.core.datasets.helpers_cpp = module
 
 
-# --- CUDA and NCCL ----------------------------------------------------------------------------------------------------
+# --- CUDA, NCCL and triton --------------------------------------------------------------------------------------------
 
 
 def install(*, quiet: bool = False) -> None:
@@ -164,3 +167,55 @@ def _allow_no_cuda(initialize) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.") and getattr(module, initialize.__name__, None) is initialize:
             setattr(module, initialize.__name__, allowed)
+
+
+# --- triton
+
+_TRITON = ("triton", "triton.language", "triton.language.extra", "triton.language.extra.libdevice", "triton.runtime")
+
+
+def stand_in_for_triton() -> None:
+    """Put a stand-in module, in which every name exists, in the place of triton, unless triton is installed."""
+    if "triton" in sys.modules or importlib.util.find_spec("triton") is not None:
+        return
+    assert not has_triton_package()  # torch caches the answer: its compiler must not use the stand-in
+    for name in _TRITON:
+        module = sys.modules[name] = TritonStandIn(name)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
+
+
+class TritonStandIn(ModuleType):
+    """A stand-in for a module of triton, in which every name exists."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__ = []
+        self.__version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(f"{self.__name__}.{name}")
+
+
+class _Named:
+    """A stand-in for a function, a type or a decorator of triton."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: object, **kwargs: object) -> "_Named":
+        """Return another stand-in: the call may be a decorator, with or without arguments, or a description."""
+        return _Named(self._name)
+
+    def __getattr__(self, name: str) -> "_Named":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Named(f"{self._name}.{name}")
+
+    def __getitem__(self, grid: object) -> object:
+        """Raise RuntimeError: indexing a kernel with a grid is its launch."""
+        raise RuntimeError(f"{self._name}: a kernel of triton is launched, and this machine has no triton")

@@ -64,8 +64,10 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
     except ValueError as error:
         return end(prog, error)
     from megatron import backend  # imports torch
+    from megatron.backend.core_version import require_trained_core
 
     try:
+        require_trained_core()
         backend.install()
     except ValueError as error:
         return end(prog, error)
@@ -94,8 +96,13 @@ def _require_torch(why: str) -> None:
 def _dry_run(args: argparse.Namespace, prog: str) -> int:
     """Check the job without running it; returns the exit status."""
     from megatron import backend  # imports torch
+    from megatron.backend.core_version import require_trained_core
 
-    backend.install()
+    try:
+        require_trained_core()
+        backend.install()
+    except ValueError as error:
+        return end(prog, error)
     from megatron.trainer.dry_run.dry_run import run_dry
 
     return run_dry(args, prog)
