@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.backend.core_version import core_version, dotted
 from megatron.pipeline.dropin.hooks import NEEDED
+from megatron.pipeline.start_up.core_version import core_version, dotted
 
 OLDEST = (0, 14)
 """The first version of megatron.core that has all functions that the runtime calls."""

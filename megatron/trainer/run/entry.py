@@ -27,6 +27,7 @@ from megatron.pipeline.runtime.failure.errors import (
     number_of,
     write_error_file,
 )
+from megatron.pipeline.start_up.core_version import require_trained_core
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks import StopSignal
 
@@ -64,7 +65,6 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
     except ValueError as error:
         return end(prog, error)
     from megatron import backend  # imports torch
-    from megatron.backend.core_version import require_trained_core
 
     try:
         require_trained_core()
@@ -96,7 +96,6 @@ def _require_torch(why: str) -> None:
 def _dry_run(args: argparse.Namespace, prog: str) -> int:
     """Check the job without running it; returns the exit status."""
     from megatron import backend  # imports torch
-    from megatron.backend.core_version import require_trained_core
 
     try:
         require_trained_core()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.backend import core_version
+from megatron.pipeline.start_up import core_version
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CORES = [Path(each) for each in os.environ.get("MEGATRON_CORES", "").split(os.pathsep) if each]
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
