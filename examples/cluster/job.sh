@@ -1,9 +1,9 @@
-# Sourced by one_node.sh, torchrun.sh and slurm.sh: from MODEL [--dry-run] [FLAGS] and the environment to a job.
+# Sourced by one_node.sh, torchrun.sh and slurm.sh: from MODEL [--dry-run [GPUS]] [FLAGS] and the environment to a job.
 #
 # Sets: program, its arguments in `arguments`, GPUS_PER_NODE, NNODES. With --dry-run it checks the job and ends.
 #
 #   DATA_PATH        prefix of a .bin/.idx pair that tools/preprocess_data.py wrote
-#   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another; BERT's is VOCAB_FILE
+#   VOCAB_FILE, MERGE_FILE    GPT-2's tokenizer, or TOKENIZER_MODEL (and TOKENIZER_TYPE) for another; of BERT and T5 VOCAB_FILE
 #   CHECKPOINTS      directory to save to and to resume from, which all nodes see
 #                    (a model's file may give these itself, in data_args, tokenizer_args and CHECKPOINTS)
 #   TOPOLOGY         optional: the cluster's nodes and bandwidths (docs/placement.md)
@@ -11,7 +11,8 @@
 #   layer, stage), SCHEDULE, BALANCE (1: --balance-activations), DISTRIBUTED_OPTIMIZER (0 or 1), RANK_MAPPING
 #                    optional: they change what the model's file says
 #
-# MODEL is one of models/, or a file in their form, as tools/grid_search.py writes it (docs/grid_search.md).
+# MODEL is one of models/, or a file in their form, as those of examples/models, and as tools/grid_search.py writes it
+# (docs/grid_search.md).
 here="$PWD/examples/cluster"
 model="${1:-}"
 model_file="$here/models/$model.sh"
@@ -32,11 +33,17 @@ if [ "${1:-}" = --dry-run ]; then
     dry_run=1
     shift
 fi
+asked_gpus=
+if [ -n "$dry_run" ] && [[ "${1:-}" =~ ^[0-9]+$ ]]; then
+    asked_gpus="$1"
+    shift
+fi
 data_args=() tokenizer_args=()
 . "$model_file"
 model="$(basename "$model" .sh)"
 
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+num_gpus="${asked_gpus:-$num_gpus}"
+GPUS_PER_NODE="${GPUS_PER_NODE:-$((num_gpus < 8 ? num_gpus : 8))}"
 NNODES="${NNODES:-$(((num_gpus + GPUS_PER_NODE - 1) / GPUS_PER_NODE))}"
 
 case "$RECOMPUTE" in
@@ -65,7 +72,7 @@ fi
 checkpoints="$(from_environment CHECKPOINTS "a directory for checkpoints, which all nodes see")"
 if [ -z "${VOCAB_FILE:-}${TOKENIZER_MODEL:-}" ] && [ "${#tokenizer_args[@]}" -gt 0 ]; then
     : # the model's file says which
-elif [ "$program" = pretrain_bert.py ]; then
+elif [ "$program" != pretrain_gpt.py ]; then
     vocab_file="$(from_environment VOCAB_FILE "a WordPiece vocabulary, a token a line")"
     tokenizer_args=(--tokenizer-type "${TOKENIZER_TYPE:-BertWordPieceLowerCase}" --vocab-file "$vocab_file")
 elif [ -n "${TOKENIZER_MODEL:-}" ]; then

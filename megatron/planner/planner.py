@@ -11,7 +11,7 @@ from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs, spread
 from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import Configuration, even_layers
 from megatron.planner.job.estimate import Estimate, Verdict, judge
 from megatron.planner.job.refusals import refuse_fp8, refuse_shares
 from megatron.planner.job.software import MEGATRON_CORE, Software
@@ -81,10 +81,10 @@ class Planner:
         self.model, self.cluster, self.cost_model, self.software = model, cluster, cost_model, software
 
     def layers(self, configuration: Configuration) -> tuple[int, ...]:
-        """The number of layers of each stage: as configured, or equal numbers, as in Megatron.
+        """The number of layers of each stage: as configured, or as equal as can be.
 
         Raises:
-            ValueError: layers, heads or columns do not divide, or FP8 is impossible; Megatron refuses the same.
+            ValueError: layers are too few, heads or columns do not divide, or FP8 is impossible.
         """
         model, t, num_stages = self.model, configuration.tensor, configuration.num_stages
         if self.software.fp8:
@@ -93,9 +93,9 @@ class Planner:
             raise ValueError(
                 f"layers {configuration.layers} are {sum(configuration.layers)}, not the model's {model.num_layers}"
             )
-        if configuration.layers is None and model.num_layers % num_stages:
+        if configuration.layers is None and model.num_layers < num_stages:
             raise ValueError(
-                f"{model.num_layers} layers do not divide into {num_stages} stages; change pipeline or virtual"
+                f"{model.num_layers} layers are fewer than {num_stages} stages; change pipeline or virtual"
             )
         if undivided := model.undivided(t):
             raise ValueError(f"{undivided} do not divide by tensor {t}; change tensor")
@@ -105,7 +105,7 @@ class Planner:
                 "parallelism"
             )
         refuse_shares(model, configuration, self.software)
-        return configuration.layers or (model.num_layers // num_stages,) * num_stages
+        return configuration.layers or even_layers(model.num_layers, num_stages)
 
     def memory(
         self, configuration: Configuration, layers: Sequence[int] | None = None, *, proved: bool = True
@@ -127,7 +127,8 @@ class Planner:
         return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
-        """The memory that each rank needs under any schedule: one microbatch, one weight version, equal stages."""
+        """The memory that each rank needs under any schedule: one microbatch, one weight version, equal stages of no
+        more layers than each has."""
         least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
         layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
         return self._memory(configuration, closed_form_demand(least, 1), layers)

@@ -2,16 +2,23 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron import backend
+
+backend.install()
+
 from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.dry_run.dry_run import run_dry
 from tests.trainer.arguments import t5_command_line
 from tests.trainer.arguments.bert_command_line import defaults
 
+FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(path for folder in ("examples", "tests", "tools") for path in (ROOT / folder).rglob("*.sh"))
 
@@ -99,6 +106,60 @@ def test_one_node_script_shows_its_usage(script, usage):
     command = ["bash", str(ROOT / "examples" / script), *(["ckpt"] if "gpt" not in script else [])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 1 and usage in result.stderr
+
+
+MODELS = {
+    "deepseek_v3": (1024, 683.7, "tensor 2 x pipeline 8 x data 64"),
+    "gpt_oss_20b": (8, 20.91, "tensor 1 x pipeline 4 x data 2"),
+    "llama3_70b": (64, 70.56, "tensor 4 x pipeline 4 x data 4"),
+    "llama3_8b": (8, 8.03, "tensor 1 x pipeline 2 x data 4"),
+    "mixtral_8x7b": (32, 46.7, "tensor 1 x pipeline 4 x data 8"),
+    "qwen3_30b_a3b": (32, 30.57, "tensor 4 x pipeline 2 x data 4"),
+    "t5_220m": (8, 0.2461, "tensor 1 x pipeline 2 x data 4"),
+}
+"""A model of examples/models -> GPUs, billions of parameters (of T5 with its tied embedding twice), and degrees."""
+
+
+def test_every_model_is_tested():
+    assert {path.stem for path in (ROOT / "examples" / "models").glob("*.sh")} == {*MODELS, "common"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=FULL if n in ("deepseek_v3", "llama3_70b") else ()) for n in MODELS]
+)
+def test_a_model_passes_its_dry_run(recorded_arguments, capsys, monkeypatch, name):
+    """The job as written, and of twice as many GPUs, fits, and the model has the parameters that it is known for."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    num_gpus, billions, degrees = MODELS[name]
+    program, of_program = (
+        ("pretrain_t5.py", t5_command_line.defaults()) if name == "t5_220m" else ("pretrain_gpt.py", {})
+    )
+    script = f"examples/models/{name}.sh"
+    argv = recorded_arguments(script, "--dry-run", program=program)
+    status = run_dry(parse_args(argv, defaults=of_program), program)
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert re.search(rf"{num_gpus} GPUs on \d+ nodes?, {degrees}\n", out)
+    assert float(re.search(r"model: (\S+) billion parameters", out)[1]) == pytest.approx(billions, rel=1e-3)
+    assert re.search(r"^H100: fits; ", out, re.MULTILINE)
+    more = recorded_arguments(script, "--dry-run", str(2 * num_gpus), program=program)
+    assert more[more.index("--dry-run") + 1] == str(2 * num_gpus)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", *[pytest.param(n, marks=FULL) for n in MODELS if n != "deepseek_v3"]])
+def test_a_small_model_trains(tmp_path, name):
+    """SMALL=1 makes three iterations on two processes, with layers, experts and attention of the model's kinds."""
+    environment = {"SMALL": "1", "CHECKPOINTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "models" / f"{name}.sh")], timeout=500, stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [each["lm_loss"] for each in records if "lm_loss" in each]
+    assert len(losses) == 3 and max(losses) < 8 and (tmp_path / "iter_0000003").is_dir()
 
 
 @pytest.mark.full

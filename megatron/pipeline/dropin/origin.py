@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.pipeline.dropin.hooks import NEEDED
+from megatron.pipeline.start_up.core_version import core_version, dotted
 
 OLDEST = (0, 14)
 """The first version of megatron.core that has all functions that the runtime calls."""
@@ -42,7 +43,7 @@ class Origin:
         return self.training.parents[1]
 
     def __str__(self) -> str:
-        return f"megatron.training of {self.root}, megatron.core {_dotted(self.version)} of {self.core.parents[1]}"
+        return f"megatron.training of {self.root}, megatron.core {dotted(self.version)} of {self.core.parents[1]}"
 
 
 def find() -> Origin:
@@ -62,7 +63,7 @@ def find() -> Origin:
             f"megatron.training is in {training}, but there is no megatron.core; take a whole checkout of Megatron-LM, "
             "or pip install megatron-core"
         )
-    return Origin(training, core, _version(core))
+    return Origin(training, core, core_version(core))
 
 
 def check(origin: Origin) -> None:
@@ -70,8 +71,8 @@ def check(origin: Origin) -> None:
     together."""
     if origin.version is not None and origin.version[:2] < OLDEST:
         raise ValueError(
-            f"megatron.core {_dotted(origin.version)} of {origin.core.parents[1]} is too old: schedules call what "
-            f"it has from {_dotted(OLDEST)} on; use a newer Megatron-LM"
+            f"megatron.core {dotted(origin.version)} of {origin.core.parents[1]} is too old: schedules call what "
+            f"it has from {dotted(OLDEST)} on; use a newer Megatron-LM"
         )
     for file, names in NEEDED.items():
         missing = [name for name in names if name not in _names_at_top(origin.training / file)]
@@ -91,9 +92,9 @@ def check(origin: Origin) -> None:
 def notes(origin: Origin) -> Iterator[str]:
     """Yield one sentence for each unusual property of a Megatron-LM."""
     if origin.version is None or origin.version[:2] not in RUN:
-        *others, last = map(_dotted, RUN)
+        *others, last = map(dotted, RUN)
         yield (
-            f"megatron.core {_dotted(origin.version)} has not been run with these schedules ({', '.join(others)} and "
+            f"megatron.core {dotted(origin.version)} has not been run with these schedules ({', '.join(others)} and "
             f"{last} have); compare the first losses with and without --pipeline-schedule"
         )
 
@@ -172,24 +173,3 @@ def _bound(statements: list[ast.stmt]) -> Iterator[str]:
             yield from _bound(getattr(statement, "finalbody", []))
             for handler in getattr(statement, "handlers", []):
                 yield from _bound(handler.body)
-
-
-def _version(core: Path) -> tuple[int, ...] | None:
-    """The version of megatron.core, read from its sources; None if they do not state one."""
-    try:
-        module = ast.parse((core / "package_info.py").read_bytes())
-    except (OSError, SyntaxError):
-        return None
-    numbers = {
-        statement.targets[0].id: statement.value.value
-        for statement in module.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Constant)
-    }
-    parts = [numbers.get(name) for name in ("MAJOR", "MINOR", "PATCH")]
-    return tuple(parts) if all(isinstance(part, int) for part in parts) else None
-
-
-def _dotted(version: tuple[int, ...] | None) -> str:
-    return ".".join(map(str, version)) if version else "of unknown version"

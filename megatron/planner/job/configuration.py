@@ -5,7 +5,7 @@ programs, as a variable of a script, in the name of a run, and in a sentence. Al
 records. So a new setting needs only a field here with its rules, and code that prices it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Annotated, Any, get_type_hints
@@ -55,11 +55,26 @@ class Setting:
     remark: str = ""
 
 
+def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """The number of layers of each stage, as equal as can be, where no layout is given.
+
+    Where the stages do not divide the layers, those before the last one have one more: the last one has the loss, and
+    the first ones have the embedding and save the most microbatches.
+    """
+    count, rest = divmod(num_layers, num_stages)
+    return tuple(count + (num_stages - 1 - rest <= stage < num_stages - 1) for stage in range(num_stages))
+
+
+def layout_text(layers: Sequence[int], further: int = 0) -> str:
+    """The stages as `--pipeline-model-parallel-layout` has them. `further`: layers of multi-token prediction, which the
+    last stage has."""
+    return f"E{'|'.join('t' * count for count in layers)}{'m' * further}L"
+
+
 def _stage_flags(configuration: "Configuration") -> Flags:
     """Return the flags of the stages: a layout if layers are given, since it also implies the number of stages."""
     if configuration.layers is not None and configuration.num_stages > 1:
-        stages = "|".join("t" * count for count in configuration.layers)
-        return {"--pipeline-model-parallel-layout": f"E{stages}L"}
+        return {"--pipeline-model-parallel-layout": layout_text(configuration.layers)}
     return {"--num-virtual-stages-per-pipeline-rank": configuration.virtual} if configuration.virtual > 1 else {}
 
 
@@ -93,7 +108,7 @@ class Configuration:
         sequence_parallel: activations that are not split by heads or columns are split along the sequence.
         distributed_optimizer: optimizer state is split over the replicas (ZeRO-1).
         rank_mapping: a name in `placement.mapping.NAMES`.
-        layers: number of layers of each of the p * v stages; None: equal numbers, as in Megatron.
+        layers: number of layers of each of the p * v stages; None: as equal as can be (`even_layers`).
         provisional: the gradients from which 2bw predicts weights: "stage" (those of the microbatches that each stage
             has done), "uniform" (those of the same number of microbatches on all stages), or "off" (no predictions).
         provisional_microbatches: the number of microbatches for "uniform".

@@ -62,9 +62,9 @@ def refuse_tensor(model: Architecture, space: Space, t: int) -> str | None:
 
 
 def refuse_pipeline(model: Architecture, space: Space, p: int, d: int) -> str | None:
-    """The reason why p and d are impossible: p must divide the layers, and d the batch (BPipe, 4.2)."""
-    if model.num_layers % p:
-        return f"{model.num_layers} layers do not divide into {p} stages"
+    """The reason why p and d are impossible: every stage has a layer, and d must divide the batch (BPipe, 4.2)."""
+    if model.num_layers < p:
+        return f"{model.num_layers} layers are fewer than {p} stages"
     if space.microbatches(d):
         return None
     batch, most = space.global_batch_size, space.largest_batch_size // d

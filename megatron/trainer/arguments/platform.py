@@ -9,10 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from packaging.version import InvalidVersion
+
 from megatron.pipeline.check import queue_environment
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
-from megatron.pipeline.start_up.late_weights import LOOKS_UP_GRADIENTS, PUTS_GRADIENTS_OFF
+from megatron.pipeline.start_up.late_weights import (
+    LOOKS_UP_GRADIENTS,
+    PUTS_GRADIENTS_OFF,
+    engine_keeps_main_grad,
+    engine_puts_off,
+)
 from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
 from megatron.trainer.arguments.rules.context import GATHER, RING, context_of_engine
@@ -35,6 +42,33 @@ class Platform:
     engine_keeps_main_grad: bool = False
     engine_puts_off: bool = True
     without_fp8: Mapping[str, str] = field(default_factory=dict)
+
+
+_ENGINE = "transformer_engine"
+_PACKAGES = {_ENGINE: "has_transformer_engine", "apex": "has_apex", "deep_ep": "has_deep_ep"}
+
+
+def assumed_platform(packages: Iterable[str] | None) -> Platform:
+    """A machine with CUDA and `packages`, each NAME or NAME==VERSION; None: with all, in their newest versions.
+
+    Raises ValueError for another package, or a version that is none.
+    """
+    if packages is None:
+        return Platform(is_cuda=True, **dict.fromkeys(_PACKAGES.values(), True))
+    found: dict[str, str] = {}
+    for word in [each for each in packages if each != "none"]:
+        name, _, version = word.partition("==")
+        name = name.replace("-", "_")
+        if name not in _PACKAGES:
+            raise ValueError(f"--assume-packages {word}: runs ask for {', '.join(_PACKAGES)}; leave it out")
+        found[name] = version
+    version = found.get(_ENGINE)
+    try:
+        keeps, puts_off = (engine_keeps_main_grad(version), engine_puts_off(version)) if version else (False, True)
+    except InvalidVersion as error:
+        raise ValueError(f"--assume-packages {_ENGINE}=={version}: {error}; write it as 2.6.0") from error
+    has = {attribute: name in found for name, attribute in _PACKAGES.items()}
+    return Platform(is_cuda=True, engine_keeps_main_grad=keeps, engine_puts_off=puts_off, **has)
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:

@@ -27,9 +27,10 @@ from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, j
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.refusals import refuse_recipe, refuse_units
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.trainer.arguments import Platform, resolve_platform, validate_args
+from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.platform import assumed_platform
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
@@ -206,7 +207,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
 def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     """Complete the flags as a run on `--dry-run` GPUs would, and return the configuration and the notes of the rules.
 
-    The cluster's machines are assumed to have CUDA, Transformer Engine and Apex.
+    The cluster's machines are assumed to have CUDA, and the packages of `--assume-packages`.
 
     Raises:
         ValueError: a rule refuses the flags, or `--use-checkpoint-args` names a checkpoint that is not on this machine.
@@ -219,8 +220,7 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
             )
         args = with_checkpoint_arguments(args)
     notes = validate_args(args, world_size=args.dry_run)
-    machine = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True, has_deep_ep=True)
-    notes += resolve_platform(args, machine)
+    notes += resolve_platform(args, assumed_platform(args.assume_packages))
     if args.fp8 is not None and (device := DEVICES.get(args.dry_run_gpu)) is not None:
         refuse_units(args.dry_run_gpu, device)
         refuse_recipe(args.fp8_recipe, args.dry_run_gpu, "--fp8-recipe")

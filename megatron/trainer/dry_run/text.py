@@ -117,7 +117,9 @@ def _engine(args: TrainConfig) -> str:
     if args.transformer_impl != "transformer_engine":
         return ", without Transformer Engine (--transformer-impl local)"
     kept = "keeps attention scores" if from_flags.activation_setting(args).saves_scores else "flash attention"
-    return f" and Transformer Engine ({kept}); --transformer-impl local does without it"
+    named = [each.partition("==")[2] for each in args.assume_packages or () if each.startswith("transformer")]
+    version = f" {named[0]}" if named and named[0] else ""
+    return f" and Transformer Engine{version} ({kept}); --transformer-impl local does without it"
 
 
 def _program_lines(result: DryRun) -> list[str]:

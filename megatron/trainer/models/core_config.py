@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state, expert_tensor_size
-from megatron.trainer.arguments.rules.stages import layer_split
+from megatron.trainer.arguments.rules.stages import layer_split, layout_of
 
 
 def params_dtype(args: TrainConfig) -> torch.dtype:
@@ -95,7 +95,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
     """
     dtype = params_dtype(args)
     activation, is_gated, fuses_bias = _activation(args)
-    num_ranks, num_virtual = layer_split(args)
+    (num_ranks, num_virtual), layout = layer_split(args), layout_of(args)
     options = {}
     if args.init_method_xavier_uniform:
         options["init_method"] = options["output_layer_init_method"] = torch.nn.init.xavier_uniform_
@@ -152,12 +152,12 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 cp_comm_type=args.cp_comm_type[0],
                 pipeline_model_parallel_size=num_ranks,
                 virtual_pipeline_model_parallel_size=num_virtual,
-                pipeline_model_parallel_layout=args.pipeline_model_parallel_layout,
+                pipeline_model_parallel_layout=layout,
                 sequence_parallel=args.sequence_parallel,
                 num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
                 num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
-                account_for_embedding_in_pipeline_split=args.account_for_embedding_in_pipeline_split,
-                account_for_loss_in_pipeline_split=args.account_for_loss_in_pipeline_split,
+                account_for_embedding_in_pipeline_split=layout is None and args.account_for_embedding_in_pipeline_split,
+                account_for_loss_in_pipeline_split=layout is None and args.account_for_loss_in_pipeline_split,
                 fp16=args.fp16,
                 bf16=args.bf16,
                 params_dtype=dtype,

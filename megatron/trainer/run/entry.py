@@ -27,6 +27,7 @@ from megatron.pipeline.runtime.failure.errors import (
     number_of,
     write_error_file,
 )
+from megatron.pipeline.start_up.core_version import require_trained_core
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks import StopSignal
 
@@ -66,6 +67,7 @@ def start(prog: str, main: Callable[[], None], stop: StopSignal) -> int:
     from megatron import backend  # imports torch
 
     try:
+        require_trained_core()
         backend.install()
     except ValueError as error:
         return end(prog, error)
@@ -95,7 +97,11 @@ def _dry_run(args: argparse.Namespace, prog: str) -> int:
     """Check the job without running it; returns the exit status."""
     from megatron import backend  # imports torch
 
-    backend.install()
+    try:
+        require_trained_core()
+        backend.install()
+    except ValueError as error:
+        return end(prog, error)
     from megatron.trainer.dry_run.dry_run import run_dry
 
     return run_dry(args, prog)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.pipeline.dropin import origin
 from megatron.pipeline.dropin.origin import Origin
+from megatron.pipeline.start_up.core_version import core_version
 from tests.pipeline.dropin import fake_training
 
 
@@ -209,13 +210,13 @@ def test_what_it_imports_and_is_not_there(statement, sentence, tmp_path):
 
 def test_version_that_does_not_say(tmp_path):
     """No file, another file's text, or a number that is computed: unknown."""
-    assert origin._version(tmp_path) is None
+    assert core_version(tmp_path) is None
     file = tmp_path / "package_info.py"
     for text in ("MAJOR = 0\nMINOR = 16\n", "MAJOR = 0\nMINOR = 8 + 8\nPATCH = 1\n", "MAJOR = (\n"):
         file.write_text(text)
-        assert origin._version(tmp_path) is None
+        assert core_version(tmp_path) is None
     file.write_text("MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = 'rc0'\n")
-    assert origin._version(tmp_path) == (0, 16, 1)
+    assert core_version(tmp_path) == (0, 16, 1)
 
 
 def test_real_checkout():

@@ -57,12 +57,16 @@ def by_size(table: dict) -> dict:
 
 def test_what_fits_is_what_ran(bpipe_96b):
     """BPipe, table 2 lists what ran, with the first scope that did. The same is found; what is found besides is slowed
-    for want of memory, or ran with balance and less recomputation, so that the paper did not try it."""
+    for want of memory, or ran with balance and less recomputation, so that the paper did not try it; or its stages do
+    not divide the layers, as the paper's had to."""
     flush, bpipe = scopes_of(bpipe_96b, "flush"), scopes_of(bpipe_96b, "bpipe")
     stated, balanced = by_size(FIRST_FEASIBLE), by_size(ONLY_BALANCED)
     assert [key for key, scope in stated.items() if scope not in flush.get(key, {})] == []
     assert all(scope in bpipe[key] for key, scope in balanced.items())
-    besides = {key: scopes for key, scopes in flush.items() if key not in stated and key not in balanced}
+    besides = {
+        key: scopes for key, scopes in flush.items()
+        if key not in stated and key not in balanced and GPT3_96B.num_layers % key[0][1] == 0
+    }  # fmt: skip
     assert besides and all(all(scopes.values()) for scopes in besides.values())
 
 

@@ -335,7 +335,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule", "epochs",
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_virtual_pipeline_stage", "make_vocab_size_divisible_by",
-    "num_layer_list", "patch_tokenizer_type", "moe_enable_deepep",
+    "num_layer_list", "pipeline_model_parallel_layout", "patch_tokenizer_type", "moe_enable_deepep",
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ def layers(flags: str, num_ranks: int) -> tuple[int, ...]:
         (2, V, f"--num-layers 5 {FIRST} 2"),
         (4, SHUFFLED, f"--num-layers 7 {LAST} 4"),
         (2, V, f"--num-layers 6 {ACCOUNT}"),
+        (2, V, "--num-layers 7"),
         (2, BY_LAYOUT, f"{LAYOUT} E|t|tt|tL"),
     ],
 )
@@ -54,7 +55,7 @@ def test_flags_of_ranks_stay_those_of_ranks_where_stages_are_dealt_out_in_turn()
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{V} --num-layers 6", "--num-layers 6 is not divisible by the 4 stages of --pipeline-schedule v; change"),
+        (f"{V} --num-layers 3", "--num-layers 3 is less than the 4 stages of the pipeline; take fewer stages"),
         (f"{V} --num-layers 6 {FIRST} 2", "leaves 4 layers for the other 3 stages, which does not come out even"),
         (f"{BY_LAYOUT} {LAYOUT} Et|||tttL", "leaves rank 1 of the pipeline nothing to hold; give one of its stages"),
         (f"{V} --balance-activations", "so there is nothing to balance"),

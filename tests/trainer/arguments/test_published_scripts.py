@@ -28,11 +28,9 @@ from tests.trainer.arguments.published_command_lines import (
 
 
 def test_bert_script():
-    """The BERT 340M script is accepted on 8 stages; its 16 do not divide 24 layers, which the error says."""
-    with pytest.raises(ValueError, match="--num-layers 24 is not divisible by --pipeline-model-parallel-size 16"):
-        validate_args(parse_args(BERT_340M.split(), defaults=defaults()), world_size=128)
-    args = parse_args([*BERT_340M.split(), "--pipeline-model-parallel-size", "8"], defaults=defaults())
-    validate_args(args, world_size=64)
+    """The BERT 340M script is accepted, whose 16 stages do not divide its 24 layers."""
+    args = parse_args(BERT_340M.split(), defaults=defaults())
+    assert any("24 on 16 stages: 8 stages of 2, 8 of 1" in note for note in validate_args(args, world_size=128))
     resolve_platform(args, GPU)
     assert args.tokenizer_type == "BertWordPieceLowerCase" and args.bert_binary_head
 

@@ -55,8 +55,8 @@ def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, ra
         (f"{L2L} --use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
         (f"{L2L} --optimizer-cpu-offload", "--optimizer-cpu-offload"),
         (
-            f"{L2L} --num-virtual-stages-per-pipeline-rank 3",
-            "--num-layers 4 is not divisible by the 3 stages of --pipeline-schedule l2l",
+            f"{L2L} --num-virtual-stages-per-pipeline-rank 5",
+            "--num-layers 4 is less than the 5 stages of the pipeline; take fewer stages",
         ),
         ("--l2l-update eager", "is about weights on the host, and --pipeline-schedule flush has them on the device"),
         ("--l2l-resident-stages 2", "--l2l-resident-stages 2 is about weights on the host"),

@@ -8,13 +8,13 @@ backend.install()
 
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.models.core_config import transformer_config
+from megatron.trainer.plan import from_flags
 from tests.trainer.arguments.command_line import arguments, argv
 
 
 def test_stages_and_layers():
-    """Layers are split as megatron.core does, and a split that does not come out even is refused."""
-    with pytest.raises(ValueError, match="--num-layers 4 is not divisible by --pipeline-model-parallel-size 3"):
-        arguments("--pipeline-model-parallel-size 3", world_size=3)
+    """Layers are split as megatron.core does; where an end has its own number, the rest has to come out even."""
     args = arguments("--pipeline-model-parallel-size 3 --decoder-first-pipeline-num-layers 2", world_size=3)
     assert args.data_parallel_size == 1
     with pytest.raises(ValueError, match="does not come out even"):
@@ -58,6 +58,7 @@ def test_schedules_that_cannot_balance_refuse_it(flags, reason):
 
 V = "--num-virtual-stages-per-pipeline-rank"
 LAYOUT = "--pipeline-model-parallel-layout"
+FURTHER = "--mtp-num-layers 1 --position-embedding-type none"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_virtual_stages(flags, v):
         (f"{V} 2 --pipeline-schedule flush", "--pipeline-schedule flush has one stage on each rank, not 2; use inter"),
         (f"{V} 2 --pipeline-schedule bpipe", "bpipe has one stage on each rank, not 2; use interleaved"),
         (f"{V} 1 --pipeline-schedule interleaved", f"add {V} 2 or more, or use flush"),
-        (f"{V} 3", "the 2 layers of each rank cannot be dealt out to 3 stages alike; change"),
+        (f"{V} 3", "--num-layers 4 is less than the 6 stages of the pipeline; take fewer stages"),
         ("--num-layers-per-virtual-pipeline-stage 3", "the 2 layers of a rank cannot be cut into stages of --num-lay"),
         ("--num-layers 5 --num-layers-per-virtual-pipeline-stage 1", "--num-layers 5 is not divisible by"),
         (
@@ -128,6 +129,34 @@ def test_stages_that_the_schedule_names():
     assert arguments(flags, world_size=2).schedule == arguments(f"{flags} {V} 2", world_size=2).schedule
     with pytest.raises(ValueError, match="--pipeline-schedule zbv gives a rank 2 stages, which buys nothing with"):
         arguments("--pipeline-schedule zbv")
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "ranks", "flags", "note"),
+    [
+        (24, 16, "", "24 on 16 stages: 8 stages of 2, 8 of 1, {} Et|t|t|t|t|t|t|tt|tt|tt|tt|tt|tt|tt|tt|tL"),
+        (4, 3, FURTHER, "4 on 3 stages: 1 stage of 2, 2 of 1, {} Et|tt|tmL"),
+        (6, 2, f"{V} 2", "6 on 4 stages: 2 stages of 2, 2 of 1, {} Et|tt|tt|tL"),
+        (5, 2, "--pipeline-schedule zbv", "5 on 4 stages: 1 stage of 2, 3 of 1, {} Et|t|tt|tL"),
+        (
+            7, 3, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 6",
+            "6 on 3 stages: 1 stage of 3, 1 of 2, 1 of 1, {} Ett|ttt|tL",
+        ),
+    ],
+)  # fmt: skip
+def test_layers_that_the_stages_do_not_divide(num_layers, ranks, flags, note):
+    """The stages before the last have one more; a note says which, in the flag's own form, which cuts alike."""
+    words = f"--num-layers {num_layers} --pipeline-model-parallel-size {ranks} --global-batch-size 32 {flags}"
+    args = parse_args(argv(words))
+    notes = validate_args(args, world_size=ranks)
+    said = f"--num-layers {note.format(LAYOUT)}"
+    assert said in notes and args.pipeline_model_parallel_layout is None
+    written = f"{words} {said[said.index(LAYOUT) :]}".replace(f"{V} 2", "")
+    written = " ".join(word for word in written.split() if "account" not in word)
+    cuts = [
+        from_flags.layers_of_stages(transformer_config(arguments(each, world_size=ranks))) for each in (words, written)
+    ]
+    assert cuts[0] == cuts[1] and sum(cuts[0]) == args.num_layers
 
 
 def test_a_rank_with_nothing_to_hold():

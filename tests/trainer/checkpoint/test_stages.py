@@ -34,6 +34,7 @@ def saved(tmp_path_factory):
 
 
 CUTS = {
+    "5 layers, p=3 to p=2 v=2": (f"{EXACT} --num-layers 5", 3, P1.replace("1", "3"), 2, f"{P2} {V2}", True),
     "p=1 to p=2 v=2": (EXACT, 1, P1, 2, f"{P2} {V2}", True),
     "p=2 v=2 d=2 distributed optimizer to p=2 v=1": (CLIPPED, 4, f"{P2} {V2} {SHARDED}", 2, P2, False),
     "p=2 v=2 to p=1": (EXACT, 2, f"{P2} {V2}", 1, P1, True),

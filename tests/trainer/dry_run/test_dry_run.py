@@ -34,6 +34,12 @@ GPT3_96B = (
 )
 
 
+HALVES = (
+    "--dry-run 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --transformer-impl transformer_engine "
+    "--assume-packages"
+)
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """No launcher's environment, as on a laptop."""
@@ -114,6 +120,21 @@ def test_communicators_of_nccl_are_counted(dry):
             "--dry-run 32 needs more GPUs than the 16 of",
         ),
         ("--dry-run 2 --rank-topology nowhere.yaml", "nowhere.yaml"),
+        (
+            "--dry-run 2 --assume-packages flash_attn",
+            "--assume-packages flash_attn: runs ask for transformer_engine, apex",
+        ),
+        ("--dry-run 2 --assume-packages transformer_engine==new", "Invalid version: 'new'; write it as 2.6.0"),
+        (
+            f"{HALVES} transformer-engine==2.2",
+            "layers of Transformer Engine can put weight gradients off from 2.3.0 on",
+        ),
+        (f"{HALVES} apex", "--transformer-impl transformer_engine needs the transformer_engine package"),
+        (
+            "--dry-run 2 --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type flex "
+            "--assume-packages transformer_engine apex",
+            "flex needs CUDA and the package deep_ep",
+        ),
         ("--dry-run 1 --use-checkpoint-args --load ./nowhere", "nowhere"),
         ("--dry-run 1 --num-attention-heads 3 --kv-channels 8 --apply-layernorm-1p --transformer-impl local", "needs"),
     ],
@@ -124,6 +145,22 @@ def test_job_that_is_wrong(dry, monkeypatch, extra, message):
     status, _, err, _ = dry(extra)
     assert status == 1
     assert err.startswith("pretrain_gpt.py: error: ") and message in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("packages", "engine", "fuses"),
+    [
+        ("", " and Transformer Engine (", True),
+        ("--assume-packages transformer_engine==2.6.0 apex", " and Transformer Engine 2.6.0 (", True),
+        ("--assume-packages transformer-engine==2.5.0+cu12 apex", " and Transformer Engine 2.5.0+cu12 (", False),
+        ("--assume-packages none", ", without Transformer Engine", False),
+    ],
+)
+def test_packages_of_the_jobs_machines(dry, packages, engine, fuses):
+    """What the job's machines have decides its layers and fusions, not what is installed here."""
+    status, out, err, _ = dry(f"--dry-run 2 --pipeline-model-parallel-size 2 --pipeline-schedule 2bw {packages}")
+    assert (status, err) == (0, "") and f"CUDA{engine}" in out
+    assert ("gradient_accumulation_fusion is off" in out) != fuses
 
 
 def test_flags_of_a_dry_run_need_it():

@@ -88,9 +88,15 @@ CLOSE = {
     "p=4 v=2 selective": (4, f"{CLIPPED} {EIGHT} {SELECTIVE}", f"{P4} {V2}"),
     "p=2 v=2 t=2 d=2": (8, f"{CLIPPED} {UNDROPPED}", f"{P2} {V2} {TENSOR} --use-distributed-optimizer"),
     "ends of their own, tied": (4, CLIPPED, f"{P4} {LAYOUT} E|ttt|t|L"),
+    "2bw, 5 layers on 3 stages, tied": (3, f"{CLIPPED} {TWO_BW} --num-layers 5", ""),
     "2bw with ends of their own, tied": (4, f"{CLIPPED} {TWO_BW}", f"{P4} {LAYOUT} E|ttt|t|L"),
 }
 UNEVEN = {
+    "2bw, 5 layers on 3 stages": (3, f"{EXACT} --num-layers 5 {TWO_BW}", ""),
+    "interleaved, 6 layers on 4 stages": (2, f"{EXACT} {SIX}", V2),
+    "zbv, 5 layers on 4 stages": (2, f"{EXACT} --num-layers 5", "--pipeline-schedule zbv"),
+    "l2l, 5 layers on 4 stages": (2, f"{EXACT} --num-layers 5", "--pipeline-schedule l2l"),
+    "bpipe, 7 layers on 4 stages": (4, f"{EXACT} --num-layers 7 --hidden-size 16", "--pipeline-schedule bpipe"),
     "2bw": (2, f"{EXACT} {TWO_BW}", f"{LAYOUT} Et|tttL"),
     "interleaved with an empty stage": (2, EXACT, f"{LAYOUT} Et|tt||tL"),
     "gpipe": (2, f"{EXACT} --pipeline-schedule gpipe", f"{LAYOUT} Et|tttL"),

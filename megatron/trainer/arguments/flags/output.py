@@ -166,6 +166,13 @@ class DryRunFlags:
         "largest model of its shape that would fit is said.",
         metavar="GIB",
     )
+    assume_packages: list[str] | None = option(
+        None,
+        "With --dry-run: the packages of the job's machines, NAME or NAME==VERSION, of transformer_engine, apex and "
+        "deep_ep; none for none of them. Without the flag all of them are taken as there, in their newest versions.",
+        nargs="+",
+        metavar="PACKAGE",
+    )
     dry_run_json: str | None = option(None, "With --dry-run: write everything to this file, too.", metavar="FILE")
 
 

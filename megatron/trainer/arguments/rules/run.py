@@ -295,7 +295,7 @@ def logging(args: argparse.Namespace) -> None:
 
 def dry_run(args: argparse.Namespace) -> None:
     if args.dry_run is None:
-        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "dry_run_json"):
+        for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "assume_packages", "dry_run_json"):
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
         return

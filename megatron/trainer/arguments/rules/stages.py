@@ -1,7 +1,10 @@
 """Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each stage has."""
 
 import argparse
+from collections import Counter
 
+from megatron.documents import counted
+from megatron.planner.job.configuration import even_layers, layout_text
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import name_of
 
@@ -21,8 +24,7 @@ def layer_list(args: argparse.Namespace) -> None:
         raise ValueError("--num-layer-list and --pipeline-model-parallel-layout exclude each other; keep one")
     if not all(each.strip().isdecimal() for each in text.split(",")):
         raise ValueError(f"--num-layer-list {text} must be whole numbers divided by commas, such as 17,20,22,21")
-    stages = "|".join("t" * int(each) for each in text.split(","))
-    args.pipeline_model_parallel_layout = f"E{stages}L"
+    args.pipeline_model_parallel_layout = layout_text([int(each) for each in text.split(",")])
 
 
 def virtual_stages(args: argparse.Namespace) -> None:
@@ -78,8 +80,11 @@ def _stages_of_equal_layers(args: argparse.Namespace) -> int:
             "rank has layers of its own number; use --num-virtual-stages-per-pipeline-rank"
         )
     per_rank, rest = divmod(_counted_layers(args), args.pipeline_model_parallel_size)
-    if rest:  # `layers` says it
-        return 1
+    if rest:
+        raise ValueError(
+            f"{_said(args)} is not divisible by --pipeline-model-parallel-size {args.pipeline_model_parallel_size}, so "
+            f"stages have no --num-layers-per-virtual-pipeline-stage {size}; use --num-virtual-stages-per-pipeline-rank"
+        )
     if per_rank % size:
         raise ValueError(
             f"the {per_rank} layers of a rank cannot be cut into stages of --num-layers-per-virtual-pipeline-stage "
@@ -173,8 +178,28 @@ def num_stages(args: argparse.Namespace) -> int:
     return args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
 
 
-def layers(args: argparse.Namespace) -> None:
-    """Check that megatron.core's split of the layers over ranks, and of a rank's layers over its stages, is even."""
+def layout_of(args: argparse.Namespace) -> str | None:
+    """The layout of the layers: as given, or of stages that are as equal as can be; None where all are equal, or
+    megatron.core knows the cut by other flags."""
+    if args.pipeline_model_parallel_layout is not None:
+        return args.pipeline_model_parallel_layout
+    ends = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if ends != (None, None) or _counted_layers(args) % num_stages(args) == 0:
+        return None
+    return layout_text(_as_equal_as_can_be(args), args.mtp_num_layers or 0)
+
+
+def _as_equal_as_can_be(args: argparse.Namespace) -> list[int]:
+    """How many layers each stage has, in the order of the stages, where flags give neither a layout nor the ends."""
+    counts = [*even_layers(_counted_layers(args), num_stages(args))]
+    counts[0] -= args.account_for_embedding_in_pipeline_split
+    counts[-1] -= args.account_for_loss_in_pipeline_split
+    return counts
+
+
+def layers(args: argparse.Namespace) -> list[str]:
+    """Check that every stage has layers, and that those of ends with layers of their own number come out even. Returns
+    a note where stages have unequal numbers."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     sets_ends = first is not None or last is not None
     accounts = args.account_for_embedding_in_pipeline_split or args.account_for_loss_in_pipeline_split
@@ -189,7 +214,8 @@ def layers(args: argparse.Namespace) -> None:
     elif sets_ends:
         _ends_of_their_own(args, first, last)
     else:
-        _equal_ranks(args)
+        return _equal_stages(args)
+    return []
 
 
 def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | None) -> None:
@@ -211,17 +237,20 @@ def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | 
         _check_virtual(args, count, f"the {which} rank{'s' * (which == 'other')}")
 
 
-def _equal_ranks(args: argparse.Namespace) -> None:
-    (p, _), counted = layer_split(args), _counted_layers(args)
-    if counted % p:
-        by = f"--pipeline-model-parallel-size {p}"
-        if p > args.pipeline_model_parallel_size:
-            by = f"the {p} stages of {choice_of(args).flag}"
+def _equal_stages(args: argparse.Namespace) -> list[str]:
+    stages = num_stages(args)
+    if _counted_layers(args) < stages:
         raise ValueError(
-            f"{_said(args)} is not divisible by {by}; change "
-            f"one, or give --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+            f"{_said(args)} is less than the {stages} stages of the pipeline; take fewer stages, or say with "
+            "--pipeline-model-parallel-layout which have no layer"
         )
-    _check_virtual(args, counted // p, "each rank")
+    layout = layout_of(args)
+    if layout is None:
+        return []
+    numbers = Counter(_as_equal_as_can_be(args))
+    most, *others = sorted(numbers, reverse=True)
+    parts = [f"{counted(numbers[most], 'stage')} of {most}", *(f"{numbers[count]} of {count}" for count in others)]
+    return [f"{_said(args)} on {stages} stages: {', '.join(parts)}, --pipeline-model-parallel-layout {layout}"]
 
 
 def _said(args: argparse.Namespace) -> str:
@@ -268,16 +297,14 @@ def recomputed_chunks(args: argparse.Namespace) -> None:
 
 
 def _layers_of_stages(args: argparse.Namespace) -> set[int]:
-    """How many layers stages have, as megatron.core splits them."""
+    """How many layers stages have."""
     if args.pipeline_model_parallel_layout is not None:
         layout = _layout(args)
         return {sum(each.name == "decoder" for each in stage) for rank in layout.layout for stage in rank}
     p, v = layer_split(args)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is None and last is None:
-        each = _counted_layers(args) // p // (v or 1)
-        ends = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-        return {each - sum(ends)} if p == 1 else {each, *(each - end for end in ends)}
+        return {*_as_equal_as_can_be(args)}
     middle = p - (first is not None) - (last is not None)
     rest = (args.num_layers - (first or 0) - (last or 0)) // max(middle, 1)
     return {count // (v or 1) for count in (first, last, rest if middle else None) if count is not None}

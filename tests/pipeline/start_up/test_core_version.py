@@ -1,0 +1,91 @@
+"""Which megatron.core serves this project's own programs: others are refused by name, before they are imported.
+
+Opt-in for other versions: MEGATRON_CORES=/path/to/one:/path/to/another, folders that hold `megatron/core`.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.start_up import core_version
+
+ROOT = Path(__file__).parents[3]
+CORES = [Path(each) for each in os.environ.get("MEGATRON_CORES", "").split(os.pathsep) if each]
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 100 --eval-iters 0 --log-interval 1 --num-workers 0 --pipeline-model-parallel-size 2"
+)
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+CASES = {
+    "flush": "--pipeline-schedule flush",
+    "2bw": "--pipeline-schedule 2bw",
+    "experts, latents and further tokens": "--pipeline-schedule 2bw --num-experts 4 --mtp-num-layers 1 "
+    "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 8 --v-head-dim 16",
+}
+
+
+def core_of(folder: Path, version: str) -> Path:
+    """A megatron.core of which only the version can be read."""
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    (core / "package_info.py").write_text("\n".join(f"{name} = {value}" for name, value in numbers))
+    (core / "__init__.py").write_text("raise AssertionError('imported')")
+    return core
+
+
+@pytest.mark.parametrize("version", ["0.15.3", "0.17.1", "0.20.0"])
+def test_other_versions_are_refused(monkeypatch, tmp_path, version):
+    """By name, with the folder; the supported ones, and a core that is missing, are not."""
+    spec = ModuleSpec("megatron.core", None, is_package=True)
+    spec.submodule_search_locations = [str(core_of(tmp_path, version))]
+    monkeypatch.setattr(core_version, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match=rf"megatron.core {re.escape(version)} of {tmp_path} is not supported"):
+        core_version.require_trained_core()
+    spec.submodule_search_locations = [str(core_of(tmp_path / "known", "0.16.0"))]
+    core_version.require_trained_core()
+    monkeypatch.setattr(core_version, "find_spec", lambda name: None)
+    core_version.require_trained_core()
+
+
+@cache
+def trained(flags: str, core: Path | None = None) -> tuple[int, str, list[float]]:
+    """Exit status, output and losses of a run on two ranks, with a megatron.core in front of the installed one."""
+    path = os.pathsep.join(map(str, filter(None, (core, ROOT))))
+    done = subprocess.run(
+        [sys.executable, *([] if "--dry-run" in flags else LAUNCHER), str(ROOT / "pretrain_gpt.py"), *MODEL.split(),
+         *flags.split()],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    losses = [float(each) for each in re.findall(r"lm loss: (\S+)", done.stdout)]
+    return done.returncode, done.stdout + done.stderr, losses
+
+
+@pytest.mark.parametrize("flags", [f"{CASES['2bw']} --dry-run 2", pytest.param(CASES["2bw"], marks=pytest.mark.full)])
+def test_a_start_says_so(tmp_path, flags):
+    core_of(tmp_path, "0.19.0")
+    status, said, _ = trained(flags, tmp_path)
+    assert status != 0 and "error: megatron.core 0.19.0 of" in said
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not CORES, reason="MEGATRON_CORES names no folders with another megatron.core")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("core", CORES, ids=str)
+def test_a_core_trains_alike_or_is_refused(core, case):
+    """Losses are those with the installed version."""
+    status, said, losses = trained(CASES[case], core)
+    version = core_version.core_version(core / "megatron" / "core")
+    if version[:2] not in core_version.TRAINED:
+        assert status != 0 and f"megatron.core {core_version.dotted(version)} of" in said
+        return
+    assert (status, len(losses)) == (0, 3), said
+    assert losses == pytest.approx(trained(CASES[case])[2], rel=1e-6)
