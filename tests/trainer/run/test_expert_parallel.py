@@ -53,11 +53,6 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
         (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
         (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
-        (
-            f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw --2bw-provisional uniform "
-            "--2bw-provisional-microbatches 1 --global-batch-size 8",
-            "weights are not predicted for experts that replicas share out; leave out",
-        ),
         (f"{TWO} --optimizer muon", "are stepped by adam and sgd alone; choose one"),
     ],
 )

@@ -176,10 +176,6 @@ def shared_out(args: argparse.Namespace) -> None:
 
 _NOT_SHARED_OUT = (
     (
-        lambda args: args.pipeline_2bw_provisional != "off",
-        "weights are not predicted for experts that replicas share out; leave out --2bw-provisional",
-    ),
-    (
         lambda args: args.moves_activations,
         "activations of experts that ranks share out are not moved to another rank; choose another --pipeline-schedule",
     ),

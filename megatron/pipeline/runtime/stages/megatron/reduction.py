@@ -276,7 +276,8 @@ def warm_up(
     for chunk in chunks if distributed_optimizer else ():
         chunk.start_param_sync()  # as at the end of a step
         if reduces_partial:
-            dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
+            for group in (chunk.intra_dp_cp_group, chunk.intra_expt_dp_group):
+                dist.all_reduce(_probe(_BYTES[0], 1), group=group)
     warm_up_common(chunks, world)
 
 
@@ -338,6 +339,7 @@ def _warm_up_expert_groups() -> None:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
             dist.all_gather_into_tensor(whole, share, group=group)
             dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_reduce(_probe(_BYTES[0], 1), group=group)  # of the norms of predictions
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

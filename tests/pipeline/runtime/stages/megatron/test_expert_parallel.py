@@ -9,7 +9,9 @@ from megatron import backend
 backend.install()
 
 from tests.pipeline.runtime.stages.megatron.megatron_cases import Deviation
-from tests.pipeline.runtime.stages.megatron.test_experts import CAPACITY, EXPERTS, FLUSH, TWO_BW
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_experts import BIASED, CAPACITY, EXPERTS, FLUSH, TWO_BW
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import FP16, Outcomes, Row, check, marked
 
 ALL_TO_ALL = ("moe_token_dispatcher_type", "alltoall")
@@ -73,6 +75,35 @@ TABLE = {
         layouts=(ALONE,), allowed=IN_FP16,
     ),
 }  # fmt: skip
+PREDICTED = TWO_BW | {"predict": True}
+READ = PREDICTED | SHARED | {"reduce_partial": True}
+PREDICTIONS = {
+    "reduced, distributed optimizer": (READ | {"distributed_optimizer": True, "router": (ALL_TO_ALL,)}, TWICE, NEAR),
+    "reduced, two copies, distributed optimizer": (READ | {"distributed_optimizer": True}, FOUR, NEAR),
+    "reduced, two copies": (READ | {"provisional_microbatches": 1}, FOUR, NEAR),
+    "apart": (PREDICTED | SHARED | BIASED, TWICE, NEAR),
+    "apart, two copies": (PREDICTED | SHARED, FOUR, NEAR),
+    "apart, uniform": (PREDICTED | SHARED | {"provisional_microbatches": 1}, TWICE, NEAR),
+    "SGD, which sees how large a gradient is": (
+        PREDICTED | SHARED | {"optimizer": "sgd", "lr": 0.05, "distributed_optimizer": False}, TWICE, NEAR),
+    "tensor ranks share out whole experts": (
+        READ | {"router": (ALL_TO_ALL,), "sequence_parallel": True, "cut_experts": False}, (1, 2, 2), WIDE),
+    "tensor ranks": (PREDICTED | SHARED | {"sequence_parallel": True}, (1, 2, 2), WIDE),
+    "error feedback": (
+        PREDICTED | SHARED | {"provisional_microbatches": 0, "distributed_optimizer": True}, TWICE, NEAR),
+    "fp16, two overflows": (
+        FP16 | EXPERTS | {"e": 2, "predict": True, "batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2},
+        ALONE, IN_FP16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PREDICTIONS)
+def test_predictions_equal_one_process(name):
+    """Provisional weights of experts whose gradients are of the microbatches of several replicas."""
+    options, (p, t, d), allowed = PREDICTIONS[name]
+    check_predictions(Case(**options, p=p, t=t, d=d), allowed)
+
+
 FULL = TABLE.keys() - {"flush", "2bw, distributed optimizer", "flush, tensor ranks"}
 
 
