@@ -41,6 +41,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense, optimizers_of
 from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
 from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
@@ -157,6 +158,8 @@ def layout_of(parameter: Tensor, name: str) -> str | None:
         return None
     if name.endswith("linear_qkv.weight"):
         return QKV
+    if not is_dense(parameter) and parallel_state.get_expert_tensor_parallel_world_size() == 1:
+        return WHOLE  # which megatron.core marks as divided
     return {0: ROWS, 1: COLUMNS}.get(getattr(parameter, "partition_dim", -1), WHOLE)
 
 
@@ -237,7 +240,7 @@ def build_optimizer(
     with optimizers_on_host() if on_host else nothing, nothing if shared is None else shared.building():
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
-        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for each in optimizers_of(optimizer):
             each.owners = shared
             if not each.is_stub_optimizer:
                 each.optimizer = _in_place_of(each.optimizer, own)

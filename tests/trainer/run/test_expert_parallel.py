@@ -6,12 +6,14 @@ import pytest
 
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import table, train
-from tests.trainer.run.test_experts import DEEP, EXPERTS, SMOOTH, numbers
+from tests.trainer.run.test_experts import DEEP, EXPERTS, PREDICTED, SMOOTH, WIDE, check, numbers
 
 FLAT, ALL = "--pipeline-model-parallel-size 1", "--expert-model-parallel-size 4"
 SHARED = "--expert-model-parallel-size 2"
 SHARDS = "--use-distributed-optimizer"
 TOKENS = "--moe-token-dispatcher-type alltoall"
+MUON = f"{SMOOTH} --optimizer muon --muon-fp32-matmul-prec high"
+FROZEN = "--freeze-training --freeze-interval 2 --freeze-schedule 1,2"
 FLAGS = f"{EXPERTS} {SMOOTH} --pipeline-schedule 2bw"
 
 RESUMED = {  # ranks and flags of the writer and of the reader
@@ -34,6 +36,36 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, reade
         assert found[name] == pytest.approx(expected[3:], rel=2e-6, abs=0.0)
 
 
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Flags of a run that starts from the experts of one rank; those of several are drawn apart."""
+    folder = tmp_path_factory.mktemp("start")
+    train(1, f"{EXPERTS} {SMOOTH} --save {folder} --exit-interval 1")
+    return f"{EXPERTS} --load {folder} --finetune"
+
+
+SAME = {  # flags of both, ranks and flags of the run that shares experts out, and how near it is
+    "Muon, owners, 2bw": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "Muon, two copies, owners": (f"{MUON}", 4, f"{FLAT} {SHARED} {SHARDS} {TOKENS}"),
+    "Muon, predicted": (f"{MUON} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} --2bw-provisional-reduce"),
+    "Muon, no owners": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "Muon, whole experts of tensor ranks": (
+        f"{MUON} --muon-tp-mode duplicated", 4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"),
+    "Muon, tensor ranks cut experts": (f"{MUON} --muon-tp-mode duplicated", 4, f"{FLAT} {SHARED} {WIDE} {SHARDS}"),
+    "LAMB": (f"{SMOOTH} --optimizer lamb --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "frozen layers": (f"{SMOOTH} {FROZEN}", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "frozen layers, 2bw": (f"{SMOOTH} {FROZEN} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "predicted weights": (f"{SMOOTH} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} --2bw-provisional-reduce"),
+}
+
+
+@table(("flags", "ranks", "cut"), SAME, usual=3)
+def test_numbers_are_those_of_one_rank(start, flags, ranks, cut):
+    """Losses of tokens and of routers, and the weights of all experts."""
+    of_one = flags.replace("provisional-microbatches 1", "provisional-microbatches 2")  # as many as of both replicas
+    check(train(ranks, f"{start} {flags} {cut}"), train(1, f"{start} {of_one}"), 2e-6)
+
+
 def test_a_stage_has_the_experts_of_all_ranks():
     """The parameters of a stage, as the run says them, do not depend on who holds its experts."""
     runs = train(1, FLAGS), train(2, f"{FLAGS} {FLAT} {SHARED}")
@@ -53,7 +85,6 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
         (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
         (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
-        (f"{TWO} --optimizer muon", "are stepped by adam and sgd alone; choose one"),
     ],
 )
 def test_what_is_refused(flags, reason):

@@ -176,21 +176,8 @@ def shared_out(args: argparse.Namespace) -> None:
 
 _NOT_SHARED_OUT = (
     (
-        lambda args: args.moves_activations,
-        "activations of experts that ranks share out are not moved to another rank; choose another --pipeline-schedule",
-    ),
-    (
         lambda args: choice_of(args).residency is not None,
         "experts that replicas share out are not kept on the host; choose another --pipeline-schedule",
-    ),
-    (
-        lambda args: args.optimizer in ("muon", "lamb"),
-        "experts that replicas share out are stepped by adam and sgd alone; choose one of them by --optimizer",
-    ),
-    (
-        lambda args: args.freeze_training,
-        "a pipeline whose layers freeze has other replicas later, and experts are not dealt out anew; leave out "
-        "--freeze-training",
     ),
 )
 

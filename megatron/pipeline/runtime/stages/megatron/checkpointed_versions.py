@@ -31,7 +31,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.runtime.stages.megatron.reduction import is_dense
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 OLDER_VERSIONS = "previous_version"  # prefix of the keys of all older versions

@@ -35,17 +35,14 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     DistributedSlots,
     MegatronCoreOptimizer,
     Slots,
+    is_dense,
     is_distributed,
     named_parameters,
     optimizers_of,
     separate_masters,
 )
 from megatron.pipeline.runtime.stages.megatron.owners import owners
-from megatron.pipeline.runtime.stages.megatron.reduction import (
-    GradientReduction,
-    is_dense,
-    tensor_parallel_parameters,
-)
+from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
 from megatron.pipeline.runtime.update.gradients import norm_squared
 from megatron.pipeline.runtime.update.provisional_step import LastUpdate, ProvisionalStep, is_scale_invariant
 from megatron.pipeline.runtime.update.update import Partial

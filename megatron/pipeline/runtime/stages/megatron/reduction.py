@@ -43,6 +43,7 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     GradientSlot,
     bucket_of,
+    is_dense,
     is_distributed,
     named_parameters,
     optimizers_of,
@@ -209,11 +210,6 @@ class GradientReduction:
     def _is_first_replica(self, param: Parameter) -> bool:
         group = self._groups.data if is_dense(param) else self._groups.expert_data
         return group is None or group.rank == 0
-
-
-def is_dense(param: Parameter) -> bool:
-    """Whether each replica has the parameter: it belongs to no expert that ranks share out."""
-    return getattr(param, "allreduce", True)
 
 
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:

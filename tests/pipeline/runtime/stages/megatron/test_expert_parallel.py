@@ -66,6 +66,10 @@ TABLE = {
     "2bw, one gradient buffer": Row(TWO_BW | {"e": 2, "single_gradient_buffer": True}, layouts=(ALONE,), allowed=NEAR),
     "2bw, capacity": Row(
         TWO_BW | SHARED | {"router": (*CAPACITY, ALL_TO_ALL)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, balanced": Row(
+        TWO_BW | SHARED | {"balance": True, "batches": (8,) * 4, "router": (*CAPACITY, ALL_TO_ALL)}, layouts=((4, 1, 2),), allowed=NEAR),
+    "bpipe, allgather": Row(
+        FLUSH | SHARED | {"balance": True, "router": CAPACITY}, layouts=((4, 1, 2),), allowed=NEAR),
     "2bw, bf16": Row(
         TWO_BW | SHARED | {"dtype": "bfloat16", "router": (("moe_router_dtype", "fp32"), ALL_TO_ALL)},
         layouts=(TWICE,), allowed=IN_BF16,
