@@ -27,7 +27,7 @@ which a checkpoint brings along, so it is chosen after loading.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -237,7 +237,11 @@ def build_optimizer(
     if own is not None:
         wanted = replace(wanted, optimizer="adam")
     nothing = contextlib.nullcontext()
-    with optimizers_on_host() if on_host else nothing, nothing if shared is None else shared.building():
+    with (
+        optimizers_on_host() if on_host else nothing,
+        _as_one(chunks) if on_host else nothing,
+        nothing if shared is None else shared.building(),
+    ):
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
         for each in optimizers_of(optimizer):
@@ -245,6 +249,20 @@ def build_optimizer(
             if not each.is_stub_optimizer:
                 each.optimizer = _in_place_of(each.optimizer, own)
     return optimizer
+
+
+@contextlib.contextmanager
+def _as_one(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """In this block megatron.core builds one optimizer, also of experts that ranks share out. The host steps stages, and
+    reduces their gradients itself."""
+    experts = [each for chunk in chunks for each in chunk.parameters() if not is_dense(each)]
+    for each in experts:
+        each.allreduce = True
+    try:
+        yield
+    finally:
+        for each in experts:
+            each.allreduce = False
 
 
 def _in_place_of(

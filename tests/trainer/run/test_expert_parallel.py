@@ -6,6 +6,7 @@ import pytest
 
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import table, train
+from tests.trainer.run.test_relay import assert_same
 from tests.trainer.run.test_experts import DEEP, EXPERTS, PREDICTED, SMOOTH, WIDE, check, numbers
 
 FLAT, ALL = "--pipeline-model-parallel-size 1", "--expert-model-parallel-size 4"
@@ -66,6 +67,26 @@ def test_numbers_are_those_of_one_rank(start, flags, ranks, cut):
     check(train(ranks, f"{start} {flags} {cut}"), train(1, f"{start} {of_one}"), 2e-6)
 
 
+ON_HOST = {  # ranks, flags of both, and whether every bit is equal
+    "bf16": (2, f"--bf16 {FLAT} {SHARED} --clip-grad 0.5", True),
+    "two copies of each expert": (4, f"{FLAT} {SHARED} {TOKENS} {SMOOTH}", False),
+    "tensor ranks share out whole experts": (
+        4, f"{FLAT} {ALL} {WIDE} {SMOOTH} --expert-tensor-parallel-size 1 --swiglu --clip-grad 0.5", True),
+    "stages": (4, f"{DEEP} {SHARED} {SMOOTH}", False),
+}  # fmt: skip
+
+
+@table(("ranks", "flags", "exact"), ON_HOST, usual=1)
+def test_weights_on_the_host(ranks, flags, exact):
+    """Stages whose experts come from the host train as those that stay on the device."""
+    relay = "--pipeline-schedule l2l --num-virtual-stages-per-pipeline-rank 2"
+    expected, found = (train(ranks, f"{EXPERTS} {flags} {each}") for each in ("--pipeline-recompute", relay))
+    if exact:
+        assert_same(expected, found)
+    else:  # sums of four run in another order
+        check(found, expected, 2e-6)
+
+
 def test_a_stage_has_the_experts_of_all_ranks():
     """The parameters of a stage, as the run says them, do not depend on who holds its experts."""
     runs = train(1, FLAGS), train(2, f"{FLAGS} {FLAT} {SHARED}")
@@ -84,7 +105,6 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
         (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
-        (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
     ],
 )
 def test_what_is_refused(flags, reason):
