@@ -107,6 +107,7 @@ def test_recomputed_layers_report_the_same_losses():
 RESUMED = {
     "other depth": (2, "", 1, "", 0.0),
     "biases": (2, BIASED, 1, "", 0.0),
+    "random choices": (2, "--moe-router-force-load-balancing", 1, "", 0.0),
     "predictions and biases": (2, f"{BIASED} --2bw-provisional uniform --2bw-provisional-microbatches 1", 1, "", 0.0),
     "other replicas": (2, SMOOTH, 4, f"{DEEP} --use-distributed-optimizer", 2e-6),
     "other tensor ranks": (1, SMOOTH, 4, f"{DEEP} {WIDE}", 2e-6),

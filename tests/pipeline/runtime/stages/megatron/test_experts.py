@@ -25,6 +25,7 @@ BIASED = {
         ("moe_router_bias_update_rate", 0.05),
     )
 }  # fmt: skip
+RANDOM = {"router": (("moe_router_force_load_balancing", True),)}
 OVER_BATCHES = {"balancing": "global_aux_loss"}
 
 TABLE = {
@@ -61,6 +62,10 @@ TABLE = {
     "2bw, over batches, recompute instructions": Row(TWO_BW | OVER_BATCHES | {"recompute": True}, layouts=(TWO,)),
     "2bw, over batches, full recompute": Row(
         TWO_BW | OVER_BATCHES | {"recompute_granularity": "full"}, layouts=(TWO,)
+    ),
+    "2bw, random choices, recompute instructions": Row(TWO_BW | RANDOM | {"recompute": True}, layouts=((1, 1, 1), TWO)),
+    "2bw, random choices, full recompute": Row(
+        TWO_BW | RANDOM | {"recompute_granularity": "full", "dropout": 0.1}, layouts=(TWO,)
     ),
     "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
     "gpipe, sinkhorn": Row(FLUSH | {"schedule": "gpipe", "balancing": "sinkhorn"}, layouts=(TWO,), allowed=CLOSE),
