@@ -10,7 +10,7 @@ backend.install()
 
 from tests.pipeline.runtime.stages.megatron.megatron_cases import Deviation
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case
-from tests.pipeline.runtime.stages.megatron.test_experts import BIASED, CAPACITY, EXPERTS, FLUSH, TWO_BW
+from tests.pipeline.runtime.stages.megatron.test_experts import BIASED, CAPACITY, EXPERTS, FLUSH, OVER_BATCHES, TWO_BW
 from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import FP16, Outcomes, Row, check, marked
 
@@ -66,6 +66,8 @@ TABLE = {
     "2bw, one gradient buffer": Row(TWO_BW | {"e": 2, "single_gradient_buffer": True}, layouts=(ALONE,), allowed=NEAR),
     "2bw, capacity": Row(
         TWO_BW | SHARED | {"router": (*CAPACITY, ALL_TO_ALL)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, over batches": Row(
+        TWO_BW | SHARED | OVER_BATCHES | {"batches": (8,) * 4, "router": (ALL_TO_ALL,)}, layouts=(TWICE,), allowed=NEAR),
     "2bw, balanced": Row(
         TWO_BW | SHARED | {"balance": True, "batches": (8,) * 4, "router": (*CAPACITY, ALL_TO_ALL)}, layouts=((4, 1, 2),), allowed=NEAR),
     "bpipe, allgather": Row(

@@ -59,6 +59,7 @@ TABLE = {
     "interleaved, biases": Row(FLUSH | BIASED | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
     "flush, over batches": Row(FLUSH | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
     "2bw, over batches": Row(TWO_BW | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
+    "flush, over batches, data parallel": Row(FLUSH | OVER_BATCHES, layouts=((2, 1, 2),), allowed=CLOSE),
     "2bw, over batches, recompute instructions": Row(TWO_BW | OVER_BATCHES | {"recompute": True}, layouts=(TWO,)),
     "2bw, over batches, full recompute": Row(
         TWO_BW | OVER_BATCHES | {"recompute_granularity": "full"}, layouts=(TWO,)
@@ -89,7 +90,7 @@ TABLE = {
 }  # fmt: skip
 FULL = {"2bw, drained", "2bw, data parallel", "interleaved", "gpipe, sinkhorn", "pipedream", "2bw, over sequences",
         "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute",
-        "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches",
+        "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches", "flush, over batches, data parallel",
         "2bw, over batches, recompute instructions"}  # fmt: skip
 
 
