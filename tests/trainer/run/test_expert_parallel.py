@@ -1,9 +1,25 @@
 """Runs whose replicas share out experts: checkpoints go on at other degrees with all of the optimizer's state."""
 
 import re
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.checkpoint.optimizer_state import master_of
+from megatron.trainer.ranks import StopSignal
+from megatron.trainer.run.loop import Loop
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import table, train
 from tests.trainer.run.test_relay import assert_same
@@ -17,6 +33,8 @@ MUON = f"{SMOOTH} --optimizer muon --muon-fp32-matmul-prec high"
 FROZEN = "--freeze-training --freeze-interval 2 --freeze-schedule 1,2"
 FLAGS = f"{EXPERTS} {SMOOTH} --pipeline-schedule 2bw"
 
+APART, REDUCED = PREDICTED, "--2bw-provisional-reduce"
+
 RESUMED = {  # ranks and flags of the writer and of the reader
     "of one rank by two": (1, "", 2, f"{FLAT} {SHARED}"),
     "of two ranks by one": (2, f"{FLAT} {SHARED}", 1, ""),
@@ -24,7 +42,63 @@ RESUMED = {  # ranks and flags of the writer and of the reader
     "of stages by shards": (2, f"{DEEP} {SHARDS}", 4, f"{DEEP} {SHARED} {SHARDS}"),
     "by twice as many": (2, f"{FLAT} {SHARED} {SHARDS}", 4, f"{FLAT} {ALL} {SHARDS} {TOKENS}"),
     "by copies": (4, f"{FLAT} {ALL} {SHARDS}", 4, f"{FLAT} {SHARED} {SHARDS}"),
+    "of plain ones by shards": (2, f"{FLAT} {SHARED}", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "of shards by one rank": (4, f"{FLAT} {SHARED} {SHARDS}", 1, ""),
+    "of one rank by shards": (1, "", 4, f"{FLAT} {ALL} {SHARDS}"),
+    "Muon, of owners by one rank": (4, f"{FLAT} {SHARED} {SHARDS} {MUON}", 1, MUON),
+    "predictions apart": (4, f"{FLAT} {SHARED} {APART}", 4, f"{FLAT} {SHARED} {APART}"),
+    "predictions, by stages with whole experts": (
+        4, f"{FLAT} {SHARED} {APART} {REDUCED} --global-batch-size 8",
+        4, f"{DEEP} {APART.replace('microbatches 1', 'microbatches 2')} {REDUCED} --global-batch-size 8"),
 }
+
+
+HELD = {  # of a run that SIGTERM ends: ranks and flags; ranks and flags of those that read and write again
+    "shards": (4, f"{DEEP} {SHARED} {SHARDS}", (
+        (1, FLAT), (2, f"{FLAT} {SHARED}"), (4, f"{FLAT} {ALL} {SHARDS}"),
+        (4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"))),
+    "bf16, one rank": (1, "--bf16", ((4, f"--bf16 {DEEP} {SHARED} {SHARDS}"), (2, f"--bf16 {FLAT} {SHARED}"))),
+    "bf16, shards": (4, f"--bf16 {FLAT} {SHARED} {SHARDS}", ((1, "--bf16"), (4, f"--bf16 {FLAT} {ALL}"))),
+    "plain": (2, f"{FLAT} {SHARED}", ((4, f"{FLAT} {ALL} {SHARDS}"), (2, f"{FLAT} {SHARDS}"))),
+    "Muon, owners": (4, f"{DEEP} {SHARED} {SHARDS} {MUON}", ((2, f"{FLAT} {SHARED} {MUON}"), (1, f"{FLAT} {MUON}"))),
+}  # fmt: skip
+
+
+def write_again(run) -> Callable[[], None]:
+    """Save what a run has loaded, before it trains."""
+    Loop(run, StopSignal(), started=time.time()).save()
+    return lambda: None
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Key -> whole tensor. A master has the key of its weight, with a prefix; in FP32 each weight is its own master."""
+    found: dict[str, torch.Tensor] = {}
+    reader, planner = FileSystemReader(str(checkpoint)), _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    moments = [f"optimizer.state.{moment}." for moment in ("exp_avg", "momentum_buffer")]
+    weights = {key: value for key, value in tensors.items() if any(each + key in tensors for each in moments)}
+    masters = {f"master.{master}": tensors.pop(key) for key in [*tensors] if (master := master_of(key))}
+    return {f"master.{key}": value for key, value in weights.items()} | tensors | masters
+
+
+@table(("ranks", "written", "readers"), HELD, usual=1)
+def test_every_bit_of_a_checkpoint_arrives_at_other_degrees(tmp_path, ranks, written, readers):
+    """Weights, both versions of 2bw, masters and moments: what is loaded and saved again is what was saved."""
+    train(ranks, f"{FLAGS} {written} --save {tmp_path}/first", stop_after={ranks - 1: 1})
+    iteration = (tmp_path / "first" / "latest_checkpointed_iteration.txt").read_text()
+    name = f"iter_{int(iteration):07d}"
+    expected = tensors_of(tmp_path / "first" / name)
+    moment = "momentum_buffer" if "muon" in written else "exp_avg"
+    assert expected[f"optimizer.state.{moment}.decoder.layers.mlp.experts.experts.linear_fc1.weight"].count_nonzero()
+    assert any(key.startswith("previous_version.") for key in expected)
+    for number, (others, read) in enumerate(readers):
+        again = tmp_path / f"again{number}"
+        loading = f"--load {tmp_path}/first --save {again} --exit-interval 1"
+        train(others, f"{FLAGS} {read} {loading}", watch=f"{__name__}:{write_again.__name__}")
+        found = tensors_of(again / name)
+        assert found.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], read
 
 
 @table(("writers", "written", "readers", "read"), RESUMED, usual=2)
@@ -48,7 +122,7 @@ def start(tmp_path_factory):
 SAME = {  # flags of both, ranks and flags of the run that shares experts out, and how near it is
     "Muon, owners, 2bw": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED} {SHARDS}"),
     "Muon, two copies, owners": (f"{MUON}", 4, f"{FLAT} {SHARED} {SHARDS} {TOKENS}"),
-    "Muon, predicted": (f"{MUON} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} --2bw-provisional-reduce"),
+    "Muon, predicted": (f"{MUON} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} {REDUCED}"),
     "Muon, no owners": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
     "Muon, whole experts of tensor ranks": (
         f"{MUON} --muon-tp-mode duplicated", 4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"),
@@ -56,7 +130,7 @@ SAME = {  # flags of both, ranks and flags of the run that shares experts out, a
     "LAMB": (f"{SMOOTH} --optimizer lamb --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
     "frozen layers": (f"{SMOOTH} {FROZEN}", 4, f"{DEEP} {SHARED} {SHARDS}"),
     "frozen layers, 2bw": (f"{SMOOTH} {FROZEN} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
-    "predicted weights": (f"{SMOOTH} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} --2bw-provisional-reduce"),
+    "predicted weights": (f"{SMOOTH} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} {REDUCED}"),
 }
 
 
