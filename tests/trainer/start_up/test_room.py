@@ -40,14 +40,20 @@ def test_replicas_count_one_store_and_their_own_inputs():
 def test_each_host_counts_by_itself():
     """The one that lacks most is named; a replica elsewhere has a store of its own."""
     assert shortage([need("a", (0, 0, 0), available=3), need("b", (0, 0, 0), available=3)]) is None
-    hosts = [need("a", (0, 0, 0), available=2.4), need("b", (0, 0, 0), available=1.5), need("c", (0, 0, 0), available=9)]
+    hosts = [
+        need("a", (0, 0, 0), available=2.4),
+        need("b", (0, 0, 0), available=1.5),
+        need("c", (0, 0, 0), available=9),
+    ]
     assert shortage(hosts).startswith("the ranks on b would keep 2 GiB of weights, gradients and optimizer state and")
 
 
 def test_the_least_that_a_rank_of_a_host_has_found_counts():
     """They ask one after the other, and others take memory meanwhile."""
     assert shortage([need("a", (0, 0, 0), available=5), need("a", (1, 0, 0), available=5)]) is None
-    assert "of which 4 GiB are available" in shortage([need("a", (0, 0, 0), available=9), need("a", (1, 0, 0), available=4)])
+    assert "of which 4 GiB are available" in shortage(
+        [need("a", (0, 0, 0), available=9), need("a", (1, 0, 0), available=4)]
+    )
 
 
 def refused(flags: str, missing: int) -> tuple[int, str]:

@@ -188,7 +188,9 @@ class Routers:
             for place, each in enumerate(together):
                 others = [sum(rows) - rows[place] for rows in zip(*own, strict=True)]
                 counts = [router.local_tokens_per_expert for router in self._routers]
-                self._restart(counts, [(total + more, steps) for (total, steps), more in zip(before, others, strict=True)])
+                self._restart(
+                    counts, [(total + more, steps) for (total, steps), more in zip(before, others, strict=True)]
+                )
                 yield each
 
     def _restart(self, counts: list[torch.Tensor], before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

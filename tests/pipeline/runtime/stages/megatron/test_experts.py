@@ -90,7 +90,8 @@ TABLE = {
 }  # fmt: skip
 FULL = {"2bw, drained", "2bw, data parallel", "interleaved", "gpipe, sinkhorn", "pipedream", "2bw, over sequences",
         "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute",
-        "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches", "flush, over batches, data parallel",
+        "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches",
+        "flush, over batches, data parallel", "2bw, random choices, full recompute",
         "2bw, over batches, recompute instructions"}  # fmt: skip
 
 
