@@ -253,8 +253,8 @@ def build_optimizer(
 
 @contextlib.contextmanager
 def _as_one(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """In this block megatron.core builds one optimizer, also of experts that ranks share out: the host steps stages, and
-    their gradients are reduced before."""
+    """In this block megatron.core builds one optimizer, also of experts that ranks share out. The host steps stages;
+    their gradients are reduced before that."""
     experts = [each for chunk in chunks for each in chunk.parameters() if not is_dense(each)]
     for each in experts:
         each.allreduce = True
