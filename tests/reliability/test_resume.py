@@ -11,9 +11,10 @@ from tests.reliability.conftest import LAST, TWO_BW
 from tests.reliability.test_bad_input import assert_only_whole_checkpoints
 
 
-def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_size=2):
+def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_size=2, elsewhere=None):
     """A job that saves every second iteration is killed within half a second of its first checkpoint, and starts anew;
-    `uninterrupted`: losses of one that nobody killed, by iteration."""
+    `uninterrupted`: losses of one that nobody killed, by iteration. `elsewhere`: other ranks and further flags with
+    which it starts anew; then losses are equal to rounding."""
     flags = [*schedule, "--save", "checkpoints", "--load", "checkpoints", "--save-interval", 2, *flags]
     with launch.Job(
         launch.training_command(world_size, *flags, "--metrics-file", "first.jsonl"), directory=directory
@@ -28,11 +29,13 @@ def killed_and_resumed(directory, uninterrupted, *flags, schedule=TWO_BW, world_
     assert not outcome.leftovers
     reported = int((directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
     assert list((directory / "checkpoints").glob(".owner_*")) or reported == LAST, "kill -9 leaves the job's mark"
-    outcome = launch.train(world_size, *flags, "--metrics-file", "second.jsonl", directory=directory)
+    world_size, more = elsewhere or (world_size, [])
+    outcome = launch.train(world_size, *flags, *more, "--metrics-file", "second.jsonl", directory=directory)
     outcome.assert_succeeded()
     assert "is marked by another job" not in outcome.output, "without a wait for the owner of the mark"
     losses = launch.losses(directory / "second.jsonl")
-    assert losses == {iteration: uninterrupted[iteration] for iteration in range(reported + 1, LAST + 1)}, (
+    rest = {iteration: uninterrupted[iteration] for iteration in range(reported + 1, LAST + 1)}
+    assert losses == (pytest.approx(rest, rel=2e-6, abs=0.0) if elsewhere else rest), (
         f"killed {delay:.3f} s after the first checkpoint, resumed from {reported}"
     )
     assert assert_only_whole_checkpoints(directory / "checkpoints") == LAST
@@ -55,6 +58,27 @@ def test_killed_run_with_provisional_weights_goes_on(tmp_path, flags):
     predicts = ["--2bw-provisional", *flags]
     launch.train(2, *TWO_BW, *predicts, "--metrics-file", "whole.jsonl", directory=tmp_path).assert_succeeded()
     killed_and_resumed(tmp_path, launch.losses(tmp_path / "whole.jsonl"), *predicts)
+
+
+TWO_DATA, TWO_STAGES = ["--pipeline-model-parallel-size", 1], ["--pipeline-model-parallel-size", 2]
+EXPERTS = [
+    *TWO_BW, "--num-experts", 4, "--moe-aux-loss-coeff", 0.01, "--untie-embeddings-and-output-weights",
+    "--disable-bias-linear", "--adam-eps", 1e-5, "--attention-dropout", 0, "--hidden-dropout", 0,
+]  # fmt: skip
+SHARED, SHARDS = ["--expert-model-parallel-size", 2], ["--use-distributed-optimizer"]
+TENSOR = ["--tensor-model-parallel-size", 2, "--sequence-parallel"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "elsewhere", [(4, TWO_STAGES), (4, [*TWO_DATA, *TENSOR, "--expert-tensor-parallel-size", 1])], ids=["p=2", "t=2"]
+)
+def test_killed_run_with_shared_experts_goes_on_at_other_degrees(tmp_path, elsewhere):
+    """kill -9 of two ranks that share out experts and the optimizer's state."""
+    flags = [*SHARED, *SHARDS, *TWO_DATA]
+    launch.train(2, *EXPERTS, *flags, "--metrics-file", "whole.jsonl", directory=tmp_path).assert_succeeded()
+    whole = launch.losses(tmp_path / "whole.jsonl")
+    killed_and_resumed(tmp_path, whole, *flags, schedule=EXPERTS, elsewhere=elsewhere)
 
 
 LONG = ["--train-iters", 100_000, "--save", "checkpoints", "--save-interval", 50_000]

@@ -1,7 +1,8 @@
 """The memory of hosts: the bytes of all ranks of a node together, whether they fit, and the largest model that fits.
 
 Each rank has weights, gradients and optimizer state of its part of the model on its host. Replicas on the same node
-share a single store of weights, gradients and optimizer state. Each rank stashes its own inputs of a batch.
+share a single store of weights, gradients and optimizer state, if they hold the same experts. Each rank stashes its own
+inputs of a batch.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.placement.mapping import NAMED, Degrees, standard
-from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.architecture import Architecture, ExpertDegrees
 from megatron.planner.memory.memory import GIB, RankMemory
-from megatron.planner.memory.parameters import TrainingState, layer_parameters, matrix_parameters, stage_parameters
+from megatron.planner.memory.parameters import TrainingState, layer_parameters, stage_matrices, stage_parameters
 
 _MOST_LAYERS = 1 << 30
 
@@ -43,7 +44,8 @@ class LargestModel:
 
 @dataclass(frozen=True)
 class Crew:
-    """The GPUs of a node with the same pipeline rank. `stores`: the number of different tensor ranks among them."""
+    """The GPUs of a node with the same pipeline rank. `stores`: the number of different parts of the model among them,
+    by tensor rank and experts."""
 
     gpus: int
     stores: int
@@ -53,15 +55,19 @@ Crowd = Mapping[int, Crew]
 """The GPUs of a node by pipeline rank."""
 
 
-def crowds(degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int]) -> list[Crowd]:
-    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot."""
-    tensor_ranks: dict[int, dict[int, list[int]]] = {}
+def crowds(
+    degrees: Degrees, mapping: Sequence[int], node_of_slot: Sequence[int], experts: ExpertDegrees | None = None
+) -> list[Crowd]:
+    """The crowd of each node that has ranks. `mapping`: the logical rank of each slot. `experts`: how ranks share them
+    out; None: they do not."""
+    parts: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    own = experts or ExpertDegrees(tensor=degrees.tensor)
     for slot, rank in enumerate(mapping):
         place = degrees.coordinates(rank)
-        tensor_ranks.setdefault(node_of_slot[slot], {}).setdefault(place.stage, []).append(place.tensor)
+        of_experts = (place.data * degrees.tensor + place.tensor) // own.tensor % own.parallel
+        parts.setdefault(node_of_slot[slot], {}).setdefault(place.stage, []).append((place.tensor, of_experts))
     return [
-        {stage: Crew(len(there), len(set(there))) for stage, there in tensor_ranks[node].items()}
-        for node in sorted(tensor_ranks)
+        {stage: Crew(len(there), len(set(there))) for stage, there in parts[node].items()} for node in sorted(parts)
     ]
 
 
@@ -107,10 +113,14 @@ def largest_model(
     tensor: int,
     num_ranks: int,
     stash_of_layer: float = 0.0,
+    experts: ExpertDegrees | None = None,
 ) -> LargestModel | None:
     """The deepest model of a shape that nodes with `gib` GiB hold, with one layer a stage and equal ranks.
 
+    If some layers have experts, each counts as the mean layer of `shape`.
+
     Args:
+        experts: how ranks share out experts; None: they do not.
         num_ranks: p.
         stash_of_layer: bytes of a layer's inputs on the host; 0: the stash is on the device.
 
@@ -119,7 +129,7 @@ def largest_model(
     """
 
     def fits(of_rank: int) -> bool:
-        return max(host_bytes_of(shape, state, crowd, of_rank, tensor, num_ranks, stash_of_layer)
+        return max(host_bytes_of(shape, state, crowd, of_rank, tensor, num_ranks, stash_of_layer, experts)
                    for crowd in nodes) <= gib * GIB  # fmt: skip
 
     if not fits(1):
@@ -131,7 +141,18 @@ def largest_model(
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     layers = num_ranks * low
-    return LargestModel(num_layers=layers, num_parameters=sum(stage_parameters(shape, 1, (1,) * layers)))
+    if shape.experts is None:
+        return LargestModel(num_layers=layers, num_parameters=sum(stage_parameters(shape, 1, (1,) * layers)))
+    ends = sum(stage_parameters(shape, 1, (0,)))
+    return LargestModel(num_layers=layers, num_parameters=round(ends + layers * _of_layer(shape, 1, None)))
+
+
+def _of_layer(shape: Architecture, tensor: int, experts: ExpertDegrees | None) -> float:
+    """Parameters of a layer on one rank: with experts, the mean over the layers of the model."""
+    if shape.experts is None:
+        return layer_parameters(shape, tensor)
+    of_all, ends = (sum(stage_parameters(shape, tensor, (layers,), experts)) for layers in (shape.num_layers, 0))
+    return (of_all - ends) / shape.num_layers
 
 
 def host_bytes_of(
@@ -142,19 +163,20 @@ def host_bytes_of(
     tensor: int,
     num_ranks: int,
     stash_of_layer: float,
+    experts: ExpertDegrees | None = None,
 ) -> float:
     """Bytes of a node's host memory with `layers_of_rank` layers on each pipeline rank and one layer a stage."""
     first, *_, last = stage_parameters(shape, tensor, (0, 0)) if num_ranks * layers_of_rank > 1 else (
         stage_parameters(shape, tensor, (0,))[0], 0
     )  # fmt: skip
-    total = 0.0
+    total, of_layer = 0.0, _of_layer(shape, tensor, experts)
     for rank, crew in crowd.items():
         ends = [first] * (rank == 0) + [last] * (rank == num_ranks - 1)
-        own = layers_of_rank * layer_parameters(shape, tensor) + sum(ends)
-        largest = layer_parameters(shape, tensor) + (sum(ends) if layers_of_rank == 1 else max(ends, default=0))
+        own = layers_of_rank * of_layer + sum(ends)
+        largest = of_layer + (sum(ends) if layers_of_rank == 1 else max(ends, default=0))
         leaving = max(0, layers_of_rank - 1 - (rank == 0))
         held = state.weights(own, num_versions=1) + state.gradients(own, num_buffers=1)
-        matrices = matrix_parameters(shape, tensor, layers_of_rank)
+        matrices = stage_matrices(shape, tensor, (shape.num_layers,), experts)[0] / shape.num_layers * layers_of_rank
         kept = held + state.optimizer(own, num_versions=1, matrices=matrices, stepped=largest)
         total += crew.stores * kept + crew.gpus * leaving * stash_of_layer
     return total

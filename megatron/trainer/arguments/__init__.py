@@ -46,7 +46,6 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *run.RULES,
     experts.counted_tokens,
     experts.moved_activations,
-    experts.shared_out,
     fp8.fp8,
     *data.RULES,
     freezing.schedules,

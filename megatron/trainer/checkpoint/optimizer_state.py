@@ -165,10 +165,6 @@ def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
             f"the checkpoint's distributed optimizer state is in the format {saved[_SHARDING]!r}, which only "
             f"--use-distributed-optimizer at the same degrees can load: set that, or {fresh}"
         )
-    if len(getattr(optimizer, "chained_optimizers", [optimizer])) > 1:
-        raise CheckpointError(
-            f"optimizer state of a chain of optimizers loads only with the same --use-distributed-optimizer: {fresh}"
-        )
     return True
 
 
@@ -213,7 +209,10 @@ def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
 
     Precondition: the model is already loaded.
     """
-    return _to_distributed(loaded, optimizer) if is_distributed(optimizer) else _to_plain(loaded)
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(chain) > 1:
+        return {number: convert_loaded(loaded[number], each) for number, each in enumerate(chain)}
+    return _to_distributed(loaded, chain[0]) if is_distributed(optimizer) else _to_plain(loaded)
 
 
 def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
@@ -237,14 +236,13 @@ def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
                 group["step"] = int(count)
 
 
-def _to_distributed(loaded: dict, optimizer: MegatronOptimizer) -> dict:
+def _to_distributed(loaded: dict, optimizer: DistributedOptimizer) -> dict:
     plain = loaded.get("optimizer", loaded)
     step = plain.get("state", {}).get("common_step")
     groups = [{name: value for name, value in group.items() if name != "params"} for group in plain["param_groups"]]
     for group in groups:
         group["step"] = group.get("step", 0.0) if step is None else float(step)
-    (inner,) = getattr(optimizer, "chained_optimizers", [optimizer])
-    parameters = [parameter for buffer in inner.buffers for parameter in buffer.param_index_map]
+    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
     for index, tensors in loaded["param_state"].items():
         tensors.setdefault("param", parameters[int(index)].detach().float())
     converted = {"optimizer": {"param_groups": groups}, "param_state": loaded["param_state"]}

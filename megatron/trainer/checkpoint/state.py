@@ -345,14 +345,18 @@ def _with_groups_of(saved: StateDict, own: StateDict, *, optimizer: MegatronOpti
     state, current = _over(saved, own), optimizer.state_dict()
     found = {_kind(group): group for group in saved.get("optimizer", saved)["param_groups"]}
     state.get("optimizer", state)["param_groups"] = [
-        {**found[_kind(each)], **{name: each[name] for name in ("params", "is_expert_parallel") if name in each}}
+        {**found[_kind(each)], **{name: each[name] for name in _OWN_OF_GROUPS if name in each}}
         for each in current.get("optimizer", current)["param_groups"]
     ]
     return state
 
 
+_OWN_OF_GROUPS = ("params", "is_expert_parallel", "muon")
+
+
 def _kind(group: dict) -> tuple:
-    return tuple(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
+    is_muons = group.get("muon") is not None  # how tensor ranks share its matrices differs between degrees
+    return is_muons, *(group[name] for name in ("wd_mult", "lr_mult", "is_decoupled_lr") if name in group)
 
 
 _MASTERS = "fp32_from_fp16_params"

@@ -44,7 +44,8 @@ def hosted_run(
     placement: PlacementReport,
 ) -> HostedRun:
     """The findings of a dry run about weights that live on the host."""
-    nodes = crowds(placement.degrees, placement.mapping, placement.topology.node_of_slot)
+    experts = from_flags.expert_degrees(args)
+    nodes = crowds(placement.degrees, placement.mapping, placement.topology.node_of_slot, experts)
     shape, state, given = from_flags.architecture(args), from_flags.training_state(args), args.dry_run_host_memory
     largest = None
     if given is not None:
@@ -52,6 +53,7 @@ def hosted_run(
         largest = largest_model(
             shape, state, nodes, given, tensor=args.tensor_model_parallel_size, num_ranks=args.schedule.num_ranks,
             stash_of_layer=hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0,
+            experts=experts,
         )  # fmt: skip
     seconds, lanes = _times(args, hosting, layers)
     return HostedRun(
@@ -124,8 +126,9 @@ def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[
         return None, {}
     schedule = args.schedule
     residency, p = schedule.residency, schedule.num_ranks
-    # Ranks with different numbers of stages have no configuration, and shared sequences beside hosted weights no price.
-    if schedule.num_stages % p or args.context_parallel_size > 1:
+    # Ranks with different numbers of stages have no configuration, and beside hosted weights neither shared sequences
+    # nor experts have a price.
+    if schedule.num_stages % p or args.context_parallel_size > 1 or args.num_experts is not None:
         return None, {}
     configuration = Configuration(
         tensor=args.tensor_model_parallel_size, pipeline=p, data=args.data_parallel_size,

@@ -40,10 +40,10 @@ def _experts(args: TrainConfig) -> dict[str, object]:
         "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
         "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor",
         "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input", "moe_z_loss_coeff",
-        "moe_router_enable_expert_bias", "moe_router_bias_update_rate",
+        "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_force_load_balancing",
         "moe_router_dtype", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
         "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
-        "moe_router_padding_for_quantization",
+        "moe_router_padding_for_quantization", "moe_deepep_num_sms",
     )  # fmt: skip
     return {
         "num_moe_experts": args.num_experts,

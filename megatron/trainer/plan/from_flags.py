@@ -186,7 +186,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         context=args.context_parallel_size,
         gathers_keys=gathers_keys(args),
         defers_gathered=args.transformer_impl == "transformer_engine",
-        experts=_expert_degrees(args),
+        experts=expert_degrees(args),
         fp8=args.fp8 is not None,
     )
 
@@ -196,7 +196,8 @@ def gathers_keys(args: TrainConfig | argparse.Namespace) -> bool:
     return args.cp_comm_type[0] == GATHER
 
 
-def _expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
+def expert_degrees(args: TrainConfig) -> ExpertDegrees | None:
+    """How ranks share out experts; None: they do not."""
     if args.num_experts is None or args.expert_model_parallel_size == 1:
         return None
     return ExpertDegrees(parallel=args.expert_model_parallel_size, tensor=expert_tensor_size(args))

@@ -27,7 +27,7 @@ which a checkpoint brings along, so it is chosen after loading.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense, optimizers_of
 from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
 from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
@@ -157,6 +158,8 @@ def layout_of(parameter: Tensor, name: str) -> str | None:
         return None
     if name.endswith("linear_qkv.weight"):
         return QKV
+    if not is_dense(parameter) and parallel_state.get_expert_tensor_parallel_world_size() == 1:
+        return WHOLE  # which megatron.core marks as divided
     return {0: ROWS, 1: COLUMNS}.get(getattr(parameter, "partition_dim", -1), WHOLE)
 
 
@@ -234,14 +237,32 @@ def build_optimizer(
     if own is not None:
         wanted = replace(wanted, optimizer="adam")
     nothing = contextlib.nullcontext()
-    with optimizers_on_host() if on_host else nothing, nothing if shared is None else shared.building():
+    with (
+        optimizers_on_host() if on_host else nothing,
+        _as_one(chunks) if on_host else nothing,
+        nothing if shared is None else shared.building(),
+    ):
         optimizer = get_megatron_optimizer(wanted, chunks, config_overrides=overrides)
     if own is not None:
-        for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for each in optimizers_of(optimizer):
             each.owners = shared
             if not each.is_stub_optimizer:
                 each.optimizer = _in_place_of(each.optimizer, own)
     return optimizer
+
+
+@contextlib.contextmanager
+def _as_one(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """In this block megatron.core builds one optimizer, also of experts that ranks share out. The host steps stages;
+    their gradients are reduced before that."""
+    experts = [each for chunk in chunks for each in chunk.parameters() if not is_dense(each)]
+    for each in experts:
+        each.allreduce = True
+    try:
+        yield
+    finally:
+        for each in experts:
+            each.allreduce = False
 
 
 def _in_place_of(

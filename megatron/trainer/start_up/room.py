@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.planner import GIB
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import Hosting, host_parts
-from megatron.planner.memory.parameters import matrix_parameters, stage_parameters
+from megatron.planner.memory.parameters import stage_matrices, stage_parameters
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.ownership import OwnerMark
@@ -38,13 +38,13 @@ from megatron.trainer.plan import from_flags
 class Need:
     """What a rank needs of its host. Attributes:
     host: its name; available: bytes that are to be had there.
-    part: pipeline and tensor rank; replicas on a host share one store.
+    part: pipeline, tensor and expert rank; replicas on a host share one store.
     store, stash: bytes of weights, gradients and optimizer state, and of inputs, which are each rank's own.
     """
 
     host: str
     available: int
-    part: tuple[int, int]
+    part: tuple[int, int, int]
     store: float
     stash: float
 
@@ -66,17 +66,23 @@ def require_room(args: TrainConfig, layers: Sequence[int]) -> None:
 def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Need:
     shape, rank = from_flags.architecture(args), parallel_state.get_pipeline_model_parallel_rank()
     tensor, own = args.tensor_model_parallel_size, args.schedule.stages_of(rank)
-    parameters = stage_parameters(shape, tensor, layers)
+    degrees = from_flags.expert_degrees(args)
+    parameters = stage_parameters(shape, tensor, layers, degrees)
+    matrices = stage_matrices(shape, tensor, layers, degrees)
     parts = host_parts(
         rank,
         activations_of(shape, from_flags.activation_setting(args)).boundary,
         from_flags.training_state(args),
         [parameters[stage] for stage in own],
-        matrix_parameters(shape, tensor, sum(layers[stage] for stage in own)),
+        sum(matrices[stage] for stage in own),
         args.schedule.rank_of_stage,
         hosting,
     )
-    part = rank, parallel_state.get_tensor_model_parallel_rank()
+    part = (
+        rank,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
     host = this_process().host
     return Need(host, backend.available_host_bytes(), part, parts.total - parts.stash, parts.stash)
 

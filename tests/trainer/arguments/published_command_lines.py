@@ -130,6 +130,7 @@ AS_WRITTEN = {
     "qwen3_235b_a22b": (235.0, "interleaved"),
     "qwen3_30b_a3b_bridge": (30.5, "flush 2bw"),
     "qwen3_30b_a3b_pai": (30.5, "flush 2bw"),
+    "qwen3_30b_a3b_zoo": (30.5, "flush"),
     "t5_220m": (0.2225, "flush 2bw"),
 }
 """Recipes that a dry run passes: billions of parameters, and schedules. Not listed: `gpt3_175b`."""
@@ -144,7 +145,6 @@ PASSES |= {
 REFUSED = {
     "llama3_8b_fsdp": "--ckpt-format --init-model-with-meta-device --use-megatron-fsdp",
     "mamba_800m": "--hybrid-layer-pattern --spec",
-    "qwen3_30b_a3b_zoo": "--moe-router-force-load-balancing",
 }
 PASSES |= {
     f"{name}, context parallel": Published(

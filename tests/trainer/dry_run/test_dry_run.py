@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -334,6 +335,56 @@ def test_estimate_of_a_real_run(schedule):
     )  # fmt: skip
     for rank, num_bytes in zip(memory, measured, strict=True):
         assert num_bytes == pytest.approx(rank.parts.activations, rel=0.1), rank.rank
+
+
+def watch_bytes(run) -> Callable[[], dict[str, int]]:
+    """The bytes of a rank's weights and their gradients, and of masters and moments when it has stepped."""
+
+    def held() -> dict[str, int]:
+        from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
+
+        parameters = [each for chunk in run.chunks for each in chunk.parameters()]
+        state = 0
+        for each in optimizers_of(run.update.optimizer):
+            for group in each.optimizer.param_groups:
+                for own in group["params"]:
+                    moments = [value for name, value in each.optimizer.state[own].items() if name != "step"]
+                    state += sum(tensor.nbytes for tensor in [*moments, *([own] if run.args.bf16 else [])])
+        gradients = sum(each.main_grad.nbytes for each in parameters)
+        return {"weights": sum(each.nbytes for each in parameters), "gradients": gradients, "optimizer": state}
+
+    return held
+
+
+TWO_STAGES = "--pipeline-model-parallel-size 2"
+SHARED = f"--num-experts 4 --disable-bias-linear --swiglu {TWO_STAGES} --expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "flags", "near"),
+    [
+        (4, f"{SHARED} --bf16 --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size 32", 0.0),
+        pytest.param(4, f"{SHARED} --bf16 --use-distributed-optimizer", 0.01, marks=pytest.mark.full),
+        pytest.param(
+            4, f"{SHARED.replace(TWO_STAGES, '')} --pipeline-model-parallel-size 1 --tensor-model-parallel-size 2 "
+            "--sequence-parallel --make-vocab-size-divisible-by 64 --expert-tensor-parallel-size 1", 0.0,
+            marks=pytest.mark.full,
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_of_ranks_that_share_out_experts(num_ranks, flags, near):
+    """Weights, gradients, masters and moments of a rank of a real run; shards are cut at other places than evenly."""
+    results = train(num_ranks, f"{flags} --train-iters 1", watch=f"{__name__}:{watch_bytes.__name__}")
+    args = replace(arguments(f"{BASE} {flags}", world_size=num_ranks), padded_vocab_size=128)
+    memory = estimate_memory(
+        from_flags.architecture(args), from_flags.activation_setting(args), from_flags.training_state(args),
+        prove(args)[1], layers=from_flags.layers_of_stages(transformer_config(args)),
+    )  # fmt: skip
+    for rank, result in enumerate(results):
+        parts = memory[rank * len(memory) // num_ranks].parts
+        for name, num_bytes in result["watched"].items():
+            said = getattr(parts, name) + (parts.step if name == "optimizer" and "--bf16" not in flags else 0)
+            assert num_bytes == pytest.approx(said, rel=near or 1e-9), (rank, name)
 
 
 def test_provisional_weights_are_named(dry):

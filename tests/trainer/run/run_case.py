@@ -140,10 +140,12 @@ def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
     from megatron.core.utils import unwrap_model
 
     group, found = parallel_state.get_tensor_model_parallel_group(), {}
+    whole_experts = parallel_state.get_expert_tensor_parallel_world_size() == 1
     for model in map(unwrap_model, chunks):
         for name, value in numbered_names(model):
             tensor = value.detach().clone()
-            if getattr(value, "tensor_model_parallel", False) and group.size() > 1:
+            is_whole = not getattr(value, "allreduce", True) and whole_experts
+            if getattr(value, "tensor_model_parallel", False) and group.size() > 1 and not is_whole:
                 parts = [torch.empty_like(tensor) for _ in range(group.size())]
                 torch.distributed.all_gather(parts, tensor, group=group)
                 tensor = torch.cat(parts, dim=value.partition_dim)
@@ -153,8 +155,15 @@ def whole_weights(chunks: list) -> dict[str, torch.Tensor]:
 
 def numbered_names(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """The parameters of a chunk under their names in the whole model, where layers count from 1."""
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_expert_model_parallel_rank() * (model.config.num_moe_experts or 0)
+    first //= model.config.expert_model_parallel_size
     for name, parameter in model.named_parameters():
         words = name.split(".")
+        if "local_experts" in words:
+            place = words.index("local_experts") + 1
+            words[place] = str(first + int(words[place]))
         if words[1] == "layers":
             words[2] = str(getattr(model, words[0]).layers[int(words[2])].layer_number)
         yield ".".join(words), parameter

@@ -1,18 +1,39 @@
 """Runs whose replicas share out experts: checkpoints go on at other degrees with all of the optimizer's state."""
 
 import re
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from megatron import backend
+
+backend.install()
+
+from megatron.trainer.checkpoint.optimizer_state import master_of
+from megatron.trainer.ranks import StopSignal
+from megatron.trainer.run.loop import Loop
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import table, train
-from tests.trainer.run.test_experts import DEEP, EXPERTS, SMOOTH, numbers
+from tests.trainer.run.test_experts import DEEP, EXPERTS, PREDICTED, SMOOTH, WIDE, check, numbers
+from tests.trainer.run.test_relay import assert_same
 
 FLAT, ALL = "--pipeline-model-parallel-size 1", "--expert-model-parallel-size 4"
 SHARED = "--expert-model-parallel-size 2"
 SHARDS = "--use-distributed-optimizer"
 TOKENS = "--moe-token-dispatcher-type alltoall"
+MUON = f"{SMOOTH} --optimizer muon --muon-fp32-matmul-prec high"
+FROZEN = "--freeze-training --freeze-interval 2 --freeze-schedule 1,2"
 FLAGS = f"{EXPERTS} {SMOOTH} --pipeline-schedule 2bw"
+
+APART, REDUCED = PREDICTED, "--2bw-provisional-reduce"
 
 RESUMED = {  # ranks and flags of the writer and of the reader
     "of one rank by two": (1, "", 2, f"{FLAT} {SHARED}"),
@@ -21,7 +42,66 @@ RESUMED = {  # ranks and flags of the writer and of the reader
     "of stages by shards": (2, f"{DEEP} {SHARDS}", 4, f"{DEEP} {SHARED} {SHARDS}"),
     "by twice as many": (2, f"{FLAT} {SHARED} {SHARDS}", 4, f"{FLAT} {ALL} {SHARDS} {TOKENS}"),
     "by copies": (4, f"{FLAT} {ALL} {SHARDS}", 4, f"{FLAT} {SHARED} {SHARDS}"),
+    "of plain ones by shards": (2, f"{FLAT} {SHARED}", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "of shards by one rank": (4, f"{FLAT} {SHARED} {SHARDS}", 1, ""),
+    "of one rank by shards": (1, "", 4, f"{FLAT} {ALL} {SHARDS}"),
+    "Muon, of owners by one rank": (4, f"{FLAT} {SHARED} {SHARDS} {MUON}", 1, MUON),
+    "predictions apart": (4, f"{FLAT} {SHARED} {APART}", 4, f"{FLAT} {SHARED} {APART}"),
+    "predictions, by stages with whole experts": (
+        4,
+        f"{FLAT} {SHARED} {APART} {REDUCED} --global-batch-size 8",
+        4,
+        f"{DEEP} {APART.replace('microbatches 1', 'microbatches 2')} {REDUCED} --global-batch-size 8",
+    ),
 }
+
+
+HELD = {  # of a run that SIGTERM ends: ranks and flags; ranks and flags of those that read and write again
+    "shards": (4, f"{DEEP} {SHARED} {SHARDS}", (
+        (1, FLAT), (2, f"{FLAT} {SHARED}"), (4, f"{FLAT} {ALL} {SHARDS}"),
+        (4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"))),
+    "bf16, one rank": (1, "--bf16", ((4, f"--bf16 {DEEP} {SHARED} {SHARDS}"), (2, f"--bf16 {FLAT} {SHARED}"))),
+    "bf16, shards": (4, f"--bf16 {FLAT} {SHARED} {SHARDS}", ((1, "--bf16"), (4, f"--bf16 {FLAT} {ALL}"))),
+    "plain": (2, f"{FLAT} {SHARED}", ((4, f"{FLAT} {ALL} {SHARDS}"), (2, f"{FLAT} {SHARDS}"))),
+    "Muon, owners": (4, f"{DEEP} {SHARED} {SHARDS} {MUON}", ((2, f"{FLAT} {SHARED} {MUON}"), (1, f"{FLAT} {MUON}"))),
+}  # fmt: skip
+
+
+def write_again(run) -> Callable[[], None]:
+    """Save what a run has loaded, before it trains."""
+    Loop(run, StopSignal(), started=time.time()).save()
+    return lambda: None
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Key -> whole tensor. A master has the key of its weight, with a prefix; in FP32 each weight is its own master."""
+    found: dict[str, torch.Tensor] = {}
+    reader, planner = FileSystemReader(str(checkpoint)), _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
+    moments = [f"optimizer.state.{moment}." for moment in ("exp_avg", "momentum_buffer")]
+    weights = {key: value for key, value in tensors.items() if any(each + key in tensors for each in moments)}
+    masters = {f"master.{master}": tensors.pop(key) for key in [*tensors] if (master := master_of(key))}
+    return {f"master.{key}": value for key, value in weights.items()} | tensors | masters
+
+
+@table(("ranks", "written", "readers"), HELD, usual=1)
+def test_every_bit_of_a_checkpoint_arrives_at_other_degrees(tmp_path, ranks, written, readers):
+    """Weights, both versions of 2bw, masters and moments: what is loaded and saved again is what was saved."""
+    train(ranks, f"{FLAGS} {written} --save {tmp_path}/first", stop_after={ranks - 1: 1})
+    iteration = (tmp_path / "first" / "latest_checkpointed_iteration.txt").read_text()
+    name = f"iter_{int(iteration):07d}"
+    expected = tensors_of(tmp_path / "first" / name)
+    moment = "momentum_buffer" if "muon" in written else "exp_avg"
+    assert expected[f"optimizer.state.{moment}.decoder.layers.mlp.experts.experts.linear_fc1.weight"].count_nonzero()
+    assert any(key.startswith("previous_version.") for key in expected)
+    for number, (others, read) in enumerate(readers):
+        again = tmp_path / f"again{number}"
+        loading = f"--load {tmp_path}/first --save {again} --exit-interval 1"
+        train(others, f"{FLAGS} {read} {loading}", watch=f"{__name__}:{write_again.__name__}")
+        found = tensors_of(again / name)
+        assert found.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], read
 
 
 @table(("writers", "written", "readers", "read"), RESUMED, usual=2)
@@ -32,6 +112,59 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, reade
     found = numbers(train(readers, f"{FLAGS} {read} --load {tmp_path}"))
     for name, expected in numbers(whole).items():
         assert found[name] == pytest.approx(expected[3:], rel=2e-6, abs=0.0)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Flags of a run that starts from the experts of one rank; those of several are drawn apart."""
+    folder = tmp_path_factory.mktemp("start")
+    train(1, f"{EXPERTS} {SMOOTH} --save {folder} --exit-interval 1")
+    return f"{EXPERTS} --load {folder} --finetune"
+
+
+SAME = {  # flags of both, ranks and flags of the run that shares experts out, and how near it is
+    "Muon, owners, 2bw": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "Muon, two copies, owners": (f"{MUON}", 4, f"{FLAT} {SHARED} {SHARDS} {TOKENS}"),
+    "Muon, predicted": (f"{MUON} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} {REDUCED}"),
+    "Muon, no owners": (f"{MUON} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "Muon, whole experts of tensor ranks": (
+        f"{MUON} --muon-tp-mode duplicated",
+        4,
+        f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1",
+    ),
+    "Muon, tensor ranks cut experts": (f"{MUON} --muon-tp-mode duplicated", 4, f"{FLAT} {SHARED} {WIDE} {SHARDS}"),
+    "LAMB": (f"{SMOOTH} --optimizer lamb --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "frozen layers": (f"{SMOOTH} {FROZEN}", 4, f"{DEEP} {SHARED} {SHARDS}"),
+    "frozen layers, 2bw": (f"{SMOOTH} {FROZEN} --pipeline-schedule 2bw", 4, f"{DEEP} {SHARED}"),
+    "predicted weights": (f"{SMOOTH} {PREDICTED}", 4, f"{DEEP} {SHARED} {SHARDS} {REDUCED}"),
+}
+
+
+@table(("flags", "ranks", "cut"), SAME, usual=3)
+def test_numbers_are_those_of_one_rank(start, flags, ranks, cut):
+    """Losses of tokens and of routers, and the weights of all experts."""
+    of_one = flags.replace("provisional-microbatches 1", "provisional-microbatches 2")  # as many as of both replicas
+    check(train(ranks, f"{start} {flags} {cut}"), train(1, f"{start} {of_one}"), 1e-6)
+
+
+ON_HOST = {  # ranks, flags of both, and whether every bit is equal
+    "bf16": (2, f"--bf16 {FLAT} {SHARED} --clip-grad 0.5", True),
+    "two copies of each expert": (4, f"{FLAT} {SHARED} {TOKENS} {SMOOTH}", False),
+    "tensor ranks share out whole experts": (
+        4, f"{FLAT} {ALL} {WIDE} {SMOOTH} --expert-tensor-parallel-size 1 --swiglu --clip-grad 0.5", True),
+    "stages": (4, f"{DEEP} {SHARED} {SMOOTH}", False),
+}  # fmt: skip
+
+
+@table(("ranks", "flags", "exact"), ON_HOST, usual=1)
+def test_weights_on_the_host(ranks, flags, exact):
+    """Stages whose experts come from the host train as those that stay on the device."""
+    relay = "--pipeline-schedule l2l --num-virtual-stages-per-pipeline-rank 2"
+    expected, found = (train(ranks, f"{EXPERTS} {flags} {each}") for each in ("--pipeline-recompute", relay))
+    if exact:
+        assert_same(expected, found)
+    else:  # sums of four run in another order
+        check(found, expected, 2e-6)
 
 
 def test_a_stage_has_the_experts_of_all_ranks():
@@ -52,13 +185,6 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
         (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
-        (f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule l2l", "are not kept on the host; choose another"),
-        (
-            f"{TWO} --pipeline-model-parallel-size 2 --pipeline-schedule 2bw --2bw-provisional uniform "
-            "--2bw-provisional-microbatches 1 --global-batch-size 8",
-            "weights are not predicted for experts that replicas share out; leave out",
-        ),
-        (f"{TWO} --optimizer muon", "are stepped by adam and sgd alone; choose one"),
     ],
 )
 def test_what_is_refused(flags, reason):

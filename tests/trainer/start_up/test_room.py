@@ -16,6 +16,7 @@ from tests import workers
 from tests.trainer.checkpoint.test_ownership import holder
 from tests.trainer.run.run_case import data_flags, train, train_case
 
+QUIET = "--disable-bias-linear"
 FULL = pytest.mark.full
 L2L = "--pipeline-schedule l2l --pipeline-model-parallel-size 1"
 
@@ -26,7 +27,7 @@ def need(host, part, *, available, store=2.0, stash=0.5):
 
 def test_replicas_count_one_store_and_their_own_inputs():
     """Two replicas of two parts on a host: 2 * 2 + 4 * 0.5 GiB, and not a byte less."""
-    ranks = [(0, 0), (0, 0), (1, 0), (1, 0)]
+    ranks = [(0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)]
     assert shortage([need("a", part, available=6) for part in ranks]) is None
     said = shortage([need("a", part, available=5.99) for part in ranks])
     assert said == (
@@ -38,15 +39,21 @@ def test_replicas_count_one_store_and_their_own_inputs():
 
 def test_each_host_counts_by_itself():
     """The one that lacks most is named; a replica elsewhere has a store of its own."""
-    assert shortage([need("a", (0, 0), available=3), need("b", (0, 0), available=3)]) is None
-    hosts = [need("a", (0, 0), available=2.4), need("b", (0, 0), available=1.5), need("c", (0, 0), available=9)]
+    assert shortage([need("a", (0, 0, 0), available=3), need("b", (0, 0, 0), available=3)]) is None
+    hosts = [
+        need("a", (0, 0, 0), available=2.4),
+        need("b", (0, 0, 0), available=1.5),
+        need("c", (0, 0, 0), available=9),
+    ]
     assert shortage(hosts).startswith("the ranks on b would keep 2 GiB of weights, gradients and optimizer state and")
 
 
 def test_the_least_that_a_rank_of_a_host_has_found_counts():
     """They ask one after the other, and others take memory meanwhile."""
-    assert shortage([need("a", (0, 0), available=5), need("a", (1, 0), available=5)]) is None
-    assert "of which 4 GiB are available" in shortage([need("a", (0, 0), available=9), need("a", (1, 0), available=4)])
+    assert shortage([need("a", (0, 0, 0), available=5), need("a", (1, 0, 0), available=5)]) is None
+    assert "of which 4 GiB are available" in shortage(
+        [need("a", (0, 0, 0), available=9), need("a", (1, 0, 0), available=4)]
+    )
 
 
 def refused(flags: str, missing: int) -> tuple[int, str]:
@@ -72,6 +79,7 @@ def refused(flags: str, missing: int) -> tuple[int, str]:
     [
         (1, "--bf16"),
         pytest.param(1, "--l2l-stash host", marks=FULL),
+        pytest.param(2, f"--num-experts 4 --expert-model-parallel-size 2 {QUIET}", marks=FULL),
         pytest.param(2, "--fp16 --initial-loss-scale 8", marks=FULL),
     ],
 )
@@ -87,6 +95,7 @@ def test_a_run_is_refused_for_want_of_a_byte(num_ranks, flags):
     # 16-bit gradients are copied for a stage's step, which no report sees: 4 bytes for up to half of this model, where
     # an element takes 16 in all.
     copies = 0.125 if "fp16" in flags else 0.0
+    needed /= 2 if "expert" in flags else 1  # each replica has experts of its own, so a store of its own
     assert needed <= peaks[1][0] * (1 + copies) and peaks[1][0] <= needed * 1.02
 
 

@@ -1,4 +1,5 @@
-"""Dropout masks that depend on the layer and the sample, not on the schedule or the cut into stages.
+"""Dropout masks that depend on the layer and the sample, not on the schedule or the cut into stages. So do the scores
+of routers that choose experts at random.
 
 Problem: if a random-number generator runs on through a stage, its masks depend on how the layers are cut into stages,
 on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
@@ -10,7 +11,7 @@ stack's name and the layer's global number, and, for states that differ between 
 that share a sequence (context parallelism) draw the masks of their own tokens, so their rank enters, too. The sample's
 index counts over the whole run and over all data-parallel replicas, so replicas differ. A recomputed layer runs the
 same hook and so draws the same masks. After each microbatch the states are restored, so other users of the generators
-see no change. A model without dropout gets no hooks.
+see no change. A model that draws nothing gets no hooks.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from megatron import backend
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 
@@ -40,7 +42,7 @@ class SeededDropout:
         tensor_rank: rank in the tensor-parallel group (default: megatron.core's).
 
     Attributes:
-        active: whether the model has dropout.
+        active: whether the model has dropout, or routers that choose at random.
 
     Raises:
         ValueError: the model has a dropout that no hook would seed, outside of its layers, its embedding and its
@@ -145,4 +147,5 @@ class UnseededDropout:
 def _draws(model: nn.Module) -> bool:
     rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     rates += [module.hidden_dropout for module in model.modules() if hasattr(module, "hidden_dropout")]
-    return any(rate > 0 for rate in rates)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    return any(rate > 0 for rate in rates) or any(each.config.moe_router_force_load_balancing for each in routers)

@@ -70,6 +70,10 @@ class Experts:
         None, "Groups of experts, of which a token takes --moe-router-group-topk."
     )
     moe_router_group_topk: int | None = option(None, "Groups from which a token's experts are chosen.")
+    moe_router_force_load_balancing: bool = switch(
+        "Choose experts by random scores, so that their loads are about equal: to measure speed, not to train.",
+        roles=Role.SAVED,
+    )
     moe_apply_probs_on_input: bool = switch("Multiply an expert's input by its score, and not its output. Needs top 1.")
     moe_router_load_balancing_type: list[str] = option(
         ["aux_loss"],
@@ -125,6 +129,9 @@ class Experts:
     )
     moe_flex_dispatcher_backend: str = option(
         "deepep", "The package of --moe-token-dispatcher-type flex.", choices=("deepep",), roles=Role.NONE
+    )
+    moe_deepep_num_sms: int = option(
+        20, "Multiprocessors that send tokens with --moe-token-dispatcher-type flex.", roles=Role.NONE
     )
     moe_enable_deepep: bool = switch("Old name of --moe-flex-dispatcher-backend deepep.", roles=Role.NONE)
     moe_grouped_gemm: bool = switch(

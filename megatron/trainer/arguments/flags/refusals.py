@@ -38,7 +38,6 @@ REFUSED = Group(
         *_list(_ENGINE, "--moe-use-legacy-grouped-gemm"),
         *_list(_ENGINE, "--moe-latent-size", takes=None),
         *_list("the shared expert has no gate; leave the flag out.", "--moe-shared-expert-gate"),
-        *_list("routers draw no random numbers; leave the flag out.", "--moe-router-force-load-balancing"),
         *_list("an old flag; use --recompute-granularity selective --recompute-modules moe.", "--moe-layer-recompute"),
         *_list("weights of a dense model are not copied into experts; leave the flag out.", "--moe-use-upcycling"),
         refused(

@@ -143,7 +143,7 @@ def _losses(args: argparse.Namespace) -> None:
 
 
 def _shared_out(args: argparse.Namespace) -> None:
-    """Check that ranks may share out experts. Weights on the host and predictions: `shared_out`."""
+    """Check that ranks may share out experts."""
     ep, t, cut = args.expert_model_parallel_size, args.tensor_model_parallel_size, expert_tensor_size(args)
     if args.num_experts % ep:
         raise ValueError(
@@ -163,40 +163,6 @@ def _shared_out(args: argparse.Namespace) -> None:
             f"--expert-model-parallel-size {ep} does not divide the {num_replicas(args) * t // cut} ranks of a stage "
             "that share out experts; lower it, or start more ranks"
         )
-
-
-def shared_out(args: argparse.Namespace) -> None:
-    """Refuse what does not go with experts that replicas share out. After the rules of schedules."""
-    if args.num_experts is None or args.expert_model_parallel_size == 1:
-        return
-    reason = next((reason for asked, reason in _NOT_SHARED_OUT if asked(args)), None)
-    if reason is not None:
-        raise ValueError(f"--expert-model-parallel-size {args.expert_model_parallel_size}: {reason}")
-
-
-_NOT_SHARED_OUT = (
-    (
-        lambda args: args.pipeline_2bw_provisional != "off",
-        "weights are not predicted for experts that replicas share out; leave out --2bw-provisional",
-    ),
-    (
-        lambda args: args.moves_activations,
-        "activations of experts that ranks share out are not moved to another rank; choose another --pipeline-schedule",
-    ),
-    (
-        lambda args: choice_of(args).residency is not None,
-        "experts that replicas share out are not kept on the host; choose another --pipeline-schedule",
-    ),
-    (
-        lambda args: args.optimizer in ("muon", "lamb"),
-        "experts that replicas share out are stepped by adam and sgd alone; choose one of them by --optimizer",
-    ),
-    (
-        lambda args: args.freeze_training,
-        "a pipeline whose layers freeze has other replicas later, and experts are not dealt out anew; leave out "
-        "--freeze-training",
-    ),
-)
 
 
 def _parallel(args: argparse.Namespace) -> None:

@@ -81,6 +81,7 @@ RANGES = (
             "moe_shared_expert_intermediate_size",
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
+            "moe_deepep_num_sms",
             "moe_router_topk",
             "moe_router_topk_scaling_factor",
             "moe_router_num_groups",

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import cuts_optimizer_state
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
@@ -97,6 +98,11 @@ ROWS = (
         "cross_entropy_fusion_impl",
         lambda args: not args.cross_entropy_loss_fusion,
         "it is the kernel of --cross-entropy-loss-fusion",
+    ),
+    Idle(
+        "moe_deepep_num_sms",
+        lambda args: args.moe_token_dispatcher_type != FLEX,
+        "it is about --moe-token-dispatcher-type flex",
     ),
     Idle("cp_comm_type", lambda args: args.context_parallel_size == 1, "each rank has whole sequences"),
     Idle("tp_comm_overlap", lambda args: args.tensor_model_parallel_size == 1, "with one tensor rank nothing is sent"),

@@ -11,7 +11,8 @@ Each older version is an entry with its age in its name: 'previous_version' is o
 the step between them was skipped, or the checkpoint was written under a policy that needs fewer versions.
 
 The prediction for the next batch is the entry 'provisional_version', while the model is the true weights. Replicas that
-predict from their own gradients have one entry each. If a checkpoint lacks the entry (another policy), the run starts
+predict from their own gradients have one entry each; experts that replicas share out are in the entry that has the
+number of their copy. If a checkpoint lacks the entry (another policy), the run starts
 from the true weights. Runs under other policies ignore the entry.
 
 If predictions take the last update again, a drained run already knows the prediction after that: it is the entry
@@ -30,6 +31,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
 OLDER_VERSIONS = "previous_version"  # prefix of the keys of all older versions
@@ -243,7 +245,11 @@ class PredictedVersion(OlderVersions):
     ) -> None:
         super().__init__(chunks, versions, weights, iteration)
         self._iteration = iteration
-        self._replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) if apart else 0
+        own, of_experts = 0, 0
+        if apart:
+            own = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            of_experts = parallel_state.get_expert_data_parallel_rank()
+        self._replica_of = {id(each): own if is_dense(each) else of_experts for each in self._parameters}
 
     def to_save(self, model: dict) -> dict:
         """The entries that a checkpoint needs besides `model`, the entries of the true weights."""
@@ -253,7 +259,7 @@ class PredictedVersion(OlderVersions):
         for entry, tensors in ((PREDICTED_VERSION, self._versions.tensors(self._iteration)), self._upcoming()):
             if tensors is not None:
                 data = {parameter: tensors[name] for parameter, name in self._names.items()}
-                entries[entry] = self._state(model, data, entry, self._replica)
+                entries[entry] = _predicted_state(model, data, entry, self._replica_of)
         return entries
 
     def _upcoming(self) -> tuple[str, dict[str, torch.Tensor] | None]:
@@ -262,18 +268,29 @@ class PredictedVersion(OlderVersions):
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
         """The entries to load from a checkpoint besides `model`.
 
-        If the checkpoint has no entry of this replica, it is the entry of the first replica. Empty for a new run, whose
+        If the checkpoint has no weight of this replica, it is that of the first replica. Empty for a new run, whose
         first batch is computed at the true weights.
         """
         self._names_in_entries = self._find_names(model)
         if self._iteration == 0:
             return {}
+        keys = {
+            id(sharded.data): sharded.key
+            for chunk_state in model.values()
+            for sharded in chunk_state.values()
+            if id(sharded.data) in self._names
+        }
         entries = {}
         for entry in (PREDICTED_VERSION, UPCOMING_VERSION) if self._versions.upcoming else (PREDICTED_VERSION,):
-            replica = next((each for each in (self._replica, 0) if holds_prefix(_prefix_of(entry, each))), None)
-            if replica is not None:
-                empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in self._names}
-                entries[entry] = self._state(model, empty, entry, replica)
+            found = {
+                parameter: replica
+                for parameter, key in keys.items()
+                for replica in (0, self._replica_of[parameter])  # the later one is kept
+                if holds_prefix(_prefix_of(entry, replica) + key)
+            }
+            if found:
+                empty = {id(each): torch.empty_like(each.data) for each in self._parameters if id(each) in found}
+                entries[entry] = _predicted_state(model, empty, entry, found)
         return entries
 
     def counted_from(self, iteration: int) -> PredictedVersion:
@@ -299,14 +316,17 @@ class PredictedVersion(OlderVersions):
             tensors.update({self._names_in_entries[part, name]: tensor for name, tensor in chunk_state.items()})
         return tensors
 
-    def _state(self, model: dict, data: dict[int, torch.Tensor], entry: str, replica: int) -> dict:
-        state = version_state(model, data, prefix=_prefix_of(entry, replica))
-        if replica == 0:  # as for the model, the first replica writes
-            return state
-        return {
-            part: {name: of_own_replica(sharded) for name, sharded in chunk_state.items()}
-            for part, chunk_state in state.items()
-        }
+
+def _predicted_state(model: _Model, data: dict[int, torch.Tensor], entry: str, replica_of: dict[int, int]) -> _Model:
+    """The entries of a prediction. `replica_of`: id of a parameter -> the replica whose prediction it is."""
+    result: _Model = {part: {} for part in model}
+    for replica in sorted(set(replica_of.values())):
+        own = {parameter: tensor for parameter, tensor in data.items() if replica_of[parameter] == replica}
+        for part, state in version_state(model, own, prefix=_prefix_of(entry, replica)).items():
+            if replica > 0:  # else the first replica writes, as for the model
+                state = {name: of_own_replica(sharded) for name, sharded in state.items()}
+            result[part] |= state
+    return result
 
 
 def _prefix_of(entry: str, replica: int) -> str:

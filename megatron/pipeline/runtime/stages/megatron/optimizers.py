@@ -213,6 +213,11 @@ class LayersOfParameters:
         return result
 
 
+def is_dense(param: Parameter) -> bool:
+    """Whether each replica has the parameter: it belongs to no expert that ranks share out."""
+    return getattr(param, "allreduce", True)
+
+
 def named_parameters(chunks: list[nn.Module]) -> dict[str, Parameter]:
     """Name -> trainable parameter of a rank's chunks.
 

@@ -3,13 +3,14 @@
 Problem: megatron.core's distributed optimizer cuts flat buffers into shards. An optimizer such as Muon steps a matrix
 as a whole.
 
-Solution: each parameter has one owner among the replicas (`owners_of`). Gradients are averaged on all replicas.
+Solution: each parameter has one owner among the replicas (`owners_of`), an expert among those that hold it, where ranks
+share out experts. Gradients are averaged on all replicas.
 megatron.core's plain optimizer of a replica holds and steps the parameters that the replica owns. Then the replicas
 exchange the weights.
 
-Weights lie in flat buffers, one for each owner and dtype, and the parameters are views of them. So an exchange is one
-broadcast of each buffer, in place. A slot of the weight versions is one set of such buffers, and the exchange fills the
-slot that the parameters show. It uses megatron.core's group of the replicas, on the thread that steps.
+Weights lie in flat buffers, one for each owner, kind and dtype, and the parameters are views of them. So an exchange is
+one broadcast of each buffer, in place. A slot of the weight versions is one set of such buffers, and the exchange fills
+the slot that the parameters show. It uses megatron.core's groups of the replicas, on the thread that steps.
 
 A tied embedding that two stages share is owned by replica 0 at both. A prediction may read the gradients of the owner
 alone, and so both copies are predicted from the same gradients.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,12 +31,18 @@ from torch.nn import Parameter
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.pipeline.placement.owners import owners_of
-from megatron.pipeline.runtime.stages.megatron.optimizers import named_parameters
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense, named_parameters, optimizers_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 
 _ALIGNMENT = 64  # elements, as in megatron.core's buffers
 
-_Flats = dict[tuple[int, torch.dtype], Tensor]
+
+class _Key(NamedTuple):
+    """A flat buffer: `owner` is a rank of the replicas of dense parameters, or of those with the same experts."""
+
+    is_dense: bool
+    owner: int
+    dtype: torch.dtype
 
 
 class Owners:
@@ -46,32 +54,34 @@ class Owners:
     """
 
     def __init__(self, chunks: list[DistributedDataParallel], bytes_of: Callable[[Parameter, str], float]) -> None:
-        self._group = chunks[0].intra_dp_cp_group
+        self._groups = {True: chunks[0].intra_dp_cp_group, False: chunks[0].intra_expt_dp_group}
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         tied = set(tied_embeddings(chunks))
-        owners = owners_of(
-            [bytes_of(parameter, name) for parameter, name in self._names.items()],
-            self._group.size(),
-            pinned=[index for index, parameter in enumerate(self._names) if parameter in tied],
-        )
-        self._owner_of = dict(zip(self._names, owners, strict=True))
-        self._places: dict[Parameter, tuple[tuple[int, torch.dtype], int]] = {}  # the key of the flat buffer, offset
-        self._lengths: dict[tuple[int, torch.dtype], int] = defaultdict(int)
-        for parameter, owner in self._owner_of.items():
-            key = owner, parameter.dtype
-            self._places[parameter] = key, self._lengths[key]
-            self._lengths[key] += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-        self._slots: list[_Flats] = []
+        self._places: dict[Parameter, tuple[_Key, int]] = {}  # the flat buffer, and the offset there
+        self._lengths: dict[_Key, int] = defaultdict(int)
+        for kind, group in self._groups.items():
+            own = [parameter for parameter in self._names if is_dense(parameter) is kind]
+            owners = owners_of(
+                [bytes_of(parameter, self._names[parameter]) for parameter in own],
+                group.size(),
+                pinned=[index for index, parameter in enumerate(own) if parameter in tied],
+            )
+            for parameter, owner in zip(own, owners, strict=True):
+                key = _Key(kind, owner, parameter.dtype)
+                self._places[parameter] = key, self._lengths[key]
+                self._lengths[key] += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self._slots: list[dict[_Key, Tensor]] = []
         self._shown = 0
-        for parameter, view in zip(self._names, self.make().values(), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
+        views = self.make()
+        for parameter, name in self._names.items():
+            views[name].copy_(parameter.data)
+            parameter.data = views[name]
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """In this block only the parameters that this replica owns require gradients, so an optimizer that
         megatron.core builds in the block gets no others."""
-        others = [each for each, owner in self._owner_of.items() if owner != self._group.rank()]
+        others = [each for each, (key, _) in self._places.items() if key.owner != self._groups[key.is_dense].rank()]
         for parameter in others:
             parameter.requires_grad_(False)
         try:
@@ -83,7 +93,7 @@ class Owners:
     def make(self) -> dict[str, Tensor]:
         """Allocate a slot. Return name -> view of it with the parameter's shape."""
         device = next(iter(self._names)).device
-        flats = {key: torch.zeros(length, dtype=key[1], device=device) for key, length in self._lengths.items()}
+        flats = {key: torch.zeros(length, dtype=key.dtype, device=device) for key, length in self._lengths.items()}
         self._slots.append(flats)
         views = {}
         for parameter, (key, start) in self._places.items():
@@ -97,15 +107,14 @@ class Owners:
     @torch.no_grad()
     def exchange(self) -> None:
         """Fill the slot that the parameters show with the weights of all owners. Collective over the replicas."""
-        works = [
-            dist.broadcast(flat, dist.get_global_rank(self._group, owner), group=self._group, async_op=True)
-            for (owner, _), flat in self._slots[self._shown].items()
-        ]
+        works = []
+        for key, flat in self._slots[self._shown].items():
+            group = self._groups[key.is_dense]
+            works.append(dist.broadcast(flat, dist.get_global_rank(group, key.owner), group=group, async_op=True))
         for work in works:
             work.wait()
 
 
 def owners(optimizer: MegatronOptimizer) -> Owners | None:
     """The owners that share out the state of an optimizer; None if each replica has all of it, or shards."""
-    (inner, *others) = getattr(optimizer, "chained_optimizers", [optimizer])
-    return None if others else getattr(inner, "owners", None)
+    return getattr(optimizers_of(optimizer)[0], "owners", None)

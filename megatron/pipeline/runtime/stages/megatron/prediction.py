@@ -12,6 +12,9 @@ different weights. With `reduce_partial` all replicas read the mean. Tensor rank
 of which each has a part, they clip by one norm, and if the gradients of one tensor rank overflow, all skip the
 prediction. The clipping and the overflow of a tied embedding depend on its own gradient alone. Both stages have this
 gradient, so the copies stay equal.
+
+Experts that replicas share out have gradients from the microbatches of all these replicas. So a prediction that does
+not read the mean divides them by the number of these replicas, and the norm of the stage has the experts of all.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,14 +27,18 @@ from torch.nn import Parameter
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.pipeline.runtime.stages.megatron.groups import shares_out_experts
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     DistributedSlots,
     MegatronCoreOptimizer,
     Slots,
+    is_dense,
+    is_distributed,
     named_parameters,
+    optimizers_of,
     separate_masters,
 )
 from megatron.pipeline.runtime.stages.megatron.owners import owners
@@ -66,7 +73,7 @@ class MegatronPrediction:
     def __init__(
         self,
         chunks: list[DistributedDataParallel],
-        optimizer: MegatronCoreOptimizer,
+        optimizer: MegatronOptimizer,
         reduction: Callable[[], GradientReduction],
         *,
         reduce_partial: bool,
@@ -77,21 +84,25 @@ class MegatronPrediction:
                 "Predicted weights start from FP32 masters, which a precision-aware optimizer does not show: leave out "
                 "--use-precision-aware-optimizer, or --2bw-provisional."
             )
-        self._optimizer = optimizer
+        self._clip_grad = optimizer.config.clip_grad
+        self._optimizers = [each for each in optimizers_of(optimizer) if not each.is_stub_optimizer]
+        self._chunks = chunks
         self.reduces = reduce_partial
         self._uniform = provisional_microbatches is not None
         self._last_update = LastUpdate() if provisional_microbatches == 0 else None
-        self._distributed = isinstance(optimizer, DistributedOptimizer)
-        self._shards_group = chunks[0].intra_dp_cp_group
-        self._num_unread = 0 if reduce_partial else chunks[0].dp_cp_group.size() - 1
+        self._distributed = is_distributed(optimizer)
+        replicas, expert_replicas = chunks[0].dp_cp_group.size(), chunks[0].expt_dp_group.size()
+        self._num_unread = 0 if reduce_partial else replicas - 1
+        self._sharing = 1 if reduce_partial else replicas // expert_replicas  # replicas in a gradient of an expert
         self._reduction = reduction
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         self._owners = owners(optimizer)
         slots: Slots | None = self._owners
         if self._distributed:
-            separate_masters(optimizer, share_storage=False)
+            for each in self._optimizers:
+                separate_masters(each, share_storage=False)
             slots = DistributedSlots(chunks)
-        self._provisional = None if optimizer.is_stub_optimizer else ProvisionalStep(optimizer.optimizer)
+        self._provisionals = [ProvisionalStep(each.optimizer) for each in self._optimizers]
         self._model_of = dict(self._masters())
         self.versions = PredictedVersions(
             named_parameters(chunks),
@@ -105,13 +116,14 @@ class MegatronPrediction:
             self.versions.upcoming = self._upcoming
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
-        self.clip_factor: float | None = None if optimizer.config.clip_grad > 0.0 else 1.0
+        self.clip_factor: float | None = None if self._clip_grad > 0.0 else 1.0
 
     def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
         """Yield (parameter of the optimizer, (parameter of the model, its flat part that the former updates))."""
-        optimizer = self._optimizer
-        if optimizer.is_stub_optimizer:
-            return
+        for optimizer in self._optimizers:
+            yield from self._masters_of(optimizer)
+
+    def _masters_of(self, optimizer: MegatronCoreOptimizer) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
         if isinstance(optimizer, FP32Optimizer):
             pairs = [(group["params"], group["params"]) for group in optimizer.optimizer.param_groups]
         elif self._distributed:
@@ -163,7 +175,7 @@ class MegatronPrediction:
             gradients[model] = gradient
         read = [each.num_microbatches for each in (partial, embedding) if each is not None]
         parts = [each / num_microbatches for each in read]
-        clips = self._optimizer.config.clip_grad > 0.0 and not self._uniform
+        clips = self._clip_grad > 0.0 and not self._uniform
         squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
         factors = self._factors(parts, squares if clips else None, gradient_scale=gradient_scale or 1.0)
         finite = squares.isfinite().unbind() if can_overflow else (None, None)
@@ -176,13 +188,13 @@ class MegatronPrediction:
 
             def gradient_of(own: Tensor) -> tuple[Tensor, float | Tensor]:
                 model, part = self._model_of[own]
-                return gradients[model].view(-1)[part], factors[model is tied]
+                factor = factors[model is tied]
+                return gradients[model].view(-1)[part], factor if is_dense(model) else factor / self._sharing
 
             with self.versions.true_weights():
-                if knows and self._provisional is not None:
-                    self._provisional.take(
-                        gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied]
-                    )
+                if knows:
+                    for each in self._provisionals:
+                        each.take(gradient_of, target_of, where=lambda own: finite[self._model_of[own][0] is tied])
                 else:  # no step is due, since a step makes the clipping and the tokens known
                     for own in self._model_of:
                         target_of(own).copy_(own.view(-1))
@@ -203,28 +215,39 @@ class MegatronPrediction:
         return result
 
     def _is_scale_invariant(self) -> bool:
-        return self._provisional is None or is_scale_invariant(self._optimizer.optimizer)
+        return all(is_scale_invariant(each.optimizer) for each in self._optimizers)
 
     def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
         """The squared norms of the stage's gradients and of the tied embedding's gradient, float64 [2].
 
-        The first norm is without the tied embedding. Both are summed over the tensor ranks. Ranks with the same
-        gradients have the same result.
+        The first norm is without the tied embedding, and with the experts of all ranks that share them out. Both are
+        summed over the tensor ranks. Ranks with the same gradients have the same result.
         """
-        of_stage = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
+        counted = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
         reads_shards = self._distributed and self.reduces  # the mean of other shards is not on this rank
         if reads_shards:
-            of_stage = {
-                model: of_stage[model].view(-1)[part] for model, part in self._model_of.values() if model in of_stage
+            counted = {
+                model: counted[model].view(-1)[part] for model, part in self._model_of.values() if model in counted
             }
-        parts = of_stage.values(), [gradients[tied]] if tied is not None else []
+        dense = [each for model, each in counted.items() if is_dense(model)]
+        experts = [each for model, each in counted.items() if not is_dense(model)]
+        parts = dense, [gradients[tied]] if tied is not None else [], experts
         squares = torch.stack([norm_squared(each, device=backend.device()) for each in parts])
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() > 1:
-            dist.all_reduce(squares, group=group)
+            dist.all_reduce(squares[:2], group=group)
         if reads_shards:
-            dist.all_reduce(squares[0], group=self._shards_group)
-        return squares
+            dist.all_reduce(squares[0], group=self._shards_group(of_experts=False))
+        if shares_out_experts():
+            dist.all_reduce(squares[2], group=parallel_state.get_expert_tensor_and_model_parallel_group())
+            if reads_shards:
+                dist.all_reduce(squares[2], group=self._shards_group(of_experts=True))
+            squares[0] += squares[2] / self._sharing  # so many times the share of the batch, with as large a sum
+        return squares[:2]
+
+    def _shards_group(self, *, of_experts: bool) -> dist.ProcessGroup:
+        """The replicas that share out the optimizer's state."""
+        return self._chunks[0].intra_expt_dp_group if of_experts else self._chunks[0].intra_dp_cp_group
 
     def _counts(self, model: Parameter) -> bool:
         """Whether this tensor rank counts a parameter in norms: it has a part of the parameter, or its first copy."""
@@ -243,10 +266,9 @@ class MegatronPrediction:
         last = self.clip_factor or 1.0
         if squares is None:
             return [last / part / gradient_scale for part in parts]
-        largest = self._optimizer.config.clip_grad
         return [
             prediction_factor(
-                part, each, last=last, largest=largest, num_unread=self._num_unread, loss_scale=gradient_scale
+                part, each, last=last, largest=self._clip_grad, num_unread=self._num_unread, loss_scale=gradient_scale
             )
             for part, each in zip(parts, squares, strict=False)
         ]
@@ -258,12 +280,13 @@ class MegatronPrediction:
             coefficient: multiplies the gradients.
             with_prediction: the next call is the prediction, which may make this step.
         """
-        if self._provisional is None:
+        if not self._provisionals:
             return
         with self.versions.true_weights():
             if self._last_update is not None:
                 self._last_update.begin(self._model_of)
-            self._provisional.step(coefficient, puts_off=with_prediction and self._last_update is None)
+            for each in self._provisionals:
+                each.step(coefficient, puts_off=with_prediction and self._last_update is None)
 
     @torch.no_grad()
     def repeat(self, version: int) -> None:
@@ -293,19 +316,20 @@ class MegatronPrediction:
         result = {name: torch.zeros_like(parameter.data) for parameter, name in self._names.items()}
         self._take_again(result)
         if self._distributed or self._owners is not None:  # each replica has written its part
-            for tensor in result.values():
-                dist.all_reduce(tensor, group=self._shards_group)
+            for parameter, name in self._names.items():
+                dist.all_reduce(result[name], group=self._shards_group(of_experts=not is_dense(parameter)))
         return result
 
     def _write_true(self) -> None:
         """Write the masters into the model's parameters. Collective over replicas that share out the masters."""
-        if not self._optimizer.is_stub_optimizer and not isinstance(self._optimizer, FP32Optimizer):
-            self._optimizer._copy_main_params_to_model_params()
+        for each in self._optimizers:
+            if not isinstance(each, FP32Optimizer):
+                each._copy_main_params_to_model_params()
         self._gather()
 
     def _gather(self) -> None:
         if self._owners is not None:
             self._owners.exchange()
         if self._distributed:
-            for chunk in self._optimizer.model_chunks:
+            for chunk in self._chunks:
                 chunk.start_param_sync()

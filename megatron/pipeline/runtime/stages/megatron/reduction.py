@@ -43,6 +43,7 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     GradientSlot,
     bucket_of,
+    is_dense,
     is_distributed,
     named_parameters,
     optimizers_of,
@@ -211,11 +212,6 @@ class GradientReduction:
         return group is None or group.rank == 0
 
 
-def is_dense(param: Parameter) -> bool:
-    """Whether each replica has the parameter: it belongs to no expert that ranks share out."""
-    return getattr(param, "allreduce", True)
-
-
 def tensor_parallel_parameters(chunks: list[DistributedDataParallel]) -> tuple[list[Parameter], list[Parameter]]:
     """Two lists of parameters whose gradients are summed and averaged over the tensor ranks, by megatron.core's rules.
 
@@ -276,7 +272,8 @@ def warm_up(
     for chunk in chunks if distributed_optimizer else ():
         chunk.start_param_sync()  # as at the end of a step
         if reduces_partial:
-            dist.all_reduce(_probe(_BYTES[0], 1), group=chunk.intra_dp_cp_group)
+            for group in (chunk.intra_dp_cp_group, chunk.intra_expt_dp_group):
+                dist.all_reduce(_probe(_BYTES[0], 1), group=group)
     warm_up_common(chunks, world)
 
 
@@ -338,6 +335,7 @@ def _warm_up_expert_groups() -> None:
             dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
             dist.all_gather_into_tensor(whole, share, group=group)
             dist.reduce_scatter_tensor(share, whole, group=group)
+        dist.all_reduce(_probe(_BYTES[0], 1), group=group)  # of the norms of predictions
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

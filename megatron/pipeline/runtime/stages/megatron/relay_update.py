@@ -13,12 +13,15 @@ The gradients of a stage are reduced over the ranks before they leave the device
 and the norms are added in the same order as under other schedules, so the norm of a rank has the same bits. When the
 gradients of a tied embedding must be added up, both have left the device. So they are copied back for the sum.
 
+Where ranks share out experts, those with the same experts and the same other weights share a store.
+
 megatron.core's DDP keeps a `main_grad` for every parameter in flat buffers. Here a stage has gradients on the device
 only from its first backward of a batch until they have left. So `RelayChunk` replaces DDP and has no buffers: a hook on
 each parameter adds each gradient to the current `main_grad` of the parameter, as in DDP, and drops the gradient.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -44,8 +47,8 @@ from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
 from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
-from megatron.pipeline.runtime.stages.megatron.groups import shares_out_experts, uses_nccl
-from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, masters_of
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, shares_out_experts, uses_nccl
+from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, is_dense, masters_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, warm_up_common
 
@@ -132,10 +135,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             device=device,
             masters={name: masters[each] for name, each in named.items() if each in masters},
             gradient_dtype=torch.float32 if self._sums_in_fp32 else None,
-            replicas=NodeReplicas(
-                dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-                host=host, device=device, timeout=self._timeout,
-            ),
+            replicas=NodeReplicas(_with_the_same_weights(), host=host, device=device, timeout=self._timeout),
             gathers=gathers,
         )  # fmt: skip
         if gathers:
@@ -175,10 +175,6 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     def _check(self, chunks: Sequence[RelayChunk]) -> None:
         if isinstance(self._inner, DistributedOptimizer):
             raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
-        if shares_out_experts():
-            raise ValueError(
-                "Experts that ranks share out are not kept on the host: set the size of their parallelism to 1."
-            )
         for chunk in chunks:
             if chunk.ddp_config.average_in_collective:
                 raise ValueError(
@@ -213,12 +209,25 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     def _reduce(self, stage: int) -> None:
         """Average the gradients of a stage over the replicas, or with per-token loss sum them; reduce gradients over
         the tensor ranks."""
-        slot, group = self._slot(stage), self._groups.data
-        for flat in slot.flats if group is not None else ():
+        slot, data = self._slot(stage), self._groups.data
+        for group, flat in self._parts(stage, slot.flats) if data is not None else ():
             if not self._per_token:
-                flat.mul_(1.0 / group.size)
-            group.all_reduce(flat)
+                flat.mul_(1.0 / data.size)
+            if group is not None:
+                group.all_reduce(flat)
         self._reduction.over_tensor(slot)
+
+    def _parts(self, stage: int, flats: Sequence[Tensor]) -> Iterator[tuple[ChainGroup | None, Tensor]]:
+        """(group, part) of the flat gradients of a stage: the whole, or neighbours of one kind where ranks share out
+        experts, which are reduced over the ranks with the same experts."""
+        if not shares_out_experts():
+            yield from ((self._groups.data, flat) for flat in flats)
+            return
+        layout, flat = self.store.stages[stage].gradient_layout, self.gradients.flat(stage)
+        for dense, run in itertools.groupby(self._parameters[stage].items(), key=lambda each: is_dense(each[1])):
+            spans = layout.spans({name: slice(0, parameter.numel()) for name, parameter in run})
+            for dtype, span in spans.items():
+                yield self._groups.data if dense else self._groups.expert_data, flat[dtype][span]
 
     def _norms_of(self, stage: int) -> dict[Parameter, Tensor]:
         return self._reduction.local_norms(self._slot(stage))
@@ -263,3 +272,12 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
     def close(self) -> None:
         super().close()
         self.resident.close()
+
+
+def _with_the_same_weights() -> list[int]:
+    """The ranks that hold the same weights as this one: of its replicas those with the same experts."""
+    ranks = dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if not shares_out_experts():
+        return ranks
+    same = dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group())
+    return [rank for rank in ranks if rank in same]

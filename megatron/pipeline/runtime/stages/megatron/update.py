@@ -26,7 +26,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
-from megatron.pipeline.runtime.stages.megatron.groups import shares_out_experts
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
     LayersOfParameters,
@@ -172,11 +171,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 raise ValueError(
                     "average_in_collective is not supported: the chain sums gradients over replicas, so turn it off."
                 )
-        if self.weights.predicts and shares_out_experts():
-            raise ValueError(
-                "Weights are not predicted where ranks share out experts, whose gradients come from microbatches of "
-                "several replicas: set the size of expert parallelism to 1, or do not predict."
-            )
         if self._single_gradient_buffer and self.weights.predicts:
             raise ValueError(
                 "A single gradient buffer cannot be combined with predicted weights, which read the gradients that it "

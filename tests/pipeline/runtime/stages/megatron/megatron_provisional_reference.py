@@ -37,7 +37,9 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
 def reference(**options) -> dict:
     """Losses, norms and final weights (the true ones, and the prediction that goes on) of the case."""
     case = Case(**options)
-    single = replace(case, p=1, v=1, t=1, d=1, cp=1, sequence_parallel=False, distributed_optimizer=False)
+    single = replace(
+        case, p=1, v=1, t=1, d=1, cp=1, e=1, cut_experts=True, sequence_parallel=False, distributed_optimizer=False
+    )
     with parallel(single):
         return _reference(single, case)
 
@@ -57,6 +59,36 @@ def stage_of(case: Case, name: str) -> int:
 def _is_tied(case: Case, name: str) -> bool:
     ties = (case.tied or case.further > 0) and name.startswith("embedding.word")
     return case.p > 1 and (ties or (case.tied and "output_layer" in name))
+
+
+def num_sharing(case: Case, name: str) -> int:
+    """The replicas whose microbatches are in a rank's gradient of a parameter; tensor ranks cut experts."""
+    return case.e if "local_experts" in name else 1
+
+
+def shared_gradients(case: Case, partial: list[dict[str, Tensor]], replica: int) -> dict[str, Tensor]:
+    """The mean gradients of the experts that a replica shares out with those beside it."""
+    result = {}
+    for name in partial[0]:
+        sharing = num_sharing(case, name)
+        first = replica // sharing * sharing
+        if sharing > 1:
+            result[name] = sum(sums[name] for sums in partial[first : first + sharing]) / sharing
+    return result
+
+
+def of_holders(case: Case, predicted: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Each replica's weights, with experts as the replica that holds them has predicted them."""
+
+    def holder(replica: int, name: str) -> int:
+        if num_sharing(case, name) == 1:
+            return replica
+        expert = int(name.split("local_experts.")[1].split(".")[0])
+        return replica // case.e * case.e + expert * case.e // case.experts
+
+    return [
+        {name: predicted[holder(replica, name)][name] for name in weights} for replica, weights in enumerate(predicted)
+    ]
 
 
 def clip_factors(case: Case, gradients: dict[str, Tensor], last: float | None) -> dict[str, float]:
@@ -161,6 +193,8 @@ def _reference(case: Case, original: Case) -> dict:
         if original.reduce_partial:
             average = {name: sum(sums[name] * share for sums in partial) for name in masters}
             partial = [average] * original.d
+        else:
+            partial = [sums | shared_gradients(original, partial, replica) for replica, sums in enumerate(partial)]
         predicted = []
         for sums in partial:
             finite = all(gradient.isfinite().all() for gradient in sums.values())
@@ -177,7 +211,8 @@ def _reference(case: Case, original: Case) -> dict:
                 )
             shares = {name: own / batch_scale / num_read(original, name, own) for name in copies}
             of_batch = own if original.reduce_partial else count
-            parts = {name: num_read(original, name, own) / of_batch for name in copies}
+            read = {name: 1 if original.reduce_partial else num_sharing(original, name) for name in copies}
+            parts = {name: num_read(original, name, own) * read[name] / of_batch for name in copies}
             at_least = {name: sums[name] * (share * math.sqrt(parts[name])) for name, share in shares.items()}
             factors = clip_factors(original, at_least, clip)
             for name, each in copies.items():
@@ -186,6 +221,7 @@ def _reference(case: Case, original: Case) -> dict:
                 group["lr"] = _learning_rate(case, samples_done)
             stand_in.step()
             predicted.append(_copy(copies))
+        predicted = of_holders(original, predicted)
     apply(len(case.batches) - 1, *waiting)
     cast = [
         {name: tensor.to(case.torch_dtype).float() for name, tensor in each.items()} for each in (true, predicted[0])

@@ -4,7 +4,9 @@ W(t+1) = W(t) - update(g(W(t-1))) under 2bw, g(W(t)) under flush and gpipe, Pipe
 with torch's AdamW or SGD on FP32 weights, on the same GPTModel without DDP, optimizers or schedules of megatron.core.
 """
 
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -60,6 +62,8 @@ def _reference(case: Case, original: Case) -> dict:
     routers, biases = Routers(model), [None]
     biases[0] = routers.biases()
     step, data = forward_step(case), training_data(case, 0)
+    if case.balancing == "global_aux_loss" and original.d > 1:
+        data = routers.over_replicas(original.d, data, lambda each: step(iter([each]), module))
     microbatch_index = 0
     for batch, count in enumerate(case.batches):
         with torch.no_grad():
@@ -166,6 +170,34 @@ class Routers:
         for bias, row in zip(biases, counts, strict=False):
             result.append(get_updated_expert_bias(torch.tensor([row]), bias[None], rate)[0])
         return result
+
+    def over_replicas(self, num_replicas: int, data: Iterator[dict], run: Callable[[dict], object]) -> Iterator[dict]:
+        """The microbatches of replicas in turn. `global_aux_loss` has the tokens of all microbatches that run at the
+        same time; so before each the routers have those of the others, which `run` has counted before."""
+        for config in {id(router.config): router.config for router in self._routers}.values():
+            config.moe_aux_loss_coeff /= num_replicas**2  # in which the loss divides by the number of tokens
+        while together := list(itertools.islice(data, num_replicas)):
+            counted = [router.local_tokens_per_expert.clone() for router in self._routers]
+            before = [(router.global_tokens_per_expert.clone(), router.ga_steps.clone()) for router in self._routers]
+            own = []
+            for each in together:
+                self._restart([torch.zeros_like(count) for count in counted], before)
+                run(each)
+                own.append([router.local_tokens_per_expert.clone() for router in self._routers])
+            self._restart(counted, before)
+            for place, each in enumerate(together):
+                others = [sum(rows) - rows[place] for rows in zip(*own, strict=True)]
+                counts = [router.local_tokens_per_expert for router in self._routers]
+                self._restart(
+                    counts, [(total + more, steps) for (total, steps), more in zip(before, others, strict=True)]
+                )
+                yield each
+
+    def _restart(self, counts: list[torch.Tensor], before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for router, count, (total, steps) in zip(self._routers, counts, before, strict=True):
+            router.local_tokens_per_expert.copy_(count)
+            router.global_tokens_per_expert.copy_(total)
+            router.ga_steps.copy_(steps)
 
     def reset(self) -> None:
         for router in self._routers:

@@ -9,7 +9,9 @@ from megatron import backend
 backend.install()
 
 from tests.pipeline.runtime.stages.megatron.megatron_cases import Deviation
-from tests.pipeline.runtime.stages.megatron.test_experts import CAPACITY, EXPERTS, FLUSH, TWO_BW
+from tests.pipeline.runtime.stages.megatron.megatron_model import Case
+from tests.pipeline.runtime.stages.megatron.test_experts import BIASED, CAPACITY, EXPERTS, FLUSH, OVER_BATCHES, TWO_BW
+from tests.pipeline.runtime.stages.megatron.test_provisional import check_predictions
 from tests.pipeline.runtime.stages.megatron.test_update import FP16, Outcomes, Row, check, marked
 
 ALL_TO_ALL = ("moe_token_dispatcher_type", "alltoall")
@@ -64,6 +66,16 @@ TABLE = {
     "2bw, one gradient buffer": Row(TWO_BW | {"e": 2, "single_gradient_buffer": True}, layouts=(ALONE,), allowed=NEAR),
     "2bw, capacity": Row(
         TWO_BW | SHARED | {"router": (*CAPACITY, ALL_TO_ALL)}, layouts=(TWICE,), allowed=NEAR),
+    "2bw, over batches": Row(
+        TWO_BW | SHARED | OVER_BATCHES | {"batches": (8,) * 4, "router": (ALL_TO_ALL,)}, layouts=(TWICE,),
+        allowed=NEAR,
+    ),
+    "2bw, balanced": Row(
+        TWO_BW | SHARED | {"balance": True, "batches": (8,) * 4, "router": (*CAPACITY, ALL_TO_ALL)},
+        layouts=((4, 1, 2),), allowed=NEAR,
+    ),
+    "bpipe, allgather": Row(
+        FLUSH | SHARED | {"balance": True, "router": CAPACITY}, layouts=((4, 1, 2),), allowed=NEAR),
     "2bw, bf16": Row(
         TWO_BW | SHARED | {"dtype": "bfloat16", "router": (("moe_router_dtype", "fp32"), ALL_TO_ALL)},
         layouts=(TWICE,), allowed=IN_BF16,
@@ -73,6 +85,39 @@ TABLE = {
         layouts=(ALONE,), allowed=IN_FP16,
     ),
 }  # fmt: skip
+PREDICTED = TWO_BW | {"predict": True}
+READ = PREDICTED | SHARED | {"reduce_partial": True}
+PREDICTIONS = {
+    "reduced, distributed optimizer": (READ | {"distributed_optimizer": True, "router": (ALL_TO_ALL,)}, TWICE, NEAR),
+    "reduced, two copies, distributed optimizer": (READ | {"distributed_optimizer": True}, FOUR, NEAR),
+    "reduced, two copies": (READ | {"provisional_microbatches": 1}, FOUR, NEAR),
+    "apart": (PREDICTED | SHARED | BIASED, TWICE, NEAR),
+    "apart, two copies": (PREDICTED | SHARED, FOUR, NEAR),
+    "apart, uniform": (PREDICTED | SHARED | {"provisional_microbatches": 1}, TWICE, NEAR),
+    "SGD, which sees how large a gradient is": (
+        PREDICTED | SHARED | {"optimizer": "sgd", "lr": 0.05, "distributed_optimizer": False}, TWICE, NEAR),
+    "tensor ranks share out whole experts": (
+        READ | {"router": (ALL_TO_ALL,), "sequence_parallel": True, "cut_experts": False}, (1, 2, 2), WIDE),
+    "tensor ranks": (PREDICTED | SHARED | {"sequence_parallel": True}, (1, 2, 2), WIDE),
+    "error feedback": (
+        PREDICTED | SHARED | {"provisional_microbatches": 0, "distributed_optimizer": True}, TWICE, NEAR),
+    "fp16, two overflows": (
+        FP16 | EXPERTS | {"e": 2, "predict": True, "batches": (2,) * 8, "overflow_batches": (2, 3), "layers": 2},
+        ALONE, IN_FP16),
+}  # fmt: skip
+
+USUAL = {"reduced, distributed optimizer", "apart, two copies"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in PREDICTIONS]
+)
+def test_predictions_equal_one_process(name):
+    """Provisional weights of experts whose gradients are of the microbatches of several replicas."""
+    options, (p, t, d), allowed = PREDICTIONS[name]
+    check_predictions(Case(**options, p=p, t=t, d=d), allowed)
+
+
 FULL = TABLE.keys() - {"flush", "2bw, distributed optimizer", "flush, tensor ranks"}
 
 

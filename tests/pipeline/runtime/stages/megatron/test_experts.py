@@ -25,6 +25,7 @@ BIASED = {
         ("moe_router_bias_update_rate", 0.05),
     )
 }  # fmt: skip
+RANDOM = {"router": (("moe_router_force_load_balancing", True),)}
 OVER_BATCHES = {"balancing": "global_aux_loss"}
 
 TABLE = {
@@ -58,9 +59,14 @@ TABLE = {
     "interleaved, biases": Row(FLUSH | BIASED | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
     "flush, over batches": Row(FLUSH | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
     "2bw, over batches": Row(TWO_BW | OVER_BATCHES, layouts=((1, 1, 1), TWO)),
+    "flush, over batches, data parallel": Row(FLUSH | OVER_BATCHES, layouts=((2, 1, 2),), allowed=CLOSE),
     "2bw, over batches, recompute instructions": Row(TWO_BW | OVER_BATCHES | {"recompute": True}, layouts=(TWO,)),
     "2bw, over batches, full recompute": Row(
         TWO_BW | OVER_BATCHES | {"recompute_granularity": "full"}, layouts=(TWO,)
+    ),
+    "2bw, random choices, recompute instructions": Row(TWO_BW | RANDOM | {"recompute": True}, layouts=((1, 1, 1), TWO)),
+    "2bw, random choices, full recompute": Row(
+        TWO_BW | RANDOM | {"recompute_granularity": "full", "dropout": 0.1}, layouts=(TWO,)
     ),
     "interleaved": Row(FLUSH | {"schedule": "interleaved", "v": 2, "drains": (1,)}, layouts=(TWO,)),
     "gpipe, sinkhorn": Row(FLUSH | {"schedule": "gpipe", "balancing": "sinkhorn"}, layouts=(TWO,), allowed=CLOSE),
@@ -85,6 +91,7 @@ TABLE = {
 FULL = {"2bw, drained", "2bw, data parallel", "interleaved", "gpipe, sinkhorn", "pipedream", "2bw, over sequences",
         "flush, dropped tokens", "2bw, clipped, tied", "2bw, bf16", "2bw, full recompute",
         "2bw, biases, data parallel", "flush, biases", "gpipe, biases", "flush, over batches",
+        "flush, over batches, data parallel", "2bw, random choices, full recompute",
         "2bw, over batches, recompute instructions"}  # fmt: skip
 
 

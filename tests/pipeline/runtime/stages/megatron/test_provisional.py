@@ -110,8 +110,18 @@ def run(case: cases.Case) -> list[dict]:
 
 def check_predictions(case: cases.Case, allowed: cases.Deviation) -> None:
     """A run with predicted weights, against the plain loop that predicts."""
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(case))
-    check((case, expected, run(case)), allowed)
+    check((case, *expected_and_found(case)), allowed)
+
+
+def expected_and_found(case: cases.Case) -> tuple[dict, list[dict]]:
+    """What the plain loop finds, and the results of the ranks."""
+    loop = replace(case, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
+    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(loop))
+    results = run(case)
+    if case.d > 1 and not case.reduce_partial and case.provisional_microbatches != 0:
+        # each replica goes on with a prediction of its own
+        results = [result | {"older": expected["older"]} for result in results]
+    return expected, results
 
 
 @pytest.mark.sample(2)
@@ -120,13 +130,7 @@ def test_training_equals_a_plain_loop(name, layout):
     """Losses, norms, the true weights, and the prediction with which the run would go on."""
     row, (p, t, d) = TABLE[name], layout
     case = cases.Case(**row.options, p=p, t=t, d=d)
-    loop = replace(case, t=1, sequence_parallel=False, distributed_optimizer=False, recompute=False, drains=())
-    [expected] = workers.run(1, REFERENCE, timeout=200, **vars(loop))
-    results = run(case)
-    if (
-        case.d > 1 and not case.reduce_partial and case.provisional_microbatches != 0
-    ):  # each replica goes on with a prediction of its own
-        results = [result | {"older": expected["older"]} for result in results]
+    expected, results = expected_and_found(case)
     check((case, expected, results), row.allowed)
     for result in results:
         assert result["num_weight_slots"] == result["peak_versions"] == 2
