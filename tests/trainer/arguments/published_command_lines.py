@@ -146,6 +146,7 @@ REFUSED = {
     "llama3_8b_fsdp": "--ckpt-format --init-model-with-meta-device --use-megatron-fsdp",
     "mamba_800m": "--hybrid-layer-pattern --spec",
 }
+"""Recipes, and the flags that the one message has to name."""
 PASSES |= {
     f"{name}, context parallel": Published(
         recipe(name), int(fact(name, "GPUs")), AS_WRITTEN[name][0], changed=f"--context-parallel-size 2 {changed}",
@@ -153,5 +154,4 @@ PASSES |= {
     )
     for name, changed in (("deepseek_v2_lite", ""), ("gpt_oss_20b_bridge", "--cp-comm-type a2a"))
 }  # fmt: skip
-"""Recipes, and the flags that the one message has to name."""
 assert RECIPES.keys() == {*AS_WRITTEN, *REFUSED, "gpt3_175b"}
