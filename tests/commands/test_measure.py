@@ -6,6 +6,7 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -117,13 +118,29 @@ def test_a_search_with_a_profile_is_what_measure_takes(run, tmp_path):
          "needs 64 processes, and this machine takes 2; write scripts"),
         (["--configuration", "micro_batch_size=1,global_batch_size=4", "--warmup", "10"], 1, "are warm-up"),
         (["--search", "nowhere.jsonl"], 2, "nowhere.jsonl"),
-        (["--configuration", "micro_batch_size=1,global_batch_size=4,context=2"], 1,
-         "has context 2, which is not measured here; measure a configuration without"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_measured_is_refused(run, tmp_path, arguments, status, message):
     found, _, err = run("measure", "--output", tmp_path / "runs", *arguments, *flags())
     assert found == status and message in err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_shared_experts_and_sequences_are_measured(run, tmp_path, runs):
+    """The degrees of context and expert parallelism are flags of the command, and such runs train."""
+    degrees = {"data=2,expert=2": "--expert-model-parallel-size 2", "context=2": "--context-parallel-size 2"}
+    configurations = [
+        word for each in degrees
+        for word in ("--configuration", f"pipeline=2,micro_batch_size=1,global_batch_size=8,schedule=2bw,{each}")
+    ]  # fmt: skip
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 16 --disable-bias-linear"
+    arguments = ["measure", "--output", tmp_path / "runs", "--iterations", 2, "--warmup", 1, *configurations]
+    how = ["--json", "--processes", 4] if runs else ["--write-scripts", 4]
+    status, out, err = run(*arguments, *how, *flags(f"{experts} --position-embedding-type rope"))
+    assert status == 0, err
+    scripts = [json.loads(line)["directory"] + "/run.sh" if runs else line for line in out.splitlines()]
+    for script, flag in zip(scripts, degrees.values(), strict=True):
+        assert f" {flag} " in Path(script).read_text()
 
 
 def test_missing_flags_are_told_before_the_first_run(run, tmp_path):

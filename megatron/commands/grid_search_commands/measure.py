@@ -158,12 +158,6 @@ def _entries(options: argparse.Namespace, runs: Runs) -> list[TrialEntry]:
         entries = (found if options.all else found[: options.best]) + entries
     if not entries:
         raise ValueError("there is nothing to run; give --search FILE or --configuration")
-    for entry in entries:
-        for name, size in (("context", entry.configuration.context), ("expert", entry.configuration.expert)):
-            if size > 1:
-                raise ValueError(
-                    f"{entry.name} has {name} {size}, which is not measured here; measure a configuration without"
-                )
     entries = list({entry.name: entry for entry in reversed(entries)}.values())[::-1]
     if options.predict_from is None:
         return entries
