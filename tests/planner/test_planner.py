@@ -32,9 +32,12 @@ def test_operations_are_the_papers():
     assert MODEL.operations(b) == pytest.approx(paper, rel=1e-12)
 
 
-@pytest.mark.parametrize("changes", [{"virtual": 3, "schedule": "interleaved"}, {"tensor": 16}, {"pipeline": 7}])
-def test_refuses_what_megatron_refuses(changes):
-    with pytest.raises(ValueError, match="divide"):
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"virtual": 11, "schedule": "interleaved"}, "80 layers are fewer than 88 stages"), ({"tensor": 16}, "divide")],
+)
+def test_refuses_what_megatron_refuses(changes, reason):
+    with pytest.raises(ValueError, match=reason):
         planner().estimate(configuration(**changes))
 
 

@@ -96,14 +96,11 @@ class _Degrees:
         self._missed: dict[tuple, str] = {}  # by schedule, v and scope: why a smaller microbatch did not fit
 
     def explore(self, schedules: list[str]) -> Iterator[Kept | Rejected]:
-        size = next(iter(self.space.microbatches(self.choice.data)), 1)
-        refused = {}
-        for schedule in schedules:
-            single = self._single(replace(self.choice, micro_batch_size=size), schedule)
-            if reason := rules.refuse_in_fp8(self.planner, self._configuration(single)):
-                refused[schedule] = reason
+        if self.planner.software.fp8:
+            refused = {schedule: reason for schedule in schedules if (reason := self._refused_in_fp8(schedule))}
+            for schedule, reason in refused.items():
                 yield Rejected(choice=replace(self.choice, schedule=schedule), reason=reason)
-        schedules = [schedule for schedule in schedules if schedule not in refused]
+            schedules = [schedule for schedule in schedules if schedule not in refused]
         hosted = [schedule for schedule in schedules if rules.is_hosted(schedule)]
         whole = [schedule for schedule in schedules if schedule not in hosted]
         split = [schedule for schedule in whole if splits(offer(schedule))]
@@ -166,6 +163,12 @@ class _Degrees:
         saves, merges = self.training.saves_scores, self.planner.software.overlaps_experts
         left_out = {SCOPES[1]: not saves, RecomputeScope.LAYER: merges and self.choice.expert is not None}
         return [each for each in self.space.scopes if not left_out.get(each)]
+
+    def _refused_in_fp8(self, schedule: str) -> str | None:
+        size = next(iter(self.space.microbatches(self.choice.data)), 1)
+        splits_state = self.choice.distributed_optimizer and not rules.is_hosted(schedule)
+        choice = replace(self.choice, micro_batch_size=size, distributed_optimizer=splits_state)
+        return rules.refuse_in_fp8(self.planner, self._configuration(self._single(choice, schedule)))
 
     @staticmethod
     def _single(choice: Choice, schedule: str) -> Choice:

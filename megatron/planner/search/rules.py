@@ -105,9 +105,7 @@ def refuse_schedule(model: Architecture, training: Training, schedule: str, p: i
 
 
 def refuse_in_fp8(planner: Planner, configuration: Configuration) -> str | None:
-    """The reason why the linears of a configuration cannot multiply in FP8, where they do."""
-    if not planner.software.fp8:
-        return None
+    """The reason why the linear layers of a configuration cannot multiply in FP8."""
     try:
         refuse_fp8(planner.cluster.gpu, planner.cluster.device, planner.model, configuration)
     except ValueError as error:

@@ -52,7 +52,7 @@ def test_names_runs_that_were_held_up():
 def test_a_run_that_cannot_be_is_left_aside():
     """And does not keep the others from being fitted; two with one id are refused."""
     entries = made_up()
-    odd = replace(entries[0], id="odd", configuration=replace(entries[0].configuration, pipeline=32, data=1))
+    odd = replace(entries[0], id="odd", configuration=replace(entries[0].configuration, layers=(1,) * 16))
     assert "odd" not in fit_entries([*entries, odd]).errors
     with pytest.raises(ValueError, match="two measured runs have the id"):
         fit_entries([*entries, entries[0]])

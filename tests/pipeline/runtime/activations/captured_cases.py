@@ -26,8 +26,8 @@ CASES = {
     "recompute instruction": {"dropout": 0.1, "recompute": True},
 }
 PLACES = ("whole", "middle")
-DATA = {((1, 1, 16, 16), "torch.bool"), ((2, 16), "torch.int64")}
-"""What a microbatch's forward is given: the attention mask, token and position ids."""
+DATA = {((1, 1, 16, 16), "torch.bool"), ((2, 16), "torch.int64"), ((2, 16), "torch.float32")}
+"""What a microbatch's forward is given: the attention mask, token and position ids, the mask of the losses."""
 
 
 def run_all() -> dict:

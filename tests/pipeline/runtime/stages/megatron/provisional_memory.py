@@ -58,7 +58,7 @@ def _watch_copies(update: MegatronWeightUpdate) -> list[int]:
     """Bytes of the copies from which each provisional step is taken: parameters, gradients and moments."""
     copied = [0]
     if update._prediction is not None:
-        provisional = update._prediction._provisional
+        [provisional] = update._prediction._provisionals
         step = provisional._step
 
         def watched(group, copies) -> None:

@@ -27,7 +27,7 @@ def arguments(case) -> SimpleNamespace:
         encoder_seq_length=ENCODER, decoder_seq_length=DECODER, max_position_embeddings=ENCODER, seed=1234,
         padded_vocab_size=VOCABULARY, untie_embeddings_and_output_weights=not case.tied, transformer_impl="local",
         position_embedding_type=case.position, rotary_percent=1.0, rotary_seq_len_interpolation_factor=None,
-        init_method_xavier_uniform=False, context_parallel_size=1,
+        init_method_xavier_uniform=False, context_parallel_size=1, sft=False,
     )  # fmt: skip
 
 
