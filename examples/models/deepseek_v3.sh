@@ -6,6 +6,7 @@ program=pretrain_gpt.py gpu=H100 num_gpus=1024
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 TP="${TP:-2}" PP="${PP:-8}" EP="${EP:-64}" LAYOUT="${LAYOUT-Et|(tt|)*30mL}" # of 32 stages: give another with PP
 MICRO_BATCH="${MICRO_BATCH:-1}" GLOBAL_BATCH="${GLOBAL_BATCH:-8192}"
+modules="${RECOMPUTE:+none}" # RECOMPUTE takes the place of the published modules
 RECOMPUTE="${RECOMPUTE:-none}" RANK_MAPPING="${RANK_MAPPING:-standard}"
 [ -z "$LAYOUT" ] && SCHEDULE="${SCHEDULE:-flush}" || SCHEDULE="${SCHEDULE:-interleaved}"
 model_args=(
@@ -36,5 +37,5 @@ if [ -n "$SMALL" ]; then
 else
     tokenizer_args=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model deepseek-ai/DeepSeek-V3)
 fi
-[ "$RECOMPUTE" != none ] || training_args+=(--recompute-granularity selective --recompute-modules mla_up_proj mlp)
+[ -n "$modules" ] || training_args+=(--recompute-granularity selective --recompute-modules mla_up_proj mlp)
 [ -z "$LAYOUT" ] || training_args+=(--pipeline-model-parallel-layout "$LAYOUT")

@@ -347,7 +347,7 @@ def _repair_numbers_of_further_tokens(gpt_model) -> None:
     @functools.wraps(roll)
     def roll_and_count(tensor, *args, cp_group=None, **options):
         rolled, count = roll(tensor, *args, cp_group=cp_group, **options)
-        if cp_group is not None and cp_group.size() > 1:
+        if tensor.is_floating_point() and cp_group is not None and cp_group.size() > 1:  # the mask, and no labels
             torch.distributed.all_reduce(count, group=cp_group)
             count = count / cp_group.size()  # a rank's part of the gradient is one of so many
         return rolled, count.masked_fill(count == 0, 1)

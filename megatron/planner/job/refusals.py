@@ -79,6 +79,11 @@ def _refuse_experts(model: Architecture, configuration: Configuration, software:
         _refuse_overlap(configuration)
     if experts.count % degrees.parallel:
         raise ValueError(f"{experts.count} experts do not divide over {degrees.parallel} ranks; change expert")
+    if degrees.parallel * degrees.tensor < configuration.tensor:
+        raise ValueError(
+            f"expert {degrees.parallel} with expert_tensor {degrees.tensor} would leave copies of an expert on the "
+            f"{configuration.tensor} tensor ranks, which the trainer refuses; raise expert, or leave expert_tensor out"
+        )
     if experts.ffn_hidden_size % degrees.tensor:
         raise ValueError(
             f"{experts.ffn_hidden_size} columns of an expert do not divide by expert_tensor {degrees.tensor}; change it"
@@ -131,7 +136,7 @@ def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Con
     is_split = configuration.splits_backward
     for is_asked, what, reason in (
         (configuration.is_hosted, configuration.schedule, "weights that come from the host are cast each time"),
-        (is_split, configuration.schedule, "it splits backwards, for which Transformer Engine's linears are not taken"),
+        (is_split, configuration.schedule, "it splits backwards, and casts between I and W have no price"),
         (configuration.predicts, "provisional weights", "each prediction is cast besides"),
     ):
         if is_asked:

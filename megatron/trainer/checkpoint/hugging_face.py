@@ -21,9 +21,9 @@ from megatron.trainer.arguments.hugging_face import difference, facts_of, model_
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.run_state import Restoration, RunParts
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
-from megatron.trainer.checkpoint.tensor_rows import REPEATED, WITHOUT_WEIGHT, tensors_of
+from megatron.trainer.checkpoint.tensor_rows import REPEATED, tensors_of
 from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, sources_of
-from megatron.trainer.files.quantized_weights import WeightsFolder
+from megatron.trainer.files.quantized_weights import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
 """Bytes that are read at once."""
@@ -113,7 +113,7 @@ class HuggingFaceWeights:
             self._name_of[name] = own
         repeated = {name: key for name, key in REPEATED.items() if name in there and name not in self._name_of}
         unused = there.keys() - set(self._name_of.values()) - repeated.keys()
-        unused = sorted(name for name in unused if not name.endswith(WITHOUT_WEIGHT) and not name.startswith(left_out))
+        unused = sorted(name for name in unused if not name.endswith(BUFFERS) and not name.startswith(left_out))
         if unused:
             raise ValueError(
                 f"{folder} has {unused[0]}{f' and {len(unused) - 1} more' if len(unused) > 1 else ''}, of which a "

@@ -239,8 +239,6 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "megatron-bert": _BERT,
 }  # fmt: skip
 """By `model_type`, the same ones as `model_families.FAMILIES` has."""
-WITHOUT_WEIGHT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
-"""Ends of names of buffers, which older files have beside the weights."""
 REPEATED = {
     "lm_head.weight": _WORDS,
     f"{_HEAD_OF_BERT}decoder.weight": _WORDS,

@@ -214,6 +214,8 @@ def build_conversations(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> 
     blend, per_split = blends(args)
     paths = {path for each in (blend, *(per_split or ())) if each for path in each[0]}
     prompt_format = conversations.PROMPT_FORMATS[args.sft_tokenizer_prompt_format]
+    if tokenizer.eod is None:
+        raise ValueError("--sft ends each answer with the tokenizer's end token, and it has none; name its eos_token")
     documents: dict[str, Documents] = {}
     with agreed():
         if parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -239,6 +241,6 @@ def _note(training, documents: Sequence[Documents]) -> str | None:
     return (
         f"{counted(sum(each.num_documents for each in packed), 'conversation')} for training in "
         f"{counted(sum(map(len, packed)), 'sequence')} of {packed[0].length} tokens, "
-        f"{1 - sum(each.num_places for each in packed) / places:.1%} of them padding; {cut} longer ones are cut, and "
-        f"{left_out} without an answer within --seq-length left out"
+        f"{1 - sum(each.num_places for each in packed) / places:.1%} of them padding; of all splits {cut} longer ones "
+        f"are cut, and {left_out} without an answer within --seq-length left out"
     )

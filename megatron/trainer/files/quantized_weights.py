@@ -21,6 +21,8 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NOT_A_NUMBER = 255
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 """What the names of factors, of MXFP4's numbers and of MXFP4's exponents end with."""
+BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
+"""What the names of buffers end with, which older files have beside the weights."""
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -62,8 +64,8 @@ class WeightsFolder:
         for name in self._mxfp4:
             self.tensors[name] = self._unquantized(name)
         for name, tensor in self.tensors.items():
-            if not tensor.dtype.is_floating_point:
-                raise ValueError(f"{name} in {tensor.path} is of dtype uint8: {UNREAD}")
+            if not tensor.dtype.is_floating_point and not name.endswith(BUFFERS):
+                raise ValueError(f"{name} in {tensor.path} is of dtype {str(tensor.dtype)[6:]}: {UNREAD}")
 
     def _in_blocks(self, name: str) -> StoredTensor:
         stored, scale = self._files.tensors[name], self._files.tensors.get(name + SCALE)

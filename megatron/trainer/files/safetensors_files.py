@@ -26,8 +26,8 @@ ONE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights, by their name in a header."""
-_QUANTIZED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-"""Dtypes of quantized weights that `quantized_weights` reads."""
+_OTHERS = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64, "BOOL": torch.bool}
+"""Dtypes of what `quantized_weights` reads, and of buffers."""
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -52,7 +52,7 @@ class SafetensorsFolder:
     """The tensors of a folder, by name, in `tensors`.
 
     Raises ValueError for a folder without such files, a file that is missing, damaged or truncated, an index that
-    does not agree with its files, and a tensor of another dtype than FP32, BF16, FP16, FP8 (e4m3) and uint8.
+    does not agree with its files, and a tensor of another dtype than weights, quantized weights and buffers have.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -128,7 +128,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        dtype = (DTYPES | _QUANTIZED).get(entry["dtype"])
+        dtype = (DTYPES | _OTHERS).get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} in {path} is of dtype {shown(entry['dtype'])}: {UNREAD}")
         shape, (first, last) = tuple(entry["shape"]), entry["data_offsets"]

@@ -125,7 +125,7 @@ def test_copies_of_weights_are_kept():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"schedule": "zb-h1"}, "FP8 with zb-h1 is not modelled: it splits backwards"),
+        ({"schedule": "zb-h1"}, "FP8 with zb-h1 is not modelled: it splits backwards, and casts"),
         ({"schedule": "l2l", "virtual": 24}, "FP8 with l2l is not modelled: weights that come from the host"),
         ({"schedule": "2bw", "provisional": "stage"}, "FP8 with provisional weights is not modelled"),
         ({"model": {"kv_channels": 12, "num_query_groups": 1, "num_attention_heads": 4}}, "a rank's keys are 12, and"),

@@ -58,6 +58,7 @@ def test_configurations_that_cannot_be(changes, reason):
         ({}, {"context": 16, "tensor": 8, "expert_tensor": 1}, FLASH, "the 4 tokens of a context parallel rank"),
         ({}, {"context": 2}, MEGATRON_CORE, "context parallelism over 2 ranks needs flash attention"),
         ({}, {"expert": 8, "expert_tensor": 1}, FLASH, "4 experts do not divide over 8 ranks"),
+        ({}, {"expert_tensor": 1}, FLASH, "expert 1 with expert_tensor 1 would leave copies of an expert on the 2"),
         ({"ffn_hidden_size": 97}, {}, FLASH, "97 columns of an expert do not divide by expert_tensor 2"),
         ({}, {"sequence_parallel": False}, FLASH, "experts with tensor 2 need sequence parallelism"),
         (None, {"expert": 2}, FLASH, "expert is 2, and the model has no experts"),

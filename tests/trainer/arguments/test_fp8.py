@@ -33,10 +33,21 @@ NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer"
             f"{FP8} {P2} --pipeline-recompute",
             "delayed does not go with --pipeline-recompute: .*use --fp8-recipe tensorw",
         ),
+        (f"{FP8} --mtp-num-layers 1 --position-embedding-type rope", "does not go with --mtp-num-layers: .*tensorwise"),
+        (f"{FP8} {P2} --elastic-pipeline", "--elastic-pipeline"),
+        (
+            f"{TENSORWISE} --num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear",
+            "columns of a rank's part of an expert are 24",
+        ),
+        (
+            f"{TENSORWISE} --multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --v-head-dim 16 "
+            "--qk-head-dim 16 --qk-pos-emb-head-dim 8 --q-lora-rank 32",
+            "columns of the latents of keys are 12",
+        ),
         (f"{FP8} --first-last-layers-bf16", "--first-last-layers-bf16 does not go with --fp8-recipe delayed"),
         (
             f"{FP8} {P2} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
-            "--num-layers-at-end-in-bf16 3 is more than the layers of a rank, 2",
+            "--num-layers-at-end-in-bf16 3 is more than 2, the layers of a stage",
         ),
         (f"{FP8} --hidden-size 72", "columns of the residual stream are 72, and .* take multiples of 16"),
         (f"{FP8} --fp8-recipe mxfp8 --seq-length 8", "tokens of a microbatch on a rank are 8, .* multiples of 32"),

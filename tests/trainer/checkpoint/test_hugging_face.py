@@ -60,7 +60,8 @@ def test_older_files_are_read(tmp_path):
     folder = saved("gpt2")
     older = changed(folder, tmp_path, n_ctx=32, torch_dtype="float32", dtype=None)
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in stored(folder).items()}
-    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4).byte(), "h.1.attn.masked_bias": torch.tensor(-1e4)}
+    tensors |= {"h.1.attn.bias": torch.ones(1, 1, 4, 4).bool(), "embeddings.position_ids": torch.arange(4)}
     save_file({**tensors, "lm_head.weight": tensors["wte.weight"].clone()}, older / "model.safetensors")
     assert reaches(older, f"--load-hf {older} {NULL}", transformers_logits(folder)) < TOLERANCE
     save_file({**tensors, "lm_head.weight": tensors["wte.weight"] + 1}, older / "model.safetensors")

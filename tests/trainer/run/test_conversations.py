@@ -188,7 +188,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_in_the_next_epoch(tmp_path):
     whole = train(2, flags)
     [note] = [line for line in whole[-1]["lines"] if "conversations for training" in line]
     assert note.startswith("note: 32 conversations for training in 22 sequences of 256 tokens, ")  # of 24 in the run
-    assert note.endswith("; 0 longer ones are cut, and 0 without an answer within --seq-length left out")
+    assert note.endswith("; of all splits 0 longer ones are cut, and 0 without an answer within --seq-length left out")
     train(2, f"{flags} --save {tmp_path} --exit-interval 3")
     resumed = train(2, f"{flags} --load {tmp_path}")
     for name, first in (("lm_loss", 3), ("grad_norm", 3), ("validation_loss", 1)):

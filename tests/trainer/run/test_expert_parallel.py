@@ -184,6 +184,11 @@ TWO = "--num-experts 4 --expert-model-parallel-size 2"
         ("--expert-model-parallel-size 2", "is given, and --num-experts is not; give both, or neither"),
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts 3 is not divisible by"),
         (f"{TWO} --pipeline-model-parallel-size 4", "2 does not divide the 1 ranks of a stage that share out experts"),
+        (
+            "--num-experts 4 --disable-bias-linear --tensor-model-parallel-size 4 --sequence-parallel "
+            "--expert-tensor-parallel-size 1 --expert-model-parallel-size 2",
+            "would leave copies of an expert on the 4 tensor ranks, and copies are summed over replicas alone; raise",
+        ),
         (f"{TWO} --expert-tensor-parallel-size 2", "is neither 1 nor --tensor-model-parallel-size 1; give one of them"),
     ],
 )

@@ -101,7 +101,7 @@ class SeededDropout:
 
     def _hook(self, stack: str, number: int):
         def seed_layer(module: nn.Module, inputs: tuple) -> None:
-            if module.training and self._sample is not None:
+            if self._sample is not None:
                 self._seed_all(stack, number)
 
         return seed_layer

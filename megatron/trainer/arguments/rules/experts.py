@@ -153,10 +153,11 @@ def _shared_out(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--expert-tensor-parallel-size {cut} is neither 1 nor --tensor-model-parallel-size {t}; give one of them"
         )
-    if cut != t and ep == 1:
+    if ep * cut < t:
         raise ValueError(
-            f"--expert-tensor-parallel-size {cut} gives each of the {t} tensor ranks experts of its own, which only "
-            "--expert-model-parallel-size above 1 does; raise the latter, or leave the former out"
+            f"--expert-tensor-parallel-size {cut} with --expert-model-parallel-size {ep} would leave copies of an "
+            f"expert on the {t} tensor ranks, and copies are summed over replicas alone; raise the latter to "
+            f"{t // cut}, or leave the former out"
         )
     if num_replicas(args) * t % (cut * ep):
         raise ValueError(

@@ -2,8 +2,9 @@
 
 import argparse
 
-from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size
 from megatron.trainer.arguments.flags.training import FP8_RECIPES
+from megatron.trainer.arguments.rules.stages import layer_split
 
 
 def fp8(args: argparse.Namespace) -> None:
@@ -42,11 +43,18 @@ def _pipeline(args: argparse.Namespace, flag: str) -> None:
     ):
         if is_asked:
             raise ValueError(f"{name} does not go with {flag}: {reason}; leave one of the two out")
-    if args.fp8_recipe == "delayed" and (args.pipeline_recompute or choice.recompute):
-        raise ValueError(
-            f"{flag} with --fp8-recipe delayed does not go with --pipeline-recompute: a recomputed forward would have "
-            "the scales of a later microbatch; use --fp8-recipe tensorwise, or --recompute-granularity full"
-        )
+    if args.fp8_recipe != "delayed":
+        return
+    for name, is_asked, reason in (
+        ("--pipeline-recompute", args.pipeline_recompute or choice.recompute,
+         "a recomputed forward would have the scales of a later microbatch"),
+        ("--elastic-pipeline", args.elastic_pipeline, "scales would still be reduced over the ranks before a change"),
+        ("--mtp-num-layers", args.mtp_num_layers, "its layers have contexts of their own, which move scales on again"),
+    ):  # fmt: skip
+        if is_asked:
+            raise ValueError(
+                f"{flag} with --fp8-recipe delayed does not go with {name}: {reason}; use --fp8-recipe tensorwise"
+            )
 
 
 def _layers_in_bf16(args: argparse.Namespace) -> None:
@@ -57,12 +65,13 @@ def _layers_in_bf16(args: argparse.Namespace) -> None:
             "--first-last-layers-bf16 does not go with --fp8-recipe delayed, which has one FP8 context for all layers "
             "of a stage; use --fp8-recipe tensorwise"
         )
-    most = args.num_layers // args.pipeline_model_parallel_size
+    most = args.num_layers // layer_split(args)[0]
     for name in ("start", "end"):
         number = getattr(args, f"num_layers_at_{name}_in_bf16")
         if number > most:
             raise ValueError(
-                f"--num-layers-at-{name}-in-bf16 {number} is more than the layers of a rank, {most}; lower it"
+                f"--num-layers-at-{name}-in-bf16 {number} is more than {most}, the layers of a stage by "
+                "megatron.core's rule; lower it"
             )
 
 
@@ -72,13 +81,23 @@ def _sizes(args: argparse.Namespace, flag: str) -> None:
     if args.fp8_recipe != "mxfp8":
         width, tokens = 16, 8
     tensor = args.tensor_model_parallel_size
-    query = args.kv_channels * args.num_attention_heads
+    heads = args.num_attention_heads // tensor
+    if args.multi_latent_attention:
+        attention = {
+            "columns of the latents of queries": args.q_lora_rank or 0,
+            "columns of the latents of keys": args.kv_lora_rank,
+            "columns of a rank's values": args.v_head_dim * heads,
+        }
+    else:
+        attention = {"columns of a rank's queries": args.kv_channels * heads}
+    expert = (args.moe_ffn_hidden_size or args.ffn_hidden_size) if args.num_experts else 0
     rows = args.micro_batch_size * args.seq_length // args.context_parallel_size
     for what, size, divisor in (
         ("columns of the residual stream", args.hidden_size, width),
-        ("columns of a rank's queries", query // tensor, width),
+        *((what, size, width) for what, size in attention.items()),
         ("columns of a rank's feed-forward layer", args.ffn_hidden_size // tensor, width),
-        ("columns of an expert", (args.moe_ffn_hidden_size or args.ffn_hidden_size) if args.num_experts else 0, width),
+        ("columns of a rank's part of an expert", expert // expert_tensor_size(args), width),
+        ("columns of a rank's shared expert", (args.moe_shared_expert_intermediate_size or 0) // tensor, width),
         ("tokens of a microbatch on a rank", rows // (tensor if args.sequence_parallel else 1), tokens),
     ):
         if size % divisor:
