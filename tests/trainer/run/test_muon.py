@@ -87,7 +87,7 @@ SAME_BITS = {
 }  # fmt: skip
 
 
-@table("flags, num_ranks, cut, alone", SAME_BITS, usual=3)
+@table("flags, num_ranks, cut, alone", SAME_BITS, usual=2)
 def test_one_result_however_the_job_is_cut(flags, num_ranks, cut, alone):
     """Bit for bit: a matrix lies on one rank, whatever the schedule."""
     expected = joined_weights(train(1, f"{flags} {P1} {alone}"))
@@ -144,7 +144,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table("flags, writers, source, readers, target", CUTS, usual=2)
+@table("flags, writers, source, readers, target", CUTS, usual=1)
 def test_checkpoints_go_on_elsewhere(saved, flags, writers, source, readers, target):  # noqa: F811
     """With one moment of a matrix, two of the rest, and a counter of steps that all have in common."""
     check_cut(saved, f"{UNCLIPPED} {flags}", writers, source, readers, target, exact=True)

@@ -21,7 +21,7 @@ TWICE, FOUR, ALONE = (2, 1, 2), (1, 1, 4), (1, 1, 2)
 NEAR = Deviation(loss=1e-7, norm=1e-6, newest=2e-6, older=2e-6)
 """Replicas add up in another order."""
 ONE_MICROBATCH = Deviation(loss=1e-7, norm=1e-6, newest=1e-5, older=2e-6)
-"""Found: 4.4e-6 of a weight, whose gradient of one microbatch is small. A lost update is a hundred times as much."""
+"""Found: 4.4e-6 of a weight, whose gradient of one microbatch is small. A lost update is a thousand times as much."""
 WIDE = Deviation(loss=2e-7, norm=5e-6, newest=2e-5, older=2e-5)
 """Tensor ranks split every product."""
 IN_FP16 = Deviation(loss=5e-5, norm=5e-4, newest=2e-3, older=2e-3)
