@@ -70,7 +70,8 @@ def check_cut(saved, model, writers, source, readers, target, *, exact, case="tr
     assert found.keys() == expected.keys() == {4, 5, 6}
     for iteration, record in found.items():
         for name, tolerance in (("lm_loss", 0 if exact else 1e-6), ("grad_norm", 1e-12 if exact else 2e-6)):
-            assert record[name] == pytest.approx(expected[iteration][name], rel=tolerance, abs=0), (iteration, name)
+            value = expected[iteration][name]  # without a norm: the step was skipped
+            assert record[name] == (value and pytest.approx(value, rel=tolerance, abs=0)), (iteration, name)
     weights, expected_weights = joined_weights(rest), joined_weights(whole)
     names = weights.keys() & expected_weights.keys()
     assert weights.keys() ^ expected_weights.keys() <= {"output_layer.weight"}  # a copy of the tied embedding
