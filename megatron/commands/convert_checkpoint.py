@@ -314,7 +314,10 @@ def _whole(output: Path) -> Iterator[Path]:
     output.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{output.name}.incomplete."
     for left in output.parent.glob(f"{glob.escape(prefix)}*"):
-        lock = os.open(left, os.O_RDONLY)
+        try:
+            lock = os.open(left, os.O_RDONLY)
+        except FileNotFoundError:
+            continue  # another conversion has just published or removed it
         if try_lock(lock, fcntl.LOCK_EX):
             shutil.rmtree(left, ignore_errors=True)
             unlock_and_close(lock)

@@ -15,34 +15,6 @@ from megatron.pipeline.schedules.placements import round_robin
 Condition = Callable[[PipelineSchedule, Order], object]
 
 
-def _balances(s: PipelineSchedule, o: Order) -> bool:
-    return s.balance
-
-
-def _groups(s: PipelineSchedule, o: Order) -> bool:
-    return s.microbatch_group_size is not None
-
-
-def _on_host(s: PipelineSchedule, o: Order) -> bool:
-    return s.residency is not None
-
-
-def _overlaps(s: PipelineSchedule, o: Order) -> bool:
-    return not s.weights.drains
-
-
-def _predicts(s: PipelineSchedule, o: Order) -> bool:
-    return s.weights.predicts
-
-
-def _ties(s: PipelineSchedule, o: Order) -> bool:
-    return s.tied_embeddings
-
-
-def _updates_alone(s: PipelineSchedule, o: Order) -> bool:
-    return s.weights.updates_alone
-
-
 _STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
     (
         lambda s, o: o.virtual_stages is not None and s.num_virtual_stages not in (1, o.virtual_stages),
@@ -71,12 +43,12 @@ _STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
 
 _WEIGHTS: tuple[tuple[Condition, str], ...] = (
     (
-        lambda s, o: o.drains and _overlaps(s, o),
+        lambda s, o: o.drains and not s.weights.drains,
         "{s.order} drains in every batch, so the versions of {s.weights.name} would buy nothing; use weights flush, or "
         "order 1f1b",
     ),
     (
-        lambda s, o: o.merges and _overlaps(s, o),
+        lambda s, o: o.merges and not s.weights.drains,
         "{s.order} takes one batch at a time, and under {s.name_of_weights} batches follow one another without a "
         "drain; use weights flush, or one stage on each rank",
     ),
@@ -118,7 +90,7 @@ _WEIGHTS: tuple[tuple[Condition, str], ...] = (
         "{s.order} has no warm-up that could be extended; drop extra_warmup",
     ),
     (
-        lambda s, o: _updates_alone(s, o) and o.max_in_flight(0) is None,
+        lambda s, o: s.weights.updates_alone and o.max_in_flight(0) is None,
         "{s.order} does not say how many microbatches are in flight, and {s.name_of_weights} keeps a weight version "
         "for each; use an order that says it, or weights flush",
     ),
@@ -126,7 +98,7 @@ _WEIGHTS: tuple[tuple[Condition, str], ...] = (
 
 _FEATURES: tuple[tuple[Condition, str], ...] = (
     (
-        lambda s, o: s.extra_warmup and _updates_alone(s, o),
+        lambda s, o: s.extra_warmup and s.weights.updates_alone,
         "{s.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it",
     ),
     (
@@ -140,12 +112,12 @@ _FEATURES: tuple[tuple[Condition, str], ...] = (
         "or rank_of_stage",
     ),
     (
-        lambda s, o: s.balance and _updates_alone(s, o),
+        lambda s, o: s.balance and s.weights.updates_alone,
         "{s.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop balance, or "
         "use flush or 2bw",
     ),
     (
-        lambda s, o: s.residency is not None and _overlaps(s, o),
+        lambda s, o: s.residency is not None and not s.weights.drains,
         "weights on the host have one version, and {s.name_of_weights} needs more; use weights flush, or leave them on "
         "the device",
     ),
@@ -173,7 +145,7 @@ _FEATURES: tuple[tuple[Condition, str], ...] = (
 
 _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
     (
-        lambda s, o: not _predicts(s, o) and (s.provisional_microbatches is not None or s.reduce_partial),
+        lambda s, o: not s.weights.predicts and (s.provisional_microbatches is not None or s.reduce_partial),
         "weights {s.weights.name} predict nothing, so nothing is read for it; drop provisional_microbatches and "
         "reduce_partial, or use weights 2bw-provisional",
     ),
@@ -183,7 +155,7 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
         "drop reduce_partial, or read 1 or more",
     ),
     (
-        lambda s, o: s.num_virtual_stages > 1 and _predicts(s, o),
+        lambda s, o: s.num_virtual_stages > 1 and s.weights.predicts,
         "weights {s.weights.name} predict for one stage on each rank, not {s.num_virtual_stages}; use weights 2bw, or "
         "one stage",
     ),
@@ -198,13 +170,38 @@ _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
         "{s.tied_stage}; drop tied_stage, or keep weights on the device",
     ),
     (
-        lambda s, o: s.tied_embeddings and _updates_alone(s, o),
+        lambda s, o: s.tied_embeddings and s.weights.updates_alone,
         "under {s.name_of_weights} every stage updates at its own time, so the first and the last one cannot share an "
         "embedding; untie the embeddings, or use flush or 2bw",
     ),
 )
 
 # The next tables share a sentence for all rows. A row has a condition, the refused choice and the reason.
+
+
+def _balances(s: PipelineSchedule, o: Order) -> bool:
+    return s.balance
+
+
+def _groups(s: PipelineSchedule, o: Order) -> bool:
+    return s.microbatch_group_size is not None
+
+
+def _on_host(s: PipelineSchedule, o: Order) -> bool:
+    return s.residency is not None
+
+
+def _predicts(s: PipelineSchedule, o: Order) -> bool:
+    return s.weights.predicts
+
+
+def _ties(s: PipelineSchedule, o: Order) -> bool:
+    return s.tied_embeddings
+
+
+def _updates_alone(s: PipelineSchedule, o: Order) -> bool:
+    return s.weights.updates_alone
+
 
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
     (_balances, "balance", "moves what a whole backward needs, of which an I leaves another part"),
@@ -226,7 +223,7 @@ _FROZEN: tuple[tuple[Condition, str, str], ...] = (
 
 _EDGES: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not o.follows_edges, "{s.order}", "passes each stage's output to the next one"),
-    (lambda s, o: _overlaps(s, o) and not s.weights.refreshes, "{s.name_of_weights}",
+    (lambda s, o: not s.weights.drains and not s.weights.refreshes, "{s.name_of_weights}",
      "counts how far ahead a stage of a chain is"),
     (_balances, "balance", "pairs the stages of a chain"),
     (_on_host, "weights on the host", "come and go by the order of a chain"),

@@ -178,8 +178,7 @@ class _Degrees:
 
     def _floor(self, choice: Choice, some: str) -> Rejected | None:
         """The rejection of all schedules if one microbatch on one weight version already exceeds the memory."""
-        batch = choice.micro_batch_size * self.choice.data
-        single = replace(choice, schedule=some, virtual=1, global_batch_size=batch)
+        single = self._single(choice, some)
         configuration = self._configuration(single)
         verdict = self.planner.judge(configuration, self.planner.least_memory(configuration))
         return self._rejected(verdict, single, shown=choice, what="misses at least")

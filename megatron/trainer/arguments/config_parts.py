@@ -14,6 +14,7 @@ Keys without influence on a trained model are listed. Every other key, and every
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,18 +24,18 @@ Facts = dict[str, object]
 """Destination of a flag -> its value."""
 
 
-class Part:
+class Part(ABC):
     """Some keys of a configuration. `names`: these keys."""
 
     names: tuple[str, ...]
 
+    @abstractmethod
     def read(self, config: Mapping[str, object]) -> Facts:
         """The values of flags that the keys mean. Raises ValueError for a key that is missing, or that no flag says."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, facts: Facts) -> dict[str, object]:
         """The keys with the values that mean these flags."""
-        raise NotImplementedError
 
 
 def present(config: Mapping[str, object], names: Iterable[str], remedy: str = "write it into config.json") -> object:

@@ -20,7 +20,7 @@ import torch
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.flags.attention import ATTENTION, OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
-from megatron.trainer.arguments.flags.experts import EXPERTS
+from megatron.trainer.arguments.flags.experts import EXPERTS, has_experts
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
@@ -185,7 +185,7 @@ def _of_experts(args: TrainConfig | argparse.Namespace, name: str) -> object:
     """The value of an argument about experts: False or 0 where it asks for nothing, and a 1 or 0 for each layer."""
     value = _value(args, name)
     if name == "moe_layer_freq" and isinstance(value, int):
-        return [int(number % value == 0) for number in range(args.num_layers)]
+        return [int(each) for each in has_experts(value, args.num_layers)]
     return value if value is not None else 0
 
 

@@ -40,6 +40,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OLDER_VERSIONS
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of
 
 # --- the elements that a rank owns ------------------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ def ranged_optimizer_state(
 
     The data are the optimizer's own tensors.
     """
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = optimizers_of(optimizer)
     states = [
         _distributed_state(inner, model)
         if isinstance(inner, DistributedOptimizer)
@@ -142,13 +143,6 @@ def _wholes(parameter: ShardedTensor | ShardedTensorFactory, key: str) -> tuple[
 
 _DISTRIBUTED_MASTER, _MIXED_MASTER = "optimizer.state.param.", "optimizer.state.fp32_param."
 _SHARDING = "param_state_sharding_type"
-
-
-def is_distributed(optimizer: MegatronOptimizer) -> bool:
-    """Whether an optimizer is megatron.core's DistributedOptimizer, alone or in a chain."""
-    return any(
-        isinstance(inner, DistributedOptimizer) for inner in getattr(optimizer, "chained_optimizers", [optimizer])
-    )
 
 
 def needs_conversion(optimizer: MegatronOptimizer, saved: dict | None) -> bool:
@@ -209,7 +203,7 @@ def convert_loaded(loaded: dict, optimizer: MegatronOptimizer) -> dict:
 
     Precondition: the model is already loaded.
     """
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = optimizers_of(optimizer)
     if len(chain) > 1:
         return {number: convert_loaded(loaded[number], each) for number, each in enumerate(chain)}
     return _to_distributed(loaded, chain[0]) if is_distributed(optimizer) else _to_plain(loaded)
@@ -221,7 +215,7 @@ def convert_step_counters(loaded: dict, optimizer: MegatronOptimizer) -> None:
     torch's Adam and similar optimizers have the counter beside the moments, Apex's and Transformer Engine's in their
     groups. A state that was saved before the first update has no counter.
     """
-    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    chain = optimizers_of(optimizer)
     states = [loaded] if len(chain) == 1 else [loaded[index] for index in range(len(chain))]
     for inner, state in zip(chain, states, strict=True):
         plain = state.get("optimizer", state)

@@ -392,6 +392,6 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
 
     So saving and loading find the same tensors at any time.
     """
-    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for inner in optimizers_of(optimizer):
         if inner.optimizer is not None:
             complete_optimizer_state(inner.optimizer)

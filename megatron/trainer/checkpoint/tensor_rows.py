@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.experts import has_experts
 from megatron.trainer.checkpoint.tensor_table import (
     FURTHER_LAYERS,
     INNER,
@@ -247,21 +248,15 @@ REPEATED = {
 """Tensors there that some files have although they are another one -> what they are here."""
 
 
-def layers_with_experts(args: TrainConfig) -> list[bool]:
-    """Whether each layer has experts."""
-    pattern, count = args.moe_layer_freq, args.num_layers
-    if args.num_experts is None:
-        return [False] * count
-    return [bool(each) for each in pattern] if isinstance(pattern, list) else [n % pattern == 0 for n in range(count)]
-
-
 def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
     """All tensors of a model, layer by layer.
 
     `args`: completed, with `padded_vocab_size`, and `vocab_size` as in the files.
     """
     rows = [row for row in TABLE[model_type] if row.where(args)]
-    experts, further = layers_with_experts(args), args.mtp_num_layers or 0
+    experts, further = [False] * args.num_layers, args.mtp_num_layers or 0
+    if args.num_experts is not None:
+        experts = has_experts(args.moe_layer_freq, args.num_layers)
     ends = [row for row in rows if not row.of_layer]
     yield from (_tensor(row, args) for row in ends if row.key.startswith("embedding."))
     for layer in range(args.num_layers + further):

@@ -211,11 +211,11 @@ def build_conversations(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> 
 
     Collective: every rank must call it. Raises ValueError as `files.conversations.read`, too.
     """
+    if tokenizer.eod is None:
+        raise ValueError("--sft ends each answer with the tokenizer's end token, and it has none; name its eos_token")
     blend, per_split = blends(args)
     paths = {path for each in (blend, *(per_split or ())) if each for path in each[0]}
     prompt_format = conversations.PROMPT_FORMATS[args.sft_tokenizer_prompt_format]
-    if tokenizer.eod is None:
-        raise ValueError("--sft ends each answer with the tokenizer's end token, and it has none; name its eos_token")
     documents: dict[str, Documents] = {}
     with agreed():
         if parallel_state.get_tensor_model_parallel_rank() == 0:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.experts import has_experts
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 
 logger = logging.getLogger(__name__)
@@ -79,9 +80,7 @@ def flops_per_sample(args: TrainConfig) -> float:
     of_column = args.hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
     mlp = mlp_of_last = args.ffn_hidden_size * of_column
     if args.num_experts is not None:
-        pattern = args.moe_layer_freq
-        if isinstance(pattern, int):
-            pattern = [number % pattern == 0 for number in range(args.num_layers)]
+        pattern = has_experts(args.moe_layer_freq, args.num_layers)
         columns = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
         chosen = columns * of_column + args.hidden_size * args.num_experts
         mlp_of_last = chosen if pattern[-1] else mlp

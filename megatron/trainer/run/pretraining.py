@@ -22,7 +22,7 @@ from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
-from megatron.pipeline.runtime.stages.megatron.reduction import is_dense
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args

@@ -27,6 +27,7 @@ which a checkpoint brings along, so it is chosen after loading.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,7 +51,7 @@ from megatron.trainer.models import core_config
 # --- LAMB, and AdamW with narrow moments ------------------------------------------------------------------------------
 
 
-class _OneByOne(torch.optim.Optimizer):
+class _OneByOne(torch.optim.Optimizer, ABC):
     """Steps each parameter by itself. Its state is Adam's: `step`, `exp_avg`, `exp_avg_sq`.
 
     Args:
@@ -83,8 +84,9 @@ class _OneByOne(torch.optim.Optimizer):
                     self._step(parameter, self.state[parameter], group)
         return loss
 
+    @abstractmethod
     def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Step one parameter in place."""
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -286,7 +288,7 @@ _WITH_KERNELS = (torch.optim.Adam, torch.optim.SGD)  # and AdamW, which is an Ad
 def choose_kernel(optimizer: MegatronOptimizer, kernel: str) -> None:
     """Set the kernel, one of `KERNELS`, that `optimizer` steps with. Optimizers that are not torch's (Apex, Transformer
     Engine) have only one."""
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for each in optimizers_of(optimizer):
         inner = getattr(each, "optimizer", None)
         if isinstance(inner, _WITH_KERNELS):
             for group in inner.param_groups:

@@ -87,6 +87,14 @@ def test_what_the_named_gpu_lacks(gpu, recipe, said):
         )
 
 
+@pytest.mark.parametrize("flag", ["", "--first-last-layers-bf16"])
+def test_a_dry_run_says_what_it_does_not_count(flag):
+    """Layers that stay in the model's precision."""
+    flags = f"{SMALL} {SIZES} --bf16 {TENSORWISE} {flag} --dry-run 1 --dry-run-gpu H100"
+    notes = dry_run.check_job(parse_args(flags.split())).notes
+    assert any("as if all layers were in FP8" in note for note in notes) is bool(flag)
+
+
 def test_scales_that_replicas_share_take_a_queue():
     """No stream may share its hardware queue with the reductions of scales, which computations wait for."""
     flags = f"{SIZES} --tensor-model-parallel-size 2 {P2} --pipeline-schedule 2bw --global-batch-size 8"

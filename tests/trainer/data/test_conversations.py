@@ -1,15 +1,17 @@
 """Conversations share sequences: each stands once in an epoch, whole, with labels of its own."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.tokenizers import MegatronTokenizer
-from megatron.trainer.data.conversations import Documents, PackedDocuments, best_fit
+from megatron.trainer.data.conversations import Documents, PackedDocuments, best_fit, build_conversations
 from megatron.trainer.files.conversations import PROMPT_FORMATS
+from tests.draws import draws
 
 FORMAT, END = PROMPT_FORMATS["nemotron-h-aligned"], 0
 CHATS = [[("user", "ab"), ("assistant", "c" * size)] for size in (1, 30, 4, 60, 11)]
@@ -22,7 +24,7 @@ def documents(length: int) -> Documents:
 
 
 @given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 30))
-@settings(max_examples=200, deadline=None)
+@draws(200)
 def test_best_fit_wastes_little(lengths, capacity):
     """Each number stands once, no sequence is over-full, and no two could be one; equal input, equal output."""
     sequences = best_fit(lengths, capacity)
@@ -75,3 +77,9 @@ def test_the_end_is_learned_behind_an_answer_only(name):
     found = Documents.of([[open_end], [open_end[:2]]], tokenizer, PROMPT_FORMATS[name], length=200)
     ends = found.borders[1:] - 1
     assert found.tokens[ends].tolist() == [END, END] and found.has_loss[ends].tolist() == [False, True]
+
+
+def test_a_tokenizer_without_an_end_token_is_refused():
+    args = SimpleNamespace(sft_tokenizer_prompt_format="chatml")
+    with pytest.raises(ValueError, match="name its eos_token"):
+        build_conversations(args, SimpleNamespace(eod=None))

@@ -74,6 +74,15 @@ def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     check(train(ranks, f"{EXPERTS} {flags} {cut}"), on_one_rank(flags), tolerance)
 
 
+def test_random_choices_do_not_depend_on_the_cut():
+    """In training and in evaluations, which draw in their own microbatches."""
+    flags = f"{EXPERTS} --moe-router-force-load-balancing --eval-iters 1 --eval-interval 3"
+    one, two = (train(ranks, f"{flags} {cut}")[-1]["records"] for ranks, cut in ((1, ""), (2, DEEP)))
+    for name in ("lm_loss", "validation_loss"):
+        expected = [record[name] for record in one if name in record]
+        assert expected and [record[name] for record in two if name in record] == expected
+
+
 def test_losses_of_routers_are_reported():
     """The log and the metrics have them for training, and not for evaluations, where no router has any."""
     last = train(1, f"{EXPERTS} --eval-iters 1 --eval-interval 3")[-1]

@@ -200,7 +200,7 @@ def stepped(make, *kernels):
         if state is not None:
             inner.load_state_dict(copy.deepcopy(state))
         if kernel is not None:
-            choose_kernel(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]), kernel)
+            choose_kernel(SimpleNamespace(optimizer=inner), kernel)
         with Operations() as operations:
             for _ in range(2):
                 for parameter in parameters:

@@ -56,7 +56,8 @@ class SeededDropout:
         self._generator = torch.Generator(device=backend.device())
         self._sample: int | None = None
         self._embedding_number = _EMBEDDING_NUMBER
-        self.active = _draws(model)
+        self._chooses = _chooses(model)  # in evaluations, too
+        self.active = self._chooses or _drops(model)
         if self.active:
             self._register(model)
 
@@ -101,7 +102,7 @@ class SeededDropout:
 
     def _hook(self, stack: str, number: int):
         def seed_layer(module: nn.Module, inputs: tuple) -> None:
-            if self._sample is not None:
+            if self._sample is not None and (module.training or self._chooses):
                 self._seed_all(stack, number)
 
         return seed_layer
@@ -144,8 +145,12 @@ class UnseededDropout:
         return nullcontext()
 
 
-def _draws(model: nn.Module) -> bool:
+def _drops(model: nn.Module) -> bool:
     rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     rates += [module.hidden_dropout for module in model.modules() if hasattr(module, "hidden_dropout")]
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    return any(rate > 0 for rate in rates) or any(each.config.moe_router_force_load_balancing for each in routers)
+    return any(rate > 0 for rate in rates)
+
+
+def _chooses(model: nn.Module) -> bool:
+    routers = (module for module in model.modules() if isinstance(module, Router))
+    return any(each.config.moe_router_force_load_balancing for each in routers)

@@ -14,6 +14,13 @@ def layers_with_experts(text: str) -> int | list[int]:
     return pattern_of_layers(text, "--moe-layer-freq")
 
 
+def has_experts(pattern: int | list[int], num_layers: int) -> list[bool]:
+    """Whether each layer has experts, by the value of `--moe-layer-freq`."""
+    if isinstance(pattern, int):
+        return [layer % pattern == 0 for layer in range(num_layers)]
+    return [bool(each) for each in pattern]
+
+
 def pattern_of_layers(text: str, flag: str) -> int | list[int]:
     """A number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError that names the flag."""
     try:

@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.specification import name_of
 
 
@@ -123,12 +124,13 @@ def _precision_aware(args: argparse.Namespace) -> None:
             raise ValueError(f"{name_of(name)} {value} needs --use-precision-aware-optimizer; add it")
     if not args.use_precision_aware_optimizer:
         return
+    choice = choice_of(args)
     for name, (is_asked, remedy) in {
         f"--optimizer {args.optimizer}": (args.optimizer != "adam", "use adam"),
         "a run without --use-distributed-optimizer": (not args.use_distributed_optimizer, "add it"),
         "--grad-reduce-in-bf16": (args.grad_reduce_in_bf16, "leave it out, since gradients are FP32"),
         "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "leave it out"),
-        "--pipeline-schedule l2l": (args.pipeline_schedule == "l2l", "use another schedule: the host steps in FP32"),
+        choice.flag: (choice.residency is not None, "use another schedule: the host steps in FP32"),
         f"--2bw-provisional {args.pipeline_2bw_provisional}": (
             args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
             "use --2bw-provisional off: predictions read moments in FP32",

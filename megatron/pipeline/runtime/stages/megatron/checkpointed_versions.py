@@ -11,9 +11,9 @@ Each older version is an entry with its age in its name: 'previous_version' is o
 the step between them was skipped, or the checkpoint was written under a policy that needs fewer versions.
 
 The prediction for the next batch is the entry 'provisional_version', while the model is the true weights. Replicas that
-predict from their own gradients have one entry each; experts that replicas share out are in the entry that has the
-number of their copy. If a checkpoint lacks the entry (another policy), the run starts
-from the true weights. Runs under other policies ignore the entry.
+predict from their own gradients have one entry each; of experts that replicas share out, each copy has one. If a
+checkpoint lacks the entry (another policy), the run starts from the true weights. Runs under other policies ignore the
+entry.
 
 If predictions take the last update again, a drained run already knows the prediction after that: it is the entry
 'upcoming_version'. Without it, that prediction equals the true weights.

@@ -3,11 +3,10 @@
 **Halves.** Problem: a layer that is built with `delay_wgrad_compute` keeps, in each backward, the factors of its weight
 gradient in a queue, first in, first out. Its method `backward_dw` takes the oldest, and **assigns** the gradient to
 ``.grad``, past autograd and the hooks that add gradients to the batch's buffer; older releases assign it only where
-there is none.
-Under fused accumulation it adds the gradient to `main_grad`. The gradients of norms come with the whole backward. So do
-those of biases that are not added inside the product (of row-parallel layers, and those that the layer returns), and
-those of all biases in FP8; and `backward_dw` fails if it does not find them in ``.grad``, from where a hook has taken
-them.
+there is none. Under fused accumulation it adds the gradient to `main_grad`. The gradients of norms come with the whole
+backward. So do those of biases that are not added inside the product (of row-parallel layers, and those that the layer
+returns), and those of all biases in FP8; and `backward_dw` fails if it does not find them in ``.grad``, from where a
+hook has taken them.
 
 Solution: after an I, what the layers have put off is listed in the microbatch's `WeightProducts`, beside that of
 megatron.core's own linears. A product of W calls `backward_dw`, takes the gradients out of ``.grad``, and gives them to
@@ -56,6 +55,8 @@ class EngineLinears:
 
     def begin_forward(self, batch: int) -> None:
         """Announce the forward of a microbatch, whose weights are those of `batch`. Batches come in ascending order."""
+        if not self._casting:
+            return
         self._waiting[batch] += 1
         self._forget(but=batch)
         self.show_batch(batch)
@@ -72,12 +73,14 @@ class EngineLinears:
 
     def end_backward(self, batch: int) -> None:
         """Announce that a microbatch of `batch` needs its weights no more."""
+        if not self._casting:
+            return
         self._waiting[batch] -= 1
-        self._forget(but=max(self._casts, default=batch))
+        self._forget(but=max(self._casts))
 
     def _forget(self, but: int) -> None:
         for batch in [each for each in self._casts if not self._waiting[each] and each != but]:
-            del self._casts[batch]
+            del self._casts[batch], self._waiting[batch]
 
     @contextmanager
     def putting_off(self, products: WeightProducts) -> Iterator[None]:

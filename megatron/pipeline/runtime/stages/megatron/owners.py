@@ -3,10 +3,9 @@
 Problem: megatron.core's distributed optimizer cuts flat buffers into shards. An optimizer such as Muon steps a matrix
 as a whole.
 
-Solution: each parameter has one owner among the replicas (`owners_of`), an expert among those that hold it, where ranks
-share out experts. Gradients are averaged on all replicas.
-megatron.core's plain optimizer of a replica holds and steps the parameters that the replica owns. Then the replicas
-exchange the weights.
+Solution: each parameter has one owner (`owners_of`): of an expert one of the ranks that hold it, of any other weight
+one of the replicas. Gradients are averaged on all of them. megatron.core's plain optimizer of a rank holds and steps
+the parameters that the rank owns. Then the ranks exchange the weights.
 
 Weights lie in flat buffers, one for each owner, kind and dtype, and the parameters are views of them. So an exchange is
 one broadcast of each buffer, in place. A slot of the weight versions is one set of such buffers, and the exchange fills

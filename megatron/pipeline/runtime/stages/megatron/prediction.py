@@ -242,7 +242,8 @@ class MegatronPrediction:
             dist.all_reduce(squares[2], group=parallel_state.get_expert_tensor_and_model_parallel_group())
             if reads_shards:
                 dist.all_reduce(squares[2], group=self._shards_group(of_experts=True))
-            squares[0] += squares[2] / self._sharing  # so many times the share of the batch, with as large a sum
+            # An expert's sum is over `_sharing` times as many microbatches, and its square grows as their number.
+            squares[0] += squares[2] / self._sharing
         return squares[:2]
 
     def _shards_group(self, *, of_experts: bool) -> dist.ProcessGroup:

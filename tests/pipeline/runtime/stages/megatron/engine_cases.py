@@ -36,6 +36,7 @@ def train_in_fp8(**options) -> InFP8:
     def counted(linears: EngineLinears, batch: int | None) -> None:
         show(linears, batch)
         kept.append(len(linears._casts))
+        assert linears._waiting.keys() <= linears._casts.keys()  # nothing stays of batches that have ended
         for module in linears._casting:
             for key in ("scaling_fwd", "scaling_bwd"):
                 if key in module.fp8_meta:
