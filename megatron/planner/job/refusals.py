@@ -10,7 +10,7 @@ tensors that ranks send stay in 16 bits, too.
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.devices import Device
 from megatron.planner.job.software import Software
-from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.architecture import Architecture, Latents
 from megatron.planner.memory.recompute import RecomputeScope
 
 OVERLAPPED = ("flush", "interleaved")
@@ -130,6 +130,48 @@ def refuse_units(gpu: str, device: Device) -> None:
         raise ValueError(f"{gpu} has no units for FP8; give a GPU that has, as H100, or another precision")
 
 
+def undivided_in_fp8(
+    *,
+    tensor: int,
+    hidden: int,
+    heads: tuple[int, int],
+    latents: tuple[Latents, int] | None,
+    feed_forward: tuple[int, ...],
+    expert: int,
+    tokens: int,
+    recipe: str = "delayed",
+) -> str | None:
+    """The first size that Transformer Engine does not multiply in FP8, in words; None: it multiplies all.
+
+    Args:
+        tensor: tensor parallel size, over which the widths of heads and feed-forward layers are divided.
+        heads: widths of all queries, and of all keys.
+        latents: of latent attention, with the number of heads; None: it has none, and `heads` are what is multiplied.
+        feed_forward: widths of the feed-forward layer and of the shared expert; 0: there is none.
+        expert: width of a rank's part of an expert; 0: there are none.
+        tokens: those of a microbatch on a rank.
+    """
+    width, rows = (32, 32) if recipe == "mxfp8" else (_WIDTH, _TOKENS)
+    names = "a rank's queries", "a rank's keys"
+    columns = {name: size // tensor for name, size in zip(names, heads, strict=True)}
+    if latents is not None:
+        own, number = latents
+        columns = {
+            "the latents of queries": own.query_rank,
+            "the latents of keys": own.key_rank,
+            "rotated keys": own.rotated,
+            "a rank's values": own.value * number // tensor,
+        }
+    columns |= {"the residual stream": hidden, "a rank's part of an expert": expert}
+    names = "a rank's feed-forward layer", "a rank's shared expert"
+    columns |= {name: size // tensor for name, size in zip(names, feed_forward, strict=True)}
+    sizes = [(f"columns of {name}", size, width) for name, size in columns.items()]
+    for what, size, divisor in (*sizes, ("tokens of a microbatch on a rank", tokens, rows)):
+        if size % divisor:
+            return f"{what} are {size}, and products in FP8 take multiples of {divisor}"
+    return None
+
+
 def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Configuration) -> None:
     """Raise ValueError for FP8 training that is impossible or not modelled. `gpu`: the device's name."""
     refuse_units(gpu, device)
@@ -141,21 +183,17 @@ def refuse_fp8(gpu: str, device: Device, model: Architecture, configuration: Con
     ):
         if is_asked:
             raise ValueError(f"FP8 with {what} is not modelled: {reason}; give another schedule or precision")
-    t = configuration.tensor
-    tokens = configuration.micro_batch_size * (model.sequence_length // configuration.context)
-    wide = model.ffn_hidden_size * (2 if model.gated else 1)
-    sizes = [
-        (model.hidden_size, _WIDTH, "columns of the residual stream"),
-        (model.query_width // t, _WIDTH, "columns of a rank's queries"),
-        (model.key_width // t, _WIDTH, "columns of a rank's keys"),
-        (wide // t, _WIDTH, "columns of a rank's feed-forward layer"),
-        (tokens, _TOKENS, "tokens of a microbatch"),
-    ]
-    if model.experts:
-        columns = model.experts.ffn_hidden_size // configuration.expert_degrees.tensor
-        sizes.append((columns, _WIDTH, "columns of a rank's part of an expert"))
-    for size, divisor, what in sizes:
-        if size % divisor:
-            raise ValueError(
-                f"{what} are {size}, and products in FP8 take multiples of {divisor}; give another precision"
-            )
+    experts, t = model.experts, configuration.tensor
+    undivided = undivided_in_fp8(
+        tensor=t,
+        hidden=model.hidden_size,
+        heads=(model.query_width, model.key_width),
+        latents=model.latents and (model.latents, model.num_attention_heads),
+        feed_forward=(model.ffn_hidden_size, experts.shared_ffn_hidden_size if experts else 0),
+        expert=experts.ffn_hidden_size // configuration.expert_degrees.tensor if experts else 0,
+        tokens=configuration.micro_batch_size
+        * (model.sequence_length // configuration.context)
+        // (t if configuration.sequence_parallel else 1),
+    )
+    if undivided is not None:
+        raise ValueError(f"{undivided}; give another precision")

@@ -129,7 +129,8 @@ def test_copies_of_weights_are_kept():
         ({"schedule": "l2l", "virtual": 24}, "FP8 with l2l is not modelled: weights that come from the host"),
         ({"schedule": "2bw", "provisional": "stage"}, "FP8 with provisional weights is not modelled"),
         ({"model": {"kv_channels": 12, "num_query_groups": 1, "num_attention_heads": 4}}, "a rank's keys are 12, and"),
-        ({"model": {"sequence_length": 1001}, "micro_batch_size": 1}, "tokens of a microbatch are 1001, and products"),
+        ({"model": {"sequence_length": 1001}, "micro_batch_size": 1}, "tokens of a microbatch on a rank are 1001, and"),
+        ({"model": {"gated": True, "ffn_hidden_size": 4104}}, "a rank's feed-forward layer are 4104, and"),
         ({"gpu": "A100-80"}, "A100-80 has no units for FP8"),
     ],
 )  # fmt: skip

@@ -49,7 +49,7 @@ NARROW = "--use-precision-aware-optimizer --use-distributed-optimizer"
             f"{FP8} {P2} --fp8-recipe tensorwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 3",
             "--num-layers-at-end-in-bf16 3 is more than 2, the layers of a stage",
         ),
-        (f"{FP8} --hidden-size 72", "columns of the residual stream are 72, and .* take multiples of 16"),
+        (f"{FP8} --hidden-size 72", "columns of a rank's queries are 72, and .* take multiples of 16"),
         (f"{FP8} --fp8-recipe mxfp8 --seq-length 8", "tokens of a microbatch on a rank are 8, .* multiples of 32"),
         ("--moe-router-padding-for-quantization --num-experts 4 --disable-bias-linear", "is for FP8; add --fp8-format"),
         (f"{NARROW} --exp-avg-dtype fp16", "--exp-avg-dtype fp16 has so narrow a range .*use bf16"),

@@ -2,8 +2,10 @@
 
 import argparse
 
+from megatron.planner.job.refusals import undivided_in_fp8
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size
 from megatron.trainer.arguments.flags.training import FP8_RECIPES
+from megatron.trainer.arguments.rules.attention import latents_of
 from megatron.trainer.arguments.rules.stages import layer_split
 
 
@@ -77,31 +79,19 @@ def _layers_in_bf16(args: argparse.Namespace) -> None:
 
 def _sizes(args: argparse.Namespace, flag: str) -> None:
     """Refuse sizes that Transformer Engine does not multiply in FP8."""
-    width = tokens = 32
-    if args.fp8_recipe != "mxfp8":
-        width, tokens = 16, 8
-    tensor = args.tensor_model_parallel_size
-    heads = args.num_attention_heads // tensor
-    if args.multi_latent_attention:
-        attention = {
-            "columns of the latents of queries": args.q_lora_rank or 0,
-            "columns of the latents of keys": args.kv_lora_rank,
-            "columns of a rank's values": args.v_head_dim * heads,
-        }
-    else:
-        attention = {"columns of a rank's queries": args.kv_channels * heads}
+    t, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
+    latents = latents_of(args)
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
     expert = (args.moe_ffn_hidden_size or args.ffn_hidden_size) if args.num_experts else 0
-    rows = args.micro_batch_size * args.seq_length // args.context_parallel_size
-    for what, size, divisor in (
-        ("columns of the residual stream", args.hidden_size, width),
-        *((what, size, width) for what, size in attention.items()),
-        ("columns of a rank's feed-forward layer", args.ffn_hidden_size // tensor, width),
-        ("columns of a rank's part of an expert", expert // expert_tensor_size(args), width),
-        ("columns of a rank's shared expert", (args.moe_shared_expert_intermediate_size or 0) // tensor, width),
-        ("tokens of a microbatch on a rank", rows // (tensor if args.sequence_parallel else 1), tokens),
-    ):
-        if size % divisor:
-            raise ValueError(
-                f"{flag}: {what} are {size}, and products with --fp8-recipe {args.fp8_recipe} take multiples of "
-                f"{divisor}; change the size, or leave the flag out"
-            )
+    undivided = undivided_in_fp8(
+        tensor=t,
+        hidden=args.hidden_size,
+        heads=(args.kv_channels * args.num_attention_heads, args.kv_channels * (groups or args.num_attention_heads)),
+        latents=latents and (latents, args.num_attention_heads),
+        feed_forward=(args.ffn_hidden_size, args.moe_shared_expert_intermediate_size or 0),
+        expert=expert // expert_tensor_size(args),
+        tokens=tokens // (t if args.sequence_parallel else 1),
+        recipe=args.fp8_recipe,
+    )
+    if undivided is not None:
+        raise ValueError(f"{flag}: {undivided}; change the size, or leave the flag out")
