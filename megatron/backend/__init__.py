@@ -5,8 +5,9 @@ streams in a few dozen places, and fails on a machine without CUDA.
 
 Solution: `install()`, called once before the first `import megatron.core`. It sets the environment, puts a few
 stand-ins in place if there is no CUDA (`cpu.py`, each with its reason), imports megatron.core, and repairs the faults
-that the wheel has without Transformer Engine and Apex (`fixes.py`). With CUDA it replaces nothing of torch. Everything
-else in the project asks this module for the device, the process-group backend, the memory and the random numbers.
+that the wheel has without Transformer Engine and Apex (`fixes.py`). With CUDA it replaces nothing of torch but the
+device of gloo groups (`gloo.py`). Everything else in the project asks this module for the device, the process-group
+backend, the memory and the random numbers.
 """
 
 import os
@@ -88,9 +89,10 @@ def install() -> None:
         cpu.install_stand_ins()
         with cpu.import_stand_ins():
             _import_core()
-    from megatron.backend import fixes
+    from megatron.backend import fixes, gloo
 
     fixes.apply()
+    gloo.share_device()
     _installed = True
 
 

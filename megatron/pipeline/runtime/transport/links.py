@@ -17,13 +17,11 @@ no thread: it drops read tensors whenever it is used (`drop_read`).
 from __future__ import annotations
 
 import abc
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from functools import lru_cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -31,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from megatron.backend.gloo import options_on_shared_device
 from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_real, num_holders
@@ -67,17 +66,6 @@ class Link(Protocol):
         """Wait at most `timeout` seconds until all sends are read, then end the link's thread and group."""
 
 
-@lru_cache(maxsize=4)
-def _gloo_devices(interfaces: str) -> list[Any]:
-    """Return the process's gloo devices: on the interfaces of GLOO_SOCKET_IFNAME, or gloo's default device.
-
-    All links share them, since each device has a thread that wakes a hundred times a second.
-    """
-    if not interfaces:
-        return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
-
-
 def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> ProcessGroupGloo:
     """Make a gloo group of two ranks under a name that both pass. `member`: 0 at one end, 1 at the other.
 
@@ -85,10 +73,7 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
     name from the number of groups of the process. The number differs between neighbours in a pipeline, so they would
     never connect.
     """
-    options = ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-    options._threads = 1
+    options = options_on_shared_device("links", timeout, num_threads=1)
     return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
 
 

@@ -1,0 +1,48 @@
+"""Groups share a network device, and keep their timeouts."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests import workers
+
+
+def case_threads_of_groups(num_groups: int) -> tuple[int, list[float], float]:
+    """(gloo's network threads, the groups' timeouts in seconds, a sum over the last of them)"""
+    import torch
+
+    groups = [torch.distributed.new_group(timeout=timedelta(seconds=10 + number)) for number in range(num_groups)]
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=groups[-1])
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    return names.count("gloo_tcp_loop"), [option._timeout.total_seconds() for option in options], total.item()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux lists them")
+def test_groups_share_a_thread_and_keep_their_timeouts():
+    for threads, timeouts, total in workers.run(2, "tests.backend.test_gloo:case_threads_of_groups", num_groups=5):
+        assert threads == 1
+        assert timeouts == [10, 11, 12, 13, 14]
+        assert total == 2
+
+
+def case_wait_in_vain() -> str:
+    """Wait for a peer that does not come, in a group with a timeout of a second, beside one with a long timeout."""
+    import torch
+
+    torch.distributed.new_group(timeout=timedelta(seconds=500))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=1))
+    if torch.distributed.get_rank() == 1:
+        return ""
+    try:
+        torch.distributed.recv(torch.ones(1), src=1, group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "received"
+
+
+def test_a_groups_timeout_is_its_own():
+    message, _ = workers.run(2, "tests.backend.test_gloo:case_wait_in_vain")
+    assert "Timed out waiting 1000ms" in message
