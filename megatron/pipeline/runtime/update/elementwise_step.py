@@ -3,25 +3,30 @@
 Problem: an optimizer's own `step` writes into its operands. A prediction needs only the stepped weights, but it would
 have to copy all operands first.
 
-Solution: run the operations of `torch.optim` in the same order and write the results into other tensors, which gives
-the same bits. On a CPU the pass goes through each parameter in blocks that are so small that intermediate results stay
-in the cache. On a CUDA device `torch._foreach_*` takes many parameters in one launch, as the optimizers do there. All
-arithmetic is FP32. Other optimizers, and most options of these three, are not supported.
+Solution: run the operations of `torch.optim` in the same order and write the results into other tensors. On a CPU the
+pass goes through each parameter in blocks that are so small that intermediate results stay in the cache, and has the
+bits of torch. On a CUDA device it is a Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers, and most
+options of these three, are not supported.
 
-Where the optimizer's own step is due just before (`DueStep`), the pass on a CPU takes it too: of each block first the
-true step, in place, then the other one. So the operands are read from memory once for both.
+Where the optimizer's own step is due just before (`DueStep`), the pass takes it too: of each block first the true step,
+in place, then the other one. So the operands are read from memory once for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.update.muon import Muon
+
+logger = logging.getLogger(__name__)
 
 BlockStep = Callable[..., None]
 """A step of one block. The arguments are a list of three scratch tensors, a list of the tensors for the new parameter
@@ -34,9 +39,11 @@ class Rule(Protocol):
 
     Attributes:
         moments: names of the state tensors that the step reads, each of the parameter's shape.
+        kernel: the name of the rule for `triton_step`.
     """
 
     moments: tuple[str, ...]
+    kernel: str
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
@@ -48,14 +55,15 @@ class Rule(Protocol):
     def count(self, state: dict[str, Any]) -> None:
         """Count a step of a parameter in its state, as the optimizer does."""
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        """The values of the parameters after the step. The tensors in `gradients` may be overwritten."""
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        """The numbers of the next step of a parameter with this state for `triton_step`."""
 
 
 class AdamRule:
     """Adam and AdamW. `decoupled`: whether weight decay is decoupled if the group has no option for it."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    kernel = "adam"
 
     def __init__(self, group: dict[str, Any], *, decoupled: bool) -> None:
         self._lr, self._eps, self._weight_decay = group["lr"], group["eps"], group["weight_decay"]
@@ -100,22 +108,12 @@ class AdamRule:
     def count(self, state: dict[str, Any]) -> None:
         state["step"] += 1
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        lengths, corrections = zip(*map(self._sizes, states), strict=True)
-        if self._penalty is not None:
-            torch._foreach_add_(gradients, parameters, alpha=self._penalty)
-        means = torch._foreach_lerp([state["exp_avg"] for state in states], gradients, 1 - self._beta1)
-        sizes = torch._foreach_mul([state["exp_avg_sq"] for state in states], self._beta2)
-        torch._foreach_addcmul_(sizes, gradients, gradients, 1 - self._beta2)
-        torch._foreach_sqrt_(sizes)
-        torch._foreach_div_(sizes, list(corrections))
-        torch._foreach_add_(sizes, self._eps)
-        factors = [-length for length in lengths]
-        if self._shrink is None:
-            return torch._foreach_addcdiv(parameters, means, sizes, factors)
-        values = torch._foreach_mul(parameters, self._shrink)
-        torch._foreach_addcdiv_(values, means, sizes, factors)
-        return values
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        length, correction = self._sizes(state)
+        kept = 1.0 if self._shrink is None else self._shrink
+        return (
+            self._penalty or 0.0, kept, 1 - self._beta1, self._beta2, 1 - self._beta2, correction, self._eps, -length,
+        )  # fmt: skip
 
 
 class SgdRule:
@@ -126,6 +124,7 @@ class SgdRule:
         self._momentum, self._nesterov = group["momentum"], group["nesterov"]
         self._taken = 1 - group["dampening"]
         self.moments = ("momentum_buffer",) if self._momentum else ()
+        self.kernel = ("nesterov" if self._nesterov else "momentum") if self._momentum else "sgd"
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
@@ -153,18 +152,8 @@ class SgdRule:
     def count(self, state: dict[str, Any]) -> None:
         """Do nothing: SGD counts no steps."""
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        directions = gradients
-        if self._weight_decay:
-            torch._foreach_add_(gradients, parameters, alpha=self._weight_decay)
-        for moment in self.moments:
-            means = torch._foreach_mul([state[moment] for state in states], self._momentum)
-            torch._foreach_add_(means, gradients, alpha=self._taken)
-            if self._nesterov:
-                torch._foreach_add_(gradients, means, alpha=self._momentum)
-            else:
-                directions = means
-        return torch._foreach_add(parameters, directions, alpha=-self._lr)
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        return self._weight_decay, self._momentum, self._taken, -self._lr
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -215,13 +204,6 @@ class DueStep:
     rule: Rule
     operands: Operands
 
-    def take(self) -> None:
-        """Step the parameter and its moments in place, and count the step."""
-        scratch = _scratch()
-        step, tensors = self.begin()
-        for p, *others in _blocks(*tensors):
-            step(_parts(scratch, len(p)), [p, *others[1:]], p, *others)
-
     def begin(self) -> tuple[BlockStep, list[Tensor]]:
         """Count the step. Return the step of a block, and the parameter, its gradient and its moments."""
         step = self.rule.block_step(self.operands.state, self.operands.factor)
@@ -242,12 +224,11 @@ class ElementwiseStep:
 
     Args:
         rule: the rule of the group.
-        on_cpu: step in blocks; else all parameters of a chunk at once.
+        takes: the pass of the parameters' device.
     """
 
-    def __init__(self, rule: Rule, *, on_cpu: bool) -> None:
-        self._rule = rule
-        self._on_cpu = on_cpu
+    def __init__(self, rule: Rule, takes: BlocksInCache) -> None:
+        self._rule, self._pass = rule, takes
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
@@ -257,16 +238,22 @@ class ElementwiseStep:
         if rule is None or not rule.covers(group):
             return None
         kinds = {(type(each) in _PLAIN, each.dtype, each.device.type) for each in group["params"]}
-        if kinds == {(True, torch.float32, "cpu")}:
-            return cls(rule(group, **options), on_cpu=True)
-        if kinds == {(True, torch.float32, "cuda")} and group["foreach"] is not False:
-            return cls(rule(group, **options), on_cpu=False)
-        return None
+        devices = [device for device in PASSES if kinds == {(True, torch.float32, device)}]
+        takes = PASSES[devices[0]]() if devices else None
+        return None if takes is None else cls(rule(group, **options), takes)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether the pass takes the optimizer's own steps also where no prediction follows.
+
+        So the bits of a step do not depend on that, where the kernels of torch do not round as the pass does.
+        """
+        return not self._pass.has_bits_of_torch
 
     def due(self, parameter: Tensor, gradient: Tensor, factor: float, state: dict[str, Any]) -> DueStep | None:
-        """The optimizer's own step with `factor` times the gradient, to be taken in blocks; None if it cannot be."""
+        """The optimizer's own step with `factor` times the gradient, to be taken by a pass; None if it cannot be."""
         operands = Operands(parameter, gradient, factor, state, target=parameter)
-        is_known = self._on_cpu and gradient.dtype is torch.float32 and self.can_take(operands)
+        is_known = gradient.dtype is torch.float32 and self.can_take(operands)
         return DueStep(self._rule, operands) if is_known else None
 
     def can_take(self, each: Operands) -> bool:
@@ -275,24 +262,53 @@ class ElementwiseStep:
         return all(
             isinstance(moment, Tensor) and moment.dtype is torch.float32 and moment.shape == each.parameter.shape
             for moment in moments
-        ) and all(tensor.is_contiguous() for tensor in (each.parameter, each.gradient, each.target, *moments))
+        ) and all(
+            tensor.is_contiguous() and self._pass.reads(tensor.dtype)
+            for tensor in (each.parameter, each.gradient, each.target, *moments)
+        )
 
-    def take(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
-        """Write the stepped values of the parameters of a chunk into their targets, after the steps that are due.
+    def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        """Write the stepped values of parameters into their targets, after the steps that are due.
 
         `where` has for each parameter a bool scalar tensor on the device, whether to step it, or None: step it.
         """
-        if not self._on_cpu:
-            self._take_at_once(chunk, where)
-            return
-        scratch = _scratch()
-        for each, steps in zip(chunk, where, strict=True):
-            self._take_in_blocks(each, steps, scratch)
+        self._pass.take(self._rule, stepped, where)
 
-    def _take_in_blocks(self, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
+    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        """Load what a pass needs for gradients and targets of these types."""
+        self._pass.warm_up(self._rule, types, device)
+
+
+def take_due(steps: Iterable[DueStep]) -> None:
+    """Step parameters and their moments in place, and count the steps. All parameters are on one kind of device."""
+    steps = list(steps)
+    if steps:
+        PASSES[steps[0].operands.parameter.device.type]().take_due(steps)
+
+
+class BlocksInCache:
+    """The pass on a CPU, block by block.
+
+    Attributes:
+        has_bits_of_torch: whether a step has the bits of the optimizer's own.
+    """
+
+    has_bits_of_torch = True
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        """Whether gradients and targets may be of this type."""
+        return True
+
+    def take(self, rule: Rule, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        """As `ElementwiseStep.take`."""
+        scratch = _scratch()
+        for each, steps in zip(stepped, where, strict=True):
+            self._take(rule, each, steps, scratch)
+
+    def _take(self, rule: Rule, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
         take_due, operands_of_due = each.due.begin() if each.due is not None else (None, [])
-        step = self._rule.block_step(each.state, each.factor)
-        operands = _tensors(self._rule, each)
+        step = rule.block_step(each.state, each.factor)
+        operands = _tensors(rule, each)
         is_direct = each.target.dtype is torch.float32 and steps is None
         for target, *tensors in _blocks(each.target, *operands, *operands_of_due):
             (p, g, *moments), of_due = tensors[: len(operands)], tensors[len(operands) :]
@@ -304,28 +320,74 @@ class ElementwiseStep:
             if not is_direct:
                 target.copy_(result if steps is None else torch.where(steps, result, p))
 
-    def _take_at_once(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
-        parameters = [each.parameter for each in chunk]
-        gradients = [each.gradient.float().view_as(each.parameter) for each in chunk]
-        gradients = _multiplied(gradients, [each.factor for each in chunk])
-        values = self._rule.steps(parameters, gradients, [each.state for each in chunk])
-        for each, value, steps in zip(chunk, values, where, strict=True):
-            each.target.view_as(value).copy_(value if steps is None else torch.where(steps, value, each.parameter))
+    def take_due(self, steps: list[DueStep]) -> None:
+        """As `take_due` of this module."""
+        scratch = _scratch()
+        for each in steps:
+            step, tensors = each.begin()
+            for p, *others in _blocks(*tensors):
+                step(_parts(scratch, len(p)), [p, *others[1:]], p, *others)
 
+    def warm_up(self, rule: Rule, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        """As `ElementwiseStep.warm_up`: nothing."""
+
+
+class TritonLaunch(BlocksInCache):
+    """The pass on a GPU, in one launch for all parameters of the same types (`triton_step`)."""
+
+    has_bits_of_torch = False
+
+    def __init__(self) -> None:
+        from megatron.pipeline.runtime.update import triton_step
+
+        self._kernel = triton_step
+
+    def reads(self, dtype: torch.dtype) -> bool:
+        return dtype in self._kernel.ELEMENT_TYPES
+
+    def take(self, rule: Rule, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        due = [each.due if each.due is not None and each.due.rule.kernel == rule.kernel else None for each in stepped]
+        self.take_due([each.due for each, own in zip(stepped, due, strict=True) if each.due is not own])
+        rows = []
+        for each, own_step, condition in zip(stepped, due, where, strict=True):
+            own = None if own_step is None else self._own(own_step)
+            ahead = self._kernel.Step(each.gradient, each.factor, rule.numbers(each.state))
+            rows.append(self._row(rule, each, own=own, ahead=ahead, target=each.target, condition=condition))
+        self._kernel.take(rows)
+
+    def take_due(self, steps: list[DueStep]) -> None:
+        self._kernel.take([self._row(each.rule, each.operands, own=self._own(each)) for each in steps])
+
+    def warm_up(self, rule: Rule, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        for gradient, target in types:
+            self._kernel.warm_up(rule.kernel, gradient, target, device)
+
+    def _own(self, due: DueStep) -> Any:
+        numbers = due.rule.numbers(due.operands.state)
+        due.rule.count(due.operands.state)
+        return self._kernel.Step(due.operands.gradient, due.operands.factor, numbers)
+
+    def _row(self, rule: Rule, each: Operands, **steps: Any) -> Any:
+        parameter, _, *moments = _tensors(rule, each)
+        return self._kernel.Row(rule.kernel, parameter, tuple(moments), **steps)
+
+
+@cache
+def _on_gpu() -> TritonLaunch | None:
+    if find_spec("triton") is None:
+        logger.warning(
+            "note: Triton is not installed, so predictions step copies of weights and moments; with it one kernel takes "
+            "a step and the prediction behind it"
+        )
+        return None
+    logger.info("note: Triton kernels take steps and predictions")
+    return TritonLaunch()
+
+
+PASSES: dict[str, Callable[[], BlocksInCache | None]] = {"cpu": BlocksInCache, "cuda": _on_gpu}
+"""The type of a device -> its pass; None: what it needs is not installed."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
-    """Each tensor times its factor, with one launch for all tensors that have the same factor."""
-    result = list(gradients)
-    for factor in {id(factor): factor for factor in factors}.values():
-        places = [place for place, each in enumerate(factors) if each is factor]
-        scale = factor.float() if isinstance(factor, Tensor) else factor
-        products = torch._foreach_mul([gradients[place] for place in places], scale)
-        for place, product in zip(places, products, strict=True):
-            result[place] = product
-    return result
 
 
 def _tensors(rule: Rule, each: Operands) -> list[Tensor]:

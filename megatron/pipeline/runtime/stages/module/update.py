@@ -242,7 +242,13 @@ class ModuleUpdate(DeviceUpdate):
             self.scheduler.step()
 
     def close(self) -> None:
-        """Show the newest weights in the parameters, and remove their gradients and hooks. Called while drained."""
+        """Show the newest weights in the parameters, and remove their gradients and hooks.
+
+        Called while drained, or after an error. If a step was put off until a prediction that has failed, take the step.
+        """
+        if self._provisional.due:
+            with self.versions.true_weights():
+                self._provisional.finish()
         self.versions.show_newest()
         self._gradients.close()
 
