@@ -261,7 +261,7 @@ class PartialStep:
         if isinstance(optimizer, MasterWeights):
             self._name_of = {master: self._name_of[weight] for master, weight in optimizer.weight_of.items()}
             optimizer = optimizer.optimizer
-        self._provisional = ProvisionalStep(optimizer)
+        self._provisional = ProvisionalStep(optimizer, {(each.dtype, each.dtype) for each in parameters.values()})
         stepped = {self._name_of[each] for group in optimizer.param_groups for each in group["params"]}
         self._fixed = {name: parameter for name, parameter in parameters.items() if name not in stepped}
 

@@ -100,7 +100,7 @@ def warm_up(rule: str, gradient: torch.dtype, target: torch.dtype, device: torch
     """Compile and load the kernels for these types. Loading one may wait for all work on the device, so do it early."""
     for offset in (0, 1):
         made = [torch.zeros(9, dtype=dtype, device=device)[offset:] for dtype in (torch.float32,) * 3 + (target,)]
-        step = Step(torch.zeros(9, dtype=gradient, device=device)[offset:], 1.0, (0.0,) * NUM_NUMBERS)
+        step = Step(torch.zeros(9, dtype=gradient, device=device)[offset:], 1.0, (1.0,) * NUM_NUMBERS)
         parameter, first, second, result = (each[: 8 - offset] for each in made)
         take([Row(rule, parameter, (first, second)[: _NUM_MOMENTS[rule]], ahead=step, target=result)])
 

@@ -127,7 +127,8 @@ class ModuleUpdate(DeviceUpdate):
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
         self.last_update = LastUpdate()
-        self._provisional = ProvisionalStep(optimizer)
+        types = {(each.dtype, each.dtype) for each in parameters.values()} if self._predicts else ()
+        self._provisional = ProvisionalStep(optimizer, types)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0
         if isinstance(versions, AheadVersions):
