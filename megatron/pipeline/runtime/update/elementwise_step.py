@@ -5,8 +5,8 @@ have to copy all operands first.
 
 Solution: run the operations of `torch.optim` in the same order and write the results into other tensors. On a CPU the
 pass goes through each parameter in blocks that are so small that intermediate results stay in the cache, and has the
-bits of torch. On a CUDA device it is a Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers, and most
-options of these three, are not supported.
+bits of torch. On a CUDA device the pass is a Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers,
+and most options of these three, are not supported.
 
 Where the optimizer's own step is due just before (`DueStep`), the pass takes it too: of each block first the true step,
 in place, then the other one. So the operands are read from memory once for both.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -220,35 +221,29 @@ RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
 
 
 class ElementwiseStep:
-    """Takes the next step of the parameters of one group of an optimizer.
+    """Takes the next step of the parameters of one group of an optimizer. This class does so on a CPU, in blocks.
 
-    Args:
-        rule: the rule of the group.
-        takes: the pass of the parameters' device.
+    Attributes:
+        takes_all: take the optimizer's own steps also where no prediction follows, so that the bits of a step do not
+            depend on that. For a pass that rounds in other places than torch's kernels.
     """
 
-    def __init__(self, rule: Rule, takes: BlocksInCache) -> None:
-        self._rule, self._pass = rule, takes
+    takes_all = False
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
         """The step of a group; None if the optimizer, an option, or a parameter's type or device is not supported."""
         is_adamws = isinstance(optimizer, Muon) and group["muon"] is None
         rule, options = RULES.get(torch.optim.AdamW if is_adamws else type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
         kinds = {(type(each) in _PLAIN, each.dtype, each.device.type) for each in group["params"]}
-        devices = [device for device in PASSES if kinds == {(True, torch.float32, device)}]
-        takes = PASSES[devices[0]]() if devices else None
-        return None if takes is None else cls(rule(group, **options), takes)
-
-    @property
-    def takes_all(self) -> bool:
-        """Whether the pass takes the optimizer's own steps also where no prediction follows.
-
-        So the bits of a step do not depend on that, where the kernels of torch do not round as the pass does.
-        """
-        return not self._pass.has_bits_of_torch
+        [device] = [device for device in PASSES if kinds == {(True, torch.float32, device)}] or [None]
+        takes = device and PASSES[device]()
+        return takes and takes(rule(group, **options))
 
     def due(self, parameter: Tensor, gradient: Tensor, factor: float, state: dict[str, Any]) -> DueStep | None:
         """The optimizer's own step with `factor` times the gradient, to be taken by a pass; None if it cannot be."""
@@ -262,53 +257,24 @@ class ElementwiseStep:
         return all(
             isinstance(moment, Tensor) and moment.dtype is torch.float32 and moment.shape == each.parameter.shape
             for moment in moments
-        ) and all(
-            tensor.is_contiguous() and self._pass.reads(tensor.dtype)
-            for tensor in (each.parameter, each.gradient, each.target, *moments)
-        )
+        ) and all(tensor.is_contiguous() for tensor in (each.parameter, each.gradient, each.target, *moments))
+
+    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        """Load what is needed for gradients and targets of these types."""
 
     def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
         """Write the stepped values of parameters into their targets, after the steps that are due.
 
         `where` has for each parameter a bool scalar tensor on the device, whether to step it, or None: step it.
         """
-        self._pass.take(self._rule, stepped, where)
-
-    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
-        """Load what a pass needs for gradients and targets of these types."""
-        self._pass.warm_up(self._rule, types, device)
-
-
-def take_due(steps: Iterable[DueStep]) -> None:
-    """Step parameters and their moments in place, and count the steps. All parameters are on one kind of device."""
-    steps = list(steps)
-    if steps:
-        PASSES[steps[0].operands.parameter.device.type]().take_due(steps)
-
-
-class BlocksInCache:
-    """The pass on a CPU, block by block.
-
-    Attributes:
-        has_bits_of_torch: whether a step has the bits of the optimizer's own.
-    """
-
-    has_bits_of_torch = True
-
-    def reads(self, dtype: torch.dtype) -> bool:
-        """Whether gradients and targets may be of this type."""
-        return True
-
-    def take(self, rule: Rule, stepped: list[Operands], where: list[Tensor | None]) -> None:
-        """As `ElementwiseStep.take`."""
         scratch = _scratch()
         for each, steps in zip(stepped, where, strict=True):
-            self._take(rule, each, steps, scratch)
+            self._take(each, steps, scratch)
 
-    def _take(self, rule: Rule, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
+    def _take(self, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
         take_due, operands_of_due = each.due.begin() if each.due is not None else (None, [])
-        step = rule.block_step(each.state, each.factor)
-        operands = _tensors(rule, each)
+        step = self._rule.block_step(each.state, each.factor)
+        operands = _tensors(self._rule, each)
         is_direct = each.target.dtype is torch.float32 and steps is None
         for target, *tensors in _blocks(each.target, *operands, *operands_of_due):
             (p, g, *moments), of_due = tensors[: len(operands)], tensors[len(operands) :]
@@ -320,72 +286,84 @@ class BlocksInCache:
             if not is_direct:
                 target.copy_(result if steps is None else torch.where(steps, result, p))
 
-    def take_due(self, steps: list[DueStep]) -> None:
-        """As `take_due` of this module."""
+    @staticmethod
+    def take_due(due: Iterable[DueStep]) -> None:
+        """As the function `take_due`."""
         scratch = _scratch()
-        for each in steps:
+        for each in due:
             step, tensors = each.begin()
             for p, *others in _blocks(*tensors):
                 step(_parts(scratch, len(p)), [p, *others[1:]], p, *others)
 
-    def warm_up(self, rule: Rule, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
-        """As `ElementwiseStep.warm_up`: nothing."""
 
+class TritonStep(ElementwiseStep):
+    """The step on a GPU: one launch for all parameters with the same types."""
 
-class TritonLaunch(BlocksInCache):
-    """The pass on a GPU, in one launch for all parameters of the same types (`triton_step`)."""
+    takes_all = True
 
-    has_bits_of_torch = False
+    def can_take(self, each: Operands) -> bool:
+        known = _kernel().ELEMENT_TYPES
+        return super().can_take(each) and each.gradient.dtype in known and each.target.dtype in known
 
-    def __init__(self) -> None:
-        from megatron.pipeline.runtime.update import triton_step
-
-        self._kernel = triton_step
-
-    def reads(self, dtype: torch.dtype) -> bool:
-        return dtype in self._kernel.ELEMENT_TYPES
-
-    def take(self, rule: Rule, stepped: list[Operands], where: list[Tensor | None]) -> None:
-        due = [each.due if each.due is not None and each.due.rule.kernel == rule.kernel else None for each in stepped]
-        self.take_due([each.due for each, own in zip(stepped, due, strict=True) if each.due is not own])
-        rows = []
-        for each, own_step, condition in zip(stepped, due, where, strict=True):
-            own = None if own_step is None else self._own(own_step)
-            ahead = self._kernel.Step(each.gradient, each.factor, rule.numbers(each.state))
-            rows.append(self._row(rule, each, own=own, ahead=ahead, target=each.target, condition=condition))
-        self._kernel.take(rows)
-
-    def take_due(self, steps: list[DueStep]) -> None:
-        self._kernel.take([self._row(each.rule, each.operands, own=self._own(each)) for each in steps])
-
-    def warm_up(self, rule: Rule, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
         for gradient, target in types:
-            self._kernel.warm_up(rule.kernel, gradient, target, device)
+            _kernel().warm_up(self._rule.kernel, gradient, target, device)
 
-    def _own(self, due: DueStep) -> Any:
-        numbers = due.rule.numbers(due.operands.state)
-        due.rule.count(due.operands.state)
-        return self._kernel.Step(due.operands.gradient, due.operands.factor, numbers)
+    def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        alike = [each.due if each.due and each.due.rule.kernel == self._rule.kernel else None for each in stepped]
+        self.take_due([each.due for each, due in zip(stepped, alike, strict=True) if each.due is not due])
+        rows = []
+        for each, due, condition in zip(stepped, alike, where, strict=True):
+            own = due and _begin_on_gpu(due)  # counts, so before the numbers of the next step
+            ahead = _kernel().Step(each.gradient, each.factor, self._rule.numbers(each.state))
+            rows.append(_row(self._rule, each, own=own, ahead=ahead, target=each.target, condition=condition))
+        _kernel().take(rows)
 
-    def _row(self, rule: Rule, each: Operands, **steps: Any) -> Any:
-        parameter, _, *moments = _tensors(rule, each)
-        return self._kernel.Row(rule.kernel, parameter, tuple(moments), **steps)
+    @staticmethod
+    def take_due(due: Iterable[DueStep]) -> None:
+        _kernel().take([_row(each.rule, each.operands, own=_begin_on_gpu(each)) for each in due])
+
+
+def _begin_on_gpu(due: DueStep) -> Any:
+    numbers = due.rule.numbers(due.operands.state)
+    due.rule.count(due.operands.state)
+    return _kernel().Step(due.operands.gradient, due.operands.factor, numbers)
+
+
+def _row(rule: Rule, each: Operands, **steps: Any) -> Any:
+    parameter, _, *moments = _tensors(rule, each)
+    return _kernel().Row(rule.kernel, parameter, tuple(moments), **steps)
 
 
 @cache
-def _on_gpu() -> TritonLaunch | None:
+def _kernel() -> ModuleType:
+    from megatron.pipeline.runtime.update import triton_step  # only where Triton is installed
+
+    return triton_step
+
+
+@cache
+def _on_gpu() -> type[TritonStep] | None:
     if find_spec("triton") is None:
         logger.warning(
-            "note: Triton is not installed, so predictions step copies of weights and moments; with it one kernel takes "
-            "a step and the prediction behind it"
+            "note: Triton is not installed, so predictions step copies of weights and moments; with it one kernel "
+            "takes a step and the prediction behind it"
         )
         return None
     logger.info("note: Triton kernels take steps and predictions")
-    return TritonLaunch()
+    return TritonStep
 
 
-PASSES: dict[str, Callable[[], BlocksInCache | None]] = {"cpu": BlocksInCache, "cuda": _on_gpu}
-"""The type of a device -> its pass; None: what it needs is not installed."""
+PASSES: dict[str, Callable[[], type[ElementwiseStep] | None]] = {"cpu": lambda: ElementwiseStep, "cuda": _on_gpu}
+"""The type of a device -> what steps there; None: it is not installed."""
+
+
+def take_due(due: Iterable[DueStep]) -> None:
+    """Step parameters in place, with their moments, and count the steps. All are on devices of one type."""
+    due = list(due)
+    if due:
+        PASSES[due[0].operands.parameter.device.type]().take_due(due)
+
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

@@ -9,9 +9,10 @@ the two may be left out. The kernel finds its tensors by their addresses in a ta
 they may lie anywhere, and a program finds its row by bisection over the numbers of the rows' first blocks.
 
 Arithmetic is FP32 and is that of torch's operators on a CPU with AVX2 or AVX-512: in their order, with multiplications
-fused into additions where they do it and nowhere else, and with divisions and roots rounded correctly. So a step has the
-bits of the pass on a CPU (`elementwise_step`). torch's own kernels on a GPU may round in other places. All numbers that
-depend on options or on a count of steps are in a second table, so options need no kernels of their own.
+fused into additions where they do it and nowhere else. So a step has the bits of the pass on a CPU
+(`elementwise_step`), except that roots are rounded correctly, and torch's may be off by one in the last place. torch's
+own kernels on a GPU may round in other places. All numbers that depend on options or on a count of steps are in a second table, so options
+need no kernels of their own.
 """
 
 from __future__ import annotations
@@ -166,10 +167,7 @@ def _sgd(p, g, m, numbers, RULE: tl.constexpr):
     g = tl.fma(tl.load(numbers), p, g)
     if RULE != "sgd":
         m = tl.fma(tl.load(numbers + 2), g, m * momentum)
-        if RULE == "nesterov":
-            g = tl.fma(momentum, m, g)
-        else:
-            g = m
+        g = tl.fma(momentum, m, g) if RULE == "nesterov" else m
     return tl.fma(tl.load(numbers + 3), g, p), m
 
 
@@ -222,7 +220,9 @@ def _kernel(
     at = _tensor(row, 0, tl.float32, ALIGNED) + offsets
     p = tl.load(at, mask=inside)
     own = tl.load(_tensor(row, 3, tl.float32, ALIGNED) + offsets, mask=offsets < tl.where(has_own, num_elements, 0))
-    ahead = tl.load(_tensor(row, 4, GRADIENT, ALIGNED) + offsets, mask=offsets < tl.where(has_ahead, num_elements, 0)).to(tl.float32)
+    ahead = tl.load(
+        _tensor(row, 4, GRADIENT, ALIGNED) + offsets, mask=offsets < tl.where(has_ahead, num_elements, 0)
+    ).to(tl.float32)
     m, v = p, p
     if RULE != "sgd":
         first_at = _tensor(row, 1, tl.float32, ALIGNED) + offsets

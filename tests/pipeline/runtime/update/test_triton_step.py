@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is defined
-pytest.importorskip("triton", reason="Triton is not installed: pip install -r requirements/gpu.txt")
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 from triton.runtime import interpreter
 
 from megatron.pipeline.runtime.update import elementwise_step, triton_step
-from megatron.pipeline.runtime.update.elementwise_step import BlocksInCache, TritonLaunch
+from megatron.pipeline.runtime.update.elementwise_step import ElementwiseStep, TritonStep
 from megatron.pipeline.runtime.update.provisional_step import ProvisionalStep
 from tests import workers
 from tests.draws import draws
@@ -27,7 +27,8 @@ from tests.pipeline.runtime.update.test_elementwise_step import KNOWN
 from tests.pipeline.runtime.update.test_step_with_prediction import ONE, OPTIMIZERS, PLAIN, build, equal, take
 
 interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the kernel is compiled for the GPU; hide it with CUDA_VISIBLE_DEVICES= to interpret"
+    torch.cuda.is_available(),
+    reason="the kernel is compiled for the GPU; hide it with CUDA_VISIBLE_DEVICES= to interpret",
 )
 
 
@@ -52,7 +53,7 @@ def use_kernel(patched, *, block=16):
     patched.setattr(torch, "sqrt", exact_root)
     patched.setattr(interpreter, "_convert_float", rounded(interpreter._convert_float))
     patched.setattr(triton_step, "BLOCK", block)
-    patched.setitem(elementwise_step.PASSES, "cpu", TritonLaunch)
+    patched.setitem(elementwise_step.PASSES, "cpu", lambda: TritonStep)
 
 
 @interpreted
@@ -75,7 +76,7 @@ def test_it_has_the_bits_of_the_blocks(made, each_of, factor, share, puts_off):
             use_kernel(patched)
             patched.setattr(ProvisionalStep, "_take_on_copies", None)
             if not is_kernel:
-                patched.setitem(elementwise_step.PASSES, "cpu", BlocksInCache)
+                patched.setitem(elementwise_step.PASSES, "cpu", lambda: ElementwiseStep)
             found.append(
                 take(parameters, optimizer, each_of, factor=factor, share=share, puts_off=puts_off or not is_kernel)
             )
@@ -88,9 +89,9 @@ def test_vectors_of_several_blocks(monkeypatch, name):
     """Tensors that begin at 16 bytes and have a multiple of 8 elements are read in vectors, beside others."""
     kind, options = KNOWN[name]
     found = []
-    for takes in (BlocksInCache, TritonLaunch):
+    for takes in (ElementwiseStep, TritonStep):
         use_kernel(monkeypatch, block=1024)
-        monkeypatch.setitem(elementwise_step.PASSES, "cpu", takes)
+        monkeypatch.setitem(elementwise_step.PASSES, "cpu", lambda takes=takes: takes)
         made = build(kind, options, [8, 5 * 1024, 3000, 2049, 1])
         found.append(take(*made, [PLAIN] * 5, factor=0.5, share=1.5, puts_off=True))
     assert found[0][0] == found[1][0] == 5 and equal(found[0][1], found[1][1])
@@ -112,9 +113,9 @@ def test_one_launch_takes_all_parameters_of_a_group(monkeypatch):
 def test_a_momentum_that_ends_between_step_and_prediction(monkeypatch):
     """The two have other kernels."""
     found = []
-    for takes in (BlocksInCache, TritonLaunch):
+    for takes in (ElementwiseStep, TritonStep):
         use_kernel(monkeypatch)
-        monkeypatch.setitem(elementwise_step.PASSES, "cpu", takes)
+        monkeypatch.setitem(elementwise_step.PASSES, "cpu", lambda takes=takes: takes)
         parameter, target = torch.linspace(-1, 1, 40).requires_grad_(), torch.zeros(40)
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
         provisional = ProvisionalStep(optimizer)
@@ -164,7 +165,7 @@ def trained(*, is_kernel: bool, **options):
         patched.setenv("TRITON_INTERPRET", "1")
         use_kernel(patched, block=64)
         if not is_kernel:
-            patched.setitem(elementwise_step.PASSES, "cpu", BlocksInCache)
+            patched.setitem(elementwise_step.PASSES, "cpu", lambda: ElementwiseStep)
         training = Training(batches=(4,) * 5)
         found = module_cases.run(
             preset="2bw", predict=True, training=training, drains=(2,), look_at_predictions=True, **options
