@@ -5,9 +5,10 @@
     python benchmarks/prediction_pass.py --device cuda --parameters 1000000000 --layers 200  # Triton's kernel, on a GPU
 
 torch's AdamW, FP32, with moments. `torch` is the optimizer's own step, `pass` the same step in blocks that stay in the
-cache, or on a GPU by the kernel. With a prediction behind it: `torch, prediction` takes the two one after the other, `one pass` together.
-`copy` copies as many FP32 numbers as there are parameters, which tells how fast this machine's memory is: it moves 8
-bytes a parameter. All take turns in each round. Figures are medians (least-greatest) in milliseconds.
+cache, or on a GPU by the kernel. With a prediction behind it: `torch, prediction` takes the two one after the other,
+`one pass` together. `copy` copies as many FP32 numbers as there are parameters, which tells how fast this machine's
+memory is: it moves 8 bytes a parameter. All take turns in each round. Figures are medians (least-greatest) in
+milliseconds.
 """
 
 import statistics

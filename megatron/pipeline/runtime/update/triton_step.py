@@ -11,8 +11,8 @@ they may lie anywhere, and a program finds its row by bisection over the numbers
 Arithmetic is FP32 and is that of torch's operators on a CPU with AVX2 or AVX-512: in their order, with multiplications
 fused into additions where they do it and nowhere else. So a step has the bits of the pass on a CPU
 (`elementwise_step`), except that roots are rounded correctly, and torch's may be off by one in the last place. torch's
-own kernels on a GPU may round in other places. All numbers that depend on options or on a count of steps are in a second table, so options
-need no kernels of their own.
+own kernels on a GPU may round in other places. All numbers that depend on options or on a count of steps are in a
+second table, so options need no kernels of their own.
 """
 
 from __future__ import annotations
