@@ -80,6 +80,8 @@ def test_it_has_the_bits_of_the_blocks(made, each_of, factor, share, puts_off):
             found.append(
                 take(parameters, optimizer, each_of, factor=factor, share=share, puts_off=puts_off or not is_kernel)
             )
+    num_due = sum(each["has_gradient"] for each in each_of)
+    assert [each[0] for each in found] == [num_due, num_due if puts_off else 0]
     assert equal(found[0][1], found[1][1])
 
 
