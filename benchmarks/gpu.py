@@ -1,4 +1,4 @@
-"""Tokens/s of `flush` and `2bw` on this machine's GPUs.
+"""Tokens/s of `flush`, `2bw` and `2bw provisional` on this machine's GPUs.
 
     python benchmarks/gpu.py                     # a stage on each GPU, over NCCL
     python benchmarks/gpu.py --stages 2          # two stages; on a machine with one GPU, through host memory
@@ -41,7 +41,8 @@ from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
 from megatron import backend
 
-SCHEDULES = ("flush", "2bw")
+SCHEDULES = ("flush", "2bw", "2bw provisional")
+RATIOS = (("2bw", "flush"), ("2bw provisional", "2bw"))
 PREFIXES = ("CUDA_DEVICE", "NCCL_", "TORCH_NCCL_", "PYTORCH_CUDA")
 SHARED = (
     "note: {stages} stages share {gpus} GPU{s} and go through host memory; the figures say nothing of speed, only that "
@@ -105,16 +106,18 @@ def environment() -> dict[str, str]:
 
 
 def rows_of(found: dict, num_stages: int) -> list[dict]:
-    """A row for each m: the median tokens/s of each schedule, and the ratio of `2bw` to `flush` with its ideal."""
+    """A row for each m: the median tokens/s of each schedule, the speeds of `RATIOS` by round, and the ideal of the
+    first."""
     rows = []
     for num_microbatches, seconds in found["seconds"].items():
         m = int(num_microbatches)
         tokens = m * found["tokens_per_microbatch"]
-        row = {"microbatches": m, "ideal": (m + num_stages - 1) / m, "ratio": None, "ratios": []}
+        row = {"microbatches": m, "ideal": (m + num_stages - 1) / m, "ratios": {}}
         row["tokens_per_second"] = {name: tokens / statistics.median(times) for name, times in seconds.items()}
-        if set(SCHEDULES) <= set(seconds):
-            row["ratios"] = [a / b for a, b in zip(seconds["flush"], seconds["2bw"], strict=True)]
-            row["ratio"] = statistics.median(row["ratios"])
+        for name, other in RATIOS:
+            if {name, other} <= set(seconds):
+                rounds = zip(seconds[other], seconds[name], strict=True)
+                row["ratios"][f"{name} over {other}"] = [a / b for a, b in rounds]
         rows.append(row)
     return rows
 
@@ -124,12 +127,14 @@ def show(rows: list[dict], found: dict) -> None:
     for name, value in found["environment"].items():
         print(f"  {name}={value}")
     peaks = ", ".join(f"{each / 2**30:.1f}" for each in found["peak_bytes"])
-    print(f"most that torch handed out, both schedules together, GiB by stage: {peaks}")
+    print(f"most that torch handed out, all schedules together, GiB by stage: {peaks}")
     for row in rows:
         speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in row["tokens_per_second"].items())
         line = f"m = {row['microbatches']}: tokens/s {speeds}"
-        if row["ratio"] is not None:
-            line += f"; 2bw over flush {spread(row['ratios'], 3)}, ideal {row['ideal']:.3f}"
+        for name, ratios in row["ratios"].items():
+            line += f"; {name} {spread(ratios, 3)}"
+        if "2bw over flush" in row["ratios"]:
+            line += f", 2bw over flush ideal {row['ideal']:.3f}"
         print(line)
     for name, losses in found["losses"].items():
         print(f"losses of {name}: first {losses[0]:.4f}, last {losses[-1]:.4f}")

@@ -1,4 +1,4 @@
-"""A stage of `gpu.py`: both schedules on one device, in turns. Tests run it on a CPU."""
+"""A stage of `gpu.py`: the schedules on one device, in turns. Tests run it on a CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import Schedule
 
-WARM_UP = {"flush": 2, "2bw": 3}
+WARM_UP = {"flush": 2, "2bw": 3, "2bw provisional": 3}
 """The number of untimed first batches: they allocate memory, and under 2bw its segments repeat after them."""
 TIMEOUT = timedelta(minutes=5)
 
@@ -33,7 +33,8 @@ class Contender:
         self.name, self.losses = name, []
         self._micro_batch_size = model["micro_batch_size"]
         stages, rank = dist.get_world_size(), dist.get_rank()
-        schedule = Schedule.preset(name, num_stages=stages)
+        preset, _, predicts = name.partition(" ")
+        schedule = Schedule.preset(preset, num_stages=stages, predict=bool(predicts))
         chunk = _chunk(model, stages)
         config = OptimizerConfig(
             optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16

@@ -53,14 +53,14 @@ def test_ratio_is_of_the_rounds():
     seconds = {"4": {"flush": [2.0, 3.0, 8.0], "2bw": [1.0, 2.0, 2.0]}}
     [row] = gpu.rows_of({"seconds": seconds, "tokens_per_microbatch": 10}, num_stages=2)
     assert row["tokens_per_second"] == {"flush": 40 / 3.0, "2bw": 20.0}
-    assert (row["ratios"], row["ratio"], row["ideal"]) == ([2.0, 1.5, 4.0], 2.0, 1.25)
+    assert (row["ratios"], row["ideal"]) == ({"2bw over flush": [2.0, 1.5, 4.0]}, 1.25)
     orders = gpu.orders(gpu.SCHEDULES, 4)
     assert orders[0] == orders[2] == orders[1][::-1] and sorted(orders[0]) == sorted(gpu.SCHEDULES)
 
 
 @pytest.mark.full
 def test_its_processes_run_on_a_cpu(tmp_path):
-    """Two stages of the tiniest model: both schedules have a time for each m and round, and the same first loss."""
+    """Two stages of the tiniest model: the schedules have a time for each m and round, and the same first loss."""
     result = tmp_path / "found.json"
     program = (
         "import gpu, json, sys\n"
@@ -75,9 +75,9 @@ def test_its_processes_run_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())
     for times in found["seconds"].values():
-        assert set(times) == {"flush", "2bw"} and all(len(each) == 2 and min(each) > 0 for each in times.values())
-    flush, delayed = (found["losses"][name] for name in gpu.SCHEDULES)
+        assert set(times) == set(gpu.SCHEDULES) and all(len(each) == 2 and min(each) > 0 for each in times.values())
+    flush, delayed, predicted = (found["losses"][name] for name in gpu.SCHEDULES)
     batches = 2 * 2 * 2  # two m, two rounds, two timed batches in each, and those outside of the clock
-    assert (len(flush), len(delayed)) == (batches + 4 * 2, batches + 4 * 3)
-    assert flush[0] == delayed[0] and flush[:4] != delayed[:4]
+    assert (len(flush), len(delayed), len(predicted)) == (batches + 4 * 2, batches + 4 * 3, batches + 4 * 3)
+    assert flush[0] == delayed[0] == predicted[0] and flush[:4] != delayed[:4] != predicted[:4]
     assert len(gpu.rows_of(found, 2)) == 2 and len(found["peak_bytes"]) == 2

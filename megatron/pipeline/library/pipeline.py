@@ -267,6 +267,7 @@ class Pipeline:
     def close(self) -> None:
         """End the run on all ranks: finish all batches in flight, show the newest weights, and end threads and groups.
 
+        After a failure only show the weights, those of this rank's newest step; they may be a step apart between ranks.
         Reports that no call has returned are lost. If a script does not call `close`, the pipeline is closed when the
         script ends, provided that the process group still exists.
         """
@@ -276,12 +277,12 @@ class Pipeline:
             self._settle()
         self._is_closed = True
         at_exit.forget(self)
-        if self.has_failed:
-            return
-        self._stop()
+        if not self.has_failed:
+            self._stop()
         for update in self._updates.values():
             update.close()
-        self._groups.close()
+        if not self.has_failed:
+            self._groups.close()
 
     def __enter__(self) -> Pipeline:
         """Begin a block in which a rank that fails, or is killed, ends the whole job in seconds; every rank prints the
@@ -297,9 +298,9 @@ class Pipeline:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None and error is not self._agreement.refusal:
-            self.has_failed = self._is_closed = True
-            at_exit.forget(self)
+            self.has_failed = True
             self._guard.__exit__(kind, error, traceback)
+            self.close()
             return
         with self._guard:
             self.close()

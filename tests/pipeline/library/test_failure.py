@@ -1,13 +1,16 @@
 """A rank that fails does not leave the others waiting."""
 
+import copy
 import json
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
 from megatron.pipeline import Pipeline
+from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from tests import workers
 from tests.pipeline.library import library_cases
 
@@ -33,6 +36,48 @@ def test_the_launcher_is_told_what_failed(tmp_path, monkeypatch):
             pipeline.step(library_cases.data(index, plain=True))
     said = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
     assert said == "rank 0 (stage 0) failed in 0F8@1: RuntimeError: the ninth is too many"
+
+
+@pytest.mark.parametrize("fails_in", ["_predict", "step"])
+def test_a_failed_pipeline_closes_with_the_weights_of_its_steps(monkeypatch, fails_in):
+    """An error behind a step that was put off, and one before a step: weights and state are those of all steps made.
+
+    With one stage the weights of 2bw are predicted from whole batches, so a loop over the batches takes the same steps.
+    """
+    made = []
+
+    def make_optimizer(parameters):
+        made.append(torch.optim.AdamW(parameters, lr=0.1))
+        return made[-1]
+
+    module = torch.nn.Linear(8, 8)
+    alone = copy.deepcopy(module)
+    batches = [(torch.randn(8, 8), torch.randn(8, 8)) for _ in range(6)]
+    pipeline = Pipeline(module, "2bw", 4, loss=torch.nn.functional.mse_loss, optimizer=make_optimizer, provisional=True)
+    called = getattr(ModuleUpdate, fails_in)
+
+    def fails(self, version, *args, **options):
+        if version == 5:
+            raise RuntimeError("out of memory")
+        return called(self, version, *args, **options)
+
+    monkeypatch.setattr(ModuleUpdate, fails_in, fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        for batch in batches:
+            pipeline.step(batch)
+    pipeline.close()
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for inputs, targets in batches[:4]:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(inputs), targets).backward()
+        optimizer.step()
+    state, expected = (list(each.state.values()) for each in (made[0], optimizer))
+    assert [float(each["step"]) for each in state] == [float(each["step"]) for each in expected] == [4.0, 4.0]
+    torch.testing.assert_close(module.state_dict(), alone.state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    with pytest.raises(RuntimeError, match="has failed; make another"):
+        pipeline.step(batches[5])
 
 
 SCRIPT = """

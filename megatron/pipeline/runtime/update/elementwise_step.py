@@ -3,25 +3,31 @@
 Problem: an optimizer's own `step` writes into its operands. A prediction needs only the stepped weights, but it would
 have to copy all operands first.
 
-Solution: run the operations of `torch.optim` in the same order and write the results into other tensors, which gives
-the same bits. On a CPU the pass goes through each parameter in blocks that are so small that intermediate results stay
-in the cache. On a CUDA device `torch._foreach_*` takes many parameters in one launch, as the optimizers do there. All
-arithmetic is FP32. Other optimizers, and most options of these three, are not supported.
+Solution: run the operations of `torch.optim` in the same order and write the results into other tensors. On a CPU the
+pass goes through each parameter in blocks that are so small that intermediate results stay in the cache, and has the
+bits of torch. On a CUDA device the pass is a Triton kernel (`triton_step`). All arithmetic is FP32. Other optimizers,
+and most options of these three, are not supported.
 
-Where the optimizer's own step is due just before (`DueStep`), the pass on a CPU takes it too: of each block first the
-true step, in place, then the other one. So the operands are read from memory once for both.
+Where the optimizer's own step is due just before (`DueStep`), the pass takes it too: of each block first the true step,
+in place, then the other one. So the operands are read from memory once for both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.pipeline.runtime.update.muon import Muon
+
+logger = logging.getLogger(__name__)
 
 BlockStep = Callable[..., None]
 """A step of one block. The arguments are a list of three scratch tensors, a list of the tensors for the new parameter
@@ -34,9 +40,11 @@ class Rule(Protocol):
 
     Attributes:
         moments: names of the state tensors that the step reads, each of the parameter's shape.
+        kernel: the name of the rule for `triton_step`.
     """
 
     moments: tuple[str, ...]
+    kernel: str
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
@@ -48,14 +56,15 @@ class Rule(Protocol):
     def count(self, state: dict[str, Any]) -> None:
         """Count a step of a parameter in its state, as the optimizer does."""
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        """The values of the parameters after the step. The tensors in `gradients` may be overwritten."""
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        """The numbers of the next step of a parameter with this state for `triton_step`."""
 
 
 class AdamRule:
     """Adam and AdamW. `decoupled`: whether weight decay is decoupled if the group has no option for it."""
 
     moments = ("exp_avg", "exp_avg_sq")
+    kernel = "adam"
 
     def __init__(self, group: dict[str, Any], *, decoupled: bool) -> None:
         self._lr, self._eps, self._weight_decay = group["lr"], group["eps"], group["weight_decay"]
@@ -100,22 +109,12 @@ class AdamRule:
     def count(self, state: dict[str, Any]) -> None:
         state["step"] += 1
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        lengths, corrections = zip(*map(self._sizes, states), strict=True)
-        if self._penalty is not None:
-            torch._foreach_add_(gradients, parameters, alpha=self._penalty)
-        means = torch._foreach_lerp([state["exp_avg"] for state in states], gradients, 1 - self._beta1)
-        sizes = torch._foreach_mul([state["exp_avg_sq"] for state in states], self._beta2)
-        torch._foreach_addcmul_(sizes, gradients, gradients, 1 - self._beta2)
-        torch._foreach_sqrt_(sizes)
-        torch._foreach_div_(sizes, list(corrections))
-        torch._foreach_add_(sizes, self._eps)
-        factors = [-length for length in lengths]
-        if self._shrink is None:
-            return torch._foreach_addcdiv(parameters, means, sizes, factors)
-        values = torch._foreach_mul(parameters, self._shrink)
-        torch._foreach_addcdiv_(values, means, sizes, factors)
-        return values
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        length, correction = self._sizes(state)
+        kept = 1.0 if self._shrink is None else self._shrink
+        return (
+            self._penalty or 0.0, kept, 1 - self._beta1, self._beta2, 1 - self._beta2, correction, self._eps, -length,
+        )  # fmt: skip
 
 
 class SgdRule:
@@ -126,6 +125,7 @@ class SgdRule:
         self._momentum, self._nesterov = group["momentum"], group["nesterov"]
         self._taken = 1 - group["dampening"]
         self.moments = ("momentum_buffer",) if self._momentum else ()
+        self.kernel = ("nesterov" if self._nesterov else "momentum") if self._momentum else "sgd"
 
     @staticmethod
     def covers(group: dict[str, Any]) -> bool:
@@ -153,18 +153,8 @@ class SgdRule:
     def count(self, state: dict[str, Any]) -> None:
         """Do nothing: SGD counts no steps."""
 
-    def steps(self, parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
-        directions = gradients
-        if self._weight_decay:
-            torch._foreach_add_(gradients, parameters, alpha=self._weight_decay)
-        for moment in self.moments:
-            means = torch._foreach_mul([state[moment] for state in states], self._momentum)
-            torch._foreach_add_(means, gradients, alpha=self._taken)
-            if self._nesterov:
-                torch._foreach_add_(gradients, means, alpha=self._momentum)
-            else:
-                directions = means
-        return torch._foreach_add(parameters, directions, alpha=-self._lr)
+    def numbers(self, state: dict[str, Any]) -> tuple[float, ...]:
+        return self._weight_decay, self._momentum, self._taken, -self._lr
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -215,13 +205,6 @@ class DueStep:
     rule: Rule
     operands: Operands
 
-    def take(self) -> None:
-        """Step the parameter and its moments in place, and count the step."""
-        scratch = _scratch()
-        step, tensors = self.begin()
-        for p, *others in _blocks(*tensors):
-            step(_parts(scratch, len(p)), [p, *others[1:]], p, *others)
-
     def begin(self) -> tuple[BlockStep, list[Tensor]]:
         """Count the step. Return the step of a block, and the parameter, its gradient and its moments."""
         step = self.rule.block_step(self.operands.state, self.operands.factor)
@@ -238,35 +221,34 @@ RULES: dict[type[torch.optim.Optimizer], tuple[type[Rule], dict[str, Any]]] = {
 
 
 class ElementwiseStep:
-    """Takes the next step of the parameters of one group of an optimizer.
+    """Takes the next step of the parameters of one group of an optimizer. This class does so on a CPU, in blocks.
 
-    Args:
-        rule: the rule of the group.
-        on_cpu: step in blocks; else all parameters of a chunk at once.
+    Attributes:
+        takes_all: take the optimizer's own steps also where no prediction follows, so that the bits of a step do not
+            depend on that. For a pass that rounds in other places than torch's kernels.
     """
 
-    def __init__(self, rule: Rule, *, on_cpu: bool) -> None:
-        self._rule = rule
-        self._on_cpu = on_cpu
+    takes_all = False
 
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> ElementwiseStep | None:
         """The step of a group; None if the optimizer, an option, or a parameter's type or device is not supported."""
         is_adamws = isinstance(optimizer, Muon) and group["muon"] is None
         rule, options = RULES.get(torch.optim.AdamW if is_adamws else type(optimizer), (None, {}))
         if rule is None or not rule.covers(group):
             return None
         kinds = {(type(each) in _PLAIN, each.dtype, each.device.type) for each in group["params"]}
-        if kinds == {(True, torch.float32, "cpu")}:
-            return cls(rule(group, **options), on_cpu=True)
-        if kinds == {(True, torch.float32, "cuda")} and group["foreach"] is not False:
-            return cls(rule(group, **options), on_cpu=False)
-        return None
+        [device] = [device for device in PASSES if kinds == {(True, torch.float32, device)}] or [None]
+        takes = device and PASSES[device]()
+        return takes and takes(rule(group, **options))
 
     def due(self, parameter: Tensor, gradient: Tensor, factor: float, state: dict[str, Any]) -> DueStep | None:
-        """The optimizer's own step with `factor` times the gradient, to be taken in blocks; None if it cannot be."""
+        """The optimizer's own step with `factor` times the gradient, to be taken by a pass; None if it cannot be."""
         operands = Operands(parameter, gradient, factor, state, target=parameter)
-        is_known = self._on_cpu and gradient.dtype is torch.float32 and self.can_take(operands)
+        is_known = gradient.dtype is torch.float32 and self.can_take(operands)
         return DueStep(self._rule, operands) if is_known else None
 
     def can_take(self, each: Operands) -> bool:
@@ -277,19 +259,19 @@ class ElementwiseStep:
             for moment in moments
         ) and all(tensor.is_contiguous() for tensor in (each.parameter, each.gradient, each.target, *moments))
 
-    def take(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
-        """Write the stepped values of the parameters of a chunk into their targets, after the steps that are due.
+    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        """Load what is needed for gradients and targets of these types."""
+
+    def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        """Write the stepped values of parameters into their targets, after the steps that are due.
 
         `where` has for each parameter a bool scalar tensor on the device, whether to step it, or None: step it.
         """
-        if not self._on_cpu:
-            self._take_at_once(chunk, where)
-            return
         scratch = _scratch()
-        for each, steps in zip(chunk, where, strict=True):
-            self._take_in_blocks(each, steps, scratch)
+        for each, steps in zip(stepped, where, strict=True):
+            self._take(each, steps, scratch)
 
-    def _take_in_blocks(self, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
+    def _take(self, each: Operands, steps: Tensor | None, scratch: list[Tensor]) -> None:
         take_due, operands_of_due = each.due.begin() if each.due is not None else (None, [])
         step = self._rule.block_step(each.state, each.factor)
         operands = _tensors(self._rule, each)
@@ -304,28 +286,86 @@ class ElementwiseStep:
             if not is_direct:
                 target.copy_(result if steps is None else torch.where(steps, result, p))
 
-    def _take_at_once(self, chunk: list[Operands], where: list[Tensor | None]) -> None:
-        parameters = [each.parameter for each in chunk]
-        gradients = [each.gradient.float().view_as(each.parameter) for each in chunk]
-        gradients = _multiplied(gradients, [each.factor for each in chunk])
-        values = self._rule.steps(parameters, gradients, [each.state for each in chunk])
-        for each, value, steps in zip(chunk, values, where, strict=True):
-            each.target.view_as(value).copy_(value if steps is None else torch.where(steps, value, each.parameter))
+    @staticmethod
+    def take_due(due: Iterable[DueStep]) -> None:
+        """As the function `take_due`."""
+        scratch = _scratch()
+        for each in due:
+            step, tensors = each.begin()
+            for p, *others in _blocks(*tensors):
+                step(_parts(scratch, len(p)), [p, *others[1:]], p, *others)
+
+
+class TritonStep(ElementwiseStep):
+    """The step on a GPU: one launch for all parameters with the same types."""
+
+    takes_all = True
+
+    def can_take(self, each: Operands) -> bool:
+        known = _kernel().ELEMENT_TYPES
+        return super().can_take(each) and each.gradient.dtype in known and each.target.dtype in known
+
+    def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
+        for gradient, target in types:
+            _kernel().warm_up(self._rule.kernel, gradient, target, device)
+
+    def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
+        alike = [each.due if each.due and each.due.rule.kernel == self._rule.kernel else None for each in stepped]
+        self.take_due([each.due for each, due in zip(stepped, alike, strict=True) if each.due is not due])
+        rows = []
+        for each, due, condition in zip(stepped, alike, where, strict=True):
+            own = due and _begin_on_gpu(due)  # counts, so before the numbers of the next step
+            ahead = _kernel().Step(each.gradient, each.factor, self._rule.numbers(each.state))
+            rows.append(_row(self._rule, each, own=own, ahead=ahead, target=each.target, condition=condition))
+        _kernel().take(rows)
+
+    @staticmethod
+    def take_due(due: Iterable[DueStep]) -> None:
+        _kernel().take([_row(each.rule, each.operands, own=_begin_on_gpu(each)) for each in due])
+
+
+def _begin_on_gpu(due: DueStep) -> Any:
+    numbers = due.rule.numbers(due.operands.state)
+    due.rule.count(due.operands.state)
+    return _kernel().Step(due.operands.gradient, due.operands.factor, numbers)
+
+
+def _row(rule: Rule, each: Operands, **steps: Any) -> Any:
+    parameter, _, *moments = _tensors(rule, each)
+    return _kernel().Row(rule.kernel, parameter, tuple(moments), **steps)
+
+
+@cache
+def _kernel() -> ModuleType:
+    from megatron.pipeline.runtime.update import triton_step  # only where Triton is installed
+
+    return triton_step
+
+
+@cache
+def _on_gpu() -> type[TritonStep] | None:
+    if find_spec("triton") is None:
+        logger.warning(
+            "note: Triton is not installed, so predictions step copies of weights and moments; with it one kernel "
+            "takes a step and the prediction behind it"
+        )
+        return None
+    logger.info("note: Triton kernels take steps and predictions")
+    return TritonStep
+
+
+PASSES: dict[str, Callable[[], type[ElementwiseStep] | None]] = {"cpu": lambda: ElementwiseStep, "cuda": _on_gpu}
+"""The type of a device -> what steps there; None: it is not installed."""
+
+
+def take_due(due: Iterable[DueStep]) -> None:
+    """Step parameters in place, with their moments, and count the steps. All are on devices of one type."""
+    due = list(due)
+    if due:
+        PASSES[due[0].operands.parameter.device.type]().take_due(due)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def _multiplied(gradients: list[Tensor], factors: list[float | Tensor]) -> list[Tensor]:
-    """Each tensor times its factor, with one launch for all tensors that have the same factor."""
-    result = list(gradients)
-    for factor in {id(factor): factor for factor in factors}.values():
-        places = [place for place, each in enumerate(factors) if each is factor]
-        scale = factor.float() if isinstance(factor, Tensor) else factor
-        products = torch._foreach_mul([gradients[place] for place in places], scale)
-        for place, product in zip(places, products, strict=True):
-            result[place] = product
-    return result
 
 
 def _tensors(rule: Rule, each: Operands) -> list[Tensor]:

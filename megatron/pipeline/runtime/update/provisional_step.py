@@ -8,8 +8,9 @@ copies of the parameters and of their state. This works for any optimizer whose 
 value of their group. A few parameters are copied at a time, so the copies take little memory. In both cases equal
 gradients give the bits of the true step, and hooks and learning-rate schedules do not see the provisional step.
 
-A provisional step reads what the true step before it has just read and written. So on a CPU `step` can put off the
-optimizer's own step where its rule is known. Then `take` takes both in one pass, over blocks that stay in the cache.
+A provisional step reads what the true step before it has just read and written. So `step` can put off the optimizer's
+own step where its rule is known. Then `take` takes both in one pass. On a GPU the pass takes all steps of such an
+optimizer but its first, so that the bits of a step do not depend on what comes after it.
 
 `PartialStep` is for a forward at stale weights, while the stage has gradients of a batch that is not complete. Their
 sum holds 1/m of the gradient of each microbatch, where m is the number of microbatches of the batch. With n of them
@@ -20,13 +21,13 @@ and the result is rounded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.pipeline.runtime.update.elementwise_step import DueStep, ElementwiseStep, Operands
+from megatron.pipeline.runtime.update.elementwise_step import DueStep, ElementwiseStep, Operands, take_due
 from megatron.pipeline.runtime.update.optimizer_wrappers import (
     GapAware,
     MasterWeights,
@@ -46,27 +47,35 @@ as much."""
 class ProvisionalStep:
     """Takes provisional steps of an optimizer, and the optimizer's own steps that come directly before them.
 
+    Args:
+        types: pairs of the types of gradients and of targets that `take` will get; a GPU loads kernels for them.
+
     Attributes:
         due: parameter -> the optimizer's own step of it, which `step` has put off.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, types: Collection[tuple[torch.dtype, torch.dtype]] = ()
+    ) -> None:
         self._optimizer = optimizer
         self.due: dict[Tensor, DueStep] = {}
+        for group in optimizer.param_groups if types else ():
+            elementwise = ElementwiseStep.of(optimizer, group)
+            if elementwise is not None:
+                elementwise.warm_up(types, group["params"][0].device)
 
     @torch.no_grad()
     def step(self, factor: float = 1.0, *, puts_off: bool) -> None:
         """Take the optimizer's own step, with `factor` times the gradients.
 
         `puts_off`: `take` is the next call, and takes the steps of the parameters for which `elementwise_step` can do
-        that on a CPU. They have the options that their groups have now, and read the present gradients, which must not
-        change until then. A step that runs hooks is not put off. Steps that are not put off multiply the gradients in
-        place.
+        that. They have the options that their groups have now, and read the present gradients, which must not change
+        until then. A step that runs hooks is not put off. Steps that no pass takes multiply the gradients in place.
         """
         rest = []
-        puts_off = puts_off and not is_watched(self._optimizer) and _count_apart(self._optimizer)
+        is_plain = not is_watched(self._optimizer) and _count_apart(self._optimizer)
         for group in self._optimizer.param_groups:
-            due = self._due_steps(group, factor) if puts_off else None
+            due = self._due_steps(group, factor, puts_off=puts_off) if is_plain else None
             if due is None:
                 rest.append(group)
             else:
@@ -80,11 +89,19 @@ class ProvisionalStep:
         note_step(self._optimizer)
         if gradients:
             take_step(stand_in(self._optimizer, rest, self._optimizer.state, shares_tables=True))
+        if not puts_off:
+            self.finish()
 
-    def _due_steps(self, group: dict[str, Any], factor: float) -> dict[Tensor, DueStep] | None:
-        """The steps of the group's parameters that have gradients; None if one of them cannot be put off."""
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Take the steps that are due: no `take` follows."""
+        due, self.due = self.due, {}
+        take_due(due.values())
+
+    def _due_steps(self, group: dict[str, Any], factor: float, *, puts_off: bool) -> dict[Tensor, DueStep] | None:
+        """The steps of the group's parameters that have gradients; None if no pass takes them."""
         elementwise = ElementwiseStep.of(self._optimizer, group)
-        if elementwise is None:
+        if elementwise is None or not (puts_off or elementwise.takes_all):
             return None
         state = self._optimizer.state
         steps = {
@@ -113,27 +130,26 @@ class ProvisionalStep:
         """
         for group in self._optimizer.param_groups:
             elementwise = ElementwiseStep.of(self._optimizer, group)
-            for chunk in _chunks(group["params"]):
-                stepped = []
-                for parameter in chunk:
-                    gradient, due = gradient_of(parameter), self.due.pop(parameter, None)
-                    if gradient is None:
-                        if due is not None:
-                            due.take()
-                        _write(target_of(parameter), parameter)
-                    else:
-                        state = self._optimizer.state.get(parameter, {})
-                        stepped.append(Operands(parameter, *gradient, state, target_of(parameter), due))
-                if not stepped:
+            in_pass, on_copies, unchanged, due_alone = [], [], [], []
+            for parameter in group["params"]:
+                gradient, due = gradient_of(parameter), self.due.get(parameter)
+                state = self._optimizer.state.get(parameter, {})
+                each = None if gradient is None else Operands(parameter, *gradient, state, target_of(parameter), due)
+                if each is not None and elementwise is not None and elementwise.can_take(each):
+                    in_pass.append(each)
                     continue
-                conditions = [where(each.parameter) for each in stepped]
-                if elementwise is not None and all(map(elementwise.can_take, stepped)):
-                    elementwise.take(stepped, conditions)
-                else:
-                    for each in stepped:
-                        if each.due is not None:
-                            each.due.take()
-                    self._take_on_copies(group, stepped, conditions)
+                (unchanged if each is None else on_copies).append(each or parameter)
+                if due is not None:
+                    due_alone.append(due)
+            for parameter in group["params"]:
+                self.due.pop(parameter, None)
+            take_due(due_alone)
+            for parameter in unchanged:
+                _write(target_of(parameter), parameter)
+            if in_pass:
+                elementwise.take(in_pass, [where(each.parameter) for each in in_pass])
+            for chunk in _chunks(on_copies):
+                self._take_on_copies(group, chunk, [where(each.parameter) for each in chunk])
         assert not self.due, "each parameter with a due step is one of the optimizer's"
 
     def _take_on_copies(self, group: dict[str, Any], chunk: list[Operands], where: list[Tensor | None]) -> None:
@@ -199,13 +215,13 @@ def _count_apart(optimizer: torch.optim.Optimizer) -> bool:
     return len(counts) == len(set(counts))
 
 
-def _chunks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut the parameters into chunks of about `CHUNK_BYTES` bytes."""
-    chunk: list[Tensor] = []
+def _chunks(stepped: Iterable[Operands]) -> Iterator[list[Operands]]:
+    """Cut what is stepped into chunks with about `CHUNK_BYTES` bytes of parameters."""
+    chunk: list[Operands] = []
     num_bytes = 0
-    for parameter in parameters:
-        chunk.append(parameter)
-        num_bytes += parameter.nbytes
+    for each in stepped:
+        chunk.append(each)
+        num_bytes += each.parameter.nbytes
         if num_bytes >= CHUNK_BYTES:
             yield chunk
             chunk, num_bytes = [], 0
@@ -245,7 +261,7 @@ class PartialStep:
         if isinstance(optimizer, MasterWeights):
             self._name_of = {master: self._name_of[weight] for master, weight in optimizer.weight_of.items()}
             optimizer = optimizer.optimizer
-        self._provisional = ProvisionalStep(optimizer)
+        self._provisional = ProvisionalStep(optimizer, {(each.dtype, each.dtype) for each in parameters.values()})
         stepped = {self._name_of[each] for group in optimizer.param_groups for each in group["params"]}
         self._fixed = {name: parameter for name, parameter in parameters.items() if name not in stepped}
 

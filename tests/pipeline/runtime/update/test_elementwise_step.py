@@ -39,31 +39,30 @@ FACTOR = 0.37
 BLOCK = 64  # so that a parameter has up to 16, the last of them shorter
 
 
-def views(generator, device="cpu"):
+def views(generator):
     """One tensor for each shape, at odd offsets of one buffer."""
     sizes = [torch.Size(shape).numel() for shape in SHAPES]
-    flat = torch.randn(3 + sum(sizes), generator=generator).to(device)
+    flat = torch.randn(3 + sum(sizes), generator=generator)
     return [part.view(shape) for part, shape in zip(flat[3:].split(sizes), SHAPES, strict=True)]
 
 
-def build(kind, options, *, num_steps=3, device="cpu"):
+def build(kind, options, *, num_steps=3):
     """Parameters, an optimizer over two groups of them that has stepped so often, and gradients of the next step."""
     generator = torch.Generator().manual_seed(1)
-    parameters = [view.requires_grad_() for view in (each.detach() for each in views(generator, device))]
+    parameters = [view.requires_grad_() for view in (each.detach() for each in views(generator))]
     groups = [{"params": parameters[:2], "lr": 0.3, "weight_decay": 0.0}, {"params": parameters[2:]}]
     optimizer = kind(groups, **{"lr": 0.01, **options})
     for _ in range(num_steps):
-        for parameter, gradient in zip(parameters, views(generator, device), strict=True):
+        for parameter, gradient in zip(parameters, views(generator), strict=True):
             parameter.grad = gradient
         optimizer.step()
     optimizer.zero_grad()
-    return parameters, optimizer, dict(zip(parameters, views(generator, device), strict=True))
+    return parameters, optimizer, dict(zip(parameters, views(generator), strict=True))
 
 
 def taken(optimizer, gradients, *, dtype=torch.float32, where=None, factor_of=lambda parameter: FACTOR):
     """Parameter -> the value that a provisional step leads to, with a factor times its gradient."""
     targets = {parameter: torch.zeros(parameter.numel() + 1, dtype=dtype)[1:] for parameter in gradients}
-    targets = {parameter: target.to(parameter.device) for parameter, target in targets.items()}
     ProvisionalStep(optimizer).take(
         lambda parameter: (gradients[parameter], factor_of(parameter)),
         targets.__getitem__,
@@ -93,17 +92,13 @@ def equal(first, second):
     return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-@pytest.fixture(params=["blocks", "at once"])
-def way(request, monkeypatch):
-    """Both ways of a pass, on the CPU."""
+@pytest.fixture
+def blocks(monkeypatch):
     monkeypatch.setattr(elementwise_step, "BLOCK", BLOCK)
-    if request.param == "at once":
-        monkeypatch.setattr(ElementwiseStep, "_take_in_blocks", None)
-        monkeypatch.setattr(ElementwiseStep, "take", ElementwiseStep._take_at_once)
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_pass_leads_where_copies_and_the_step_lead(monkeypatch, way, name):
+def test_a_pass_leads_where_copies_and_the_step_lead(monkeypatch, blocks, name):
     """Twice in a row with the same result, so parameters, moments and gradients stay as they are."""
     parameters, optimizer, gradients = build(*KNOWN[name])
     with monkeypatch.context() as patched:
@@ -136,7 +131,7 @@ def test_a_pass_in_whole_blocks_on_two_threads(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "momentum", "SGD"])
-def test_weights_and_gradients_of_16_bits(monkeypatch, way, name):
+def test_weights_and_gradients_of_16_bits(monkeypatch, blocks, name):
     """The step is taken in FP32, from the gradient to the result."""
     parameters, optimizer, gradients = build(*KNOWN[name])
     gradients = {parameter: gradient.bfloat16() for parameter, gradient in gradients.items()}
@@ -146,7 +141,7 @@ def test_weights_and_gradients_of_16_bits(monkeypatch, way, name):
     assert equal(values, [parameter.bfloat16() for parameter in parameters])
 
 
-def test_some_are_not_stepped(monkeypatch, way):
+def test_some_are_not_stepped(monkeypatch, blocks):
     """Which of them, a scalar beside them says; their gradients lead nowhere."""
     parameters, optimizer, gradients = build(*KNOWN["AdamW"])
     stays = parameters[1::2]
@@ -161,7 +156,7 @@ def test_some_are_not_stepped(monkeypatch, way):
 
 @pytest.mark.parametrize("rules", [RULES, {}], ids=["pass", "copies"])
 @pytest.mark.parametrize("name", ["AdamW", "momentum"])
-def test_factors_may_be_known_on_the_device_alone(monkeypatch, way, name, rules):
+def test_factors_may_be_known_on_the_device_alone(monkeypatch, blocks, name, rules):
     """One for most parameters, another for some: the same as numbers."""
     parameters, optimizer, gradients = build(*KNOWN[name])
     monkeypatch.setattr(elementwise_step, "RULES", rules)
@@ -220,23 +215,3 @@ def test_parameters_of_other_kinds_are_stepped_on_copies(monkeypatch):
 
 def test_the_known_rules_are_those_of_exact_types():
     assert set(RULES) == {kind for kind, _ in KNOWN.values()}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", KNOWN)
-def test_on_a_device(monkeypatch, name):
-    forbid(monkeypatch, "copies")
-    parameters, optimizer, gradients = build(*KNOWN[name], device="cuda")
-    values = taken(optimizer, gradients)
-    step(parameters, optimizer, gradients)
-    assert equal(values, parameters)
-
-
-@pytest.mark.gpu
-def test_on_a_device_one_by_one_is_stepped_on_copies(monkeypatch):
-    """Kernels for one tensor need not round as those for many."""
-    forbid(monkeypatch, "pass")
-    parameters, optimizer, gradients = build(torch.optim.AdamW, {"foreach": False}, device="cuda")
-    values = taken(optimizer, gradients)
-    step(parameters, optimizer, gradients)
-    assert equal(values, parameters)

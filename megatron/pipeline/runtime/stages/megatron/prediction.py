@@ -102,7 +102,8 @@ class MegatronPrediction:
             for each in self._optimizers:
                 separate_masters(each, share_storage=False)
             slots = DistributedSlots(chunks)
-        self._provisionals = [ProvisionalStep(each.optimizer) for each in self._optimizers]
+        types = {(model.main_grad.dtype, model.dtype) for model in self._names}
+        self._provisionals = [ProvisionalStep(each.optimizer, types) for each in self._optimizers]
         self._model_of = dict(self._masters())
         self.versions = PredictedVersions(
             named_parameters(chunks),

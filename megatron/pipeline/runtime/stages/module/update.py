@@ -127,7 +127,8 @@ class ModuleUpdate(DeviceUpdate):
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
         self.last_update = LastUpdate()
-        self._provisional = ProvisionalStep(optimizer)
+        types = {(each.dtype, each.dtype) for each in parameters.values()} if self._predicts else ()
+        self._provisional = ProvisionalStep(optimizer, types)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self.clip_factor: float | None = None if clip_grad else 1.0
         if isinstance(versions, AheadVersions):
@@ -242,7 +243,13 @@ class ModuleUpdate(DeviceUpdate):
             self.scheduler.step()
 
     def close(self) -> None:
-        """Show the newest weights in the parameters, and remove their gradients and hooks. Called while drained."""
+        """Show the newest weights in the parameters, and remove their gradients and hooks.
+
+        Called while drained, or after an error. Takes a step that was put off until a prediction that has failed.
+        """
+        if self._provisional.due:
+            with self.versions.true_weights():
+                self._provisional.finish()
         self.versions.show_newest()
         self._gradients.close()
 
