@@ -131,6 +131,8 @@ def train_case(
         }
     finally:
         shutil.rmtree(folder)
+        for chunk in run.chunks:  # megatron.core's experts refer to a graph, it to its chunk, and no collection sees it
+            chunk._modules.clear()
         get_moe_layer_wise_logging_tracker().clear()  # a later run in this process may have more layers
 
 
