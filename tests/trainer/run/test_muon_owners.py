@@ -65,7 +65,7 @@ SAME_BITS = {
 }  # fmt: skip
 
 
-@table("num_ranks, flags", SAME_BITS, usual=2)
+@table("num_ranks, flags", SAME_BITS, usual=1)
 def test_owners_change_no_bit(num_ranks, flags):
     """Gradients of every batch, losses and weights are those of replicas that all step all parameters."""
     expected, found = train(num_ranks, flags), train(num_ranks, f"{flags} {OWNED}")
