@@ -17,6 +17,7 @@ from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.dry_run.dry_run import run_dry
 from tests.trainer.arguments import t5_command_line
 from tests.trainer.arguments.bert_command_line import defaults
+from tests.trainer.run.run_case import train
 
 FULL = pytest.mark.full
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,9 +148,23 @@ def test_a_model_passes_its_dry_run(recorded_arguments, capsys, monkeypatch, nam
     assert more[more.index("--dry-run") + 1] == str(2 * num_gpus)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", *[pytest.param(n, marks=FULL) for n in MODELS if n != "deepseek_v3"]])
-def test_a_small_model_trains(tmp_path, name):
-    """SMALL=1 makes three iterations on two processes, with layers, experts and attention of the model's kinds."""
+def check_small_run(folder: Path) -> None:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [each["lm_loss"] for each in records if "lm_loss" in each]
+    assert len(losses) == 3 and max(losses) < 8 and (folder / "iter_0000003").is_dir()
+
+
+def test_a_small_model_trains(recorded_arguments, tmp_path):
+    """What SMALL=1 starts makes three iterations on two ranks, with layers, experts and attention of the kinds."""
+    flags = recorded_arguments("examples/models/deepseek_v3.sh", SMALL="1", CHECKPOINTS=str(tmp_path))
+    train(2, " ".join(flags), base="")
+    check_small_run(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_a_script_trains_a_small_model(tmp_path, name):
+    """The same of every model, in processes that the script starts."""
     environment = {"SMALL": "1", "CHECKPOINTS": str(tmp_path), "PYTHONPATH": str(ROOT)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -157,9 +172,7 @@ def test_a_small_model_trains(tmp_path, name):
         env={**os.environ, **environment}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [each["lm_loss"] for each in records if "lm_loss" in each]
-    assert len(losses) == 3 and max(losses) < 8 and (tmp_path / "iter_0000003").is_dir()
+    check_small_run(tmp_path)
 
 
 @pytest.mark.full
