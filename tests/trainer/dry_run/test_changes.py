@@ -1,6 +1,5 @@
 """What a dry run says of the changes of a pipeline, before there is one."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -28,23 +27,9 @@ LARGE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No launcher's environment, as on a laptop."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def dry(capsys, tmp_path):
-    """Run words dry; returns exit status, standard output, error output, and the JSON."""
-
-    def run(given: list[str], **options) -> tuple[int, str, str, dict]:
-        file = tmp_path / "dry.json"
-        status = run_dry(parse_args([*given, "--dry-run-json", str(file)], **options), "program.py")
-        return status, *capsys.readouterr(), json.loads(file.read_text())
-
-    return run
+def dry(run_words):
+    return run_words
 
 
 def changes(flags: str, *, layers: tuple[int, ...] = (2, 2, 2, 2), world_size: int = 4) -> list[PlannedChange]:
@@ -96,7 +81,7 @@ def test_a_change_that_does_not_fit(dry, flags, gpu, iteration, remedy):
         rf"(from iteration {iteration} on|while the pipeline changes at iteration {iteration}) pipeline rank . misses"
     )
     assert status == 1 and re.fullmatch(
-        rf"program\.py: error: {when} \S+ GiB of the \S+ GiB of --dry-run-gpu {gpu}; {remedy}.*\n", err
+        rf"pretrain_gpt\.py: error: {when} \S+ GiB of the \S+ GiB of --dry-run-gpu {gpu}; {remedy}.*\n", err
     )
     assert f"{gpu}: fits; stage 0 leaves" in out and re.search(rf"\n{gpu}: out of memory; {when} \S+ GiB\n", out)
     assert (found["verdict"]["word"], found["verdict"]["iteration"]) == ("out of memory", iteration)

@@ -1,7 +1,5 @@
 """`--dry-run` of a classifier: its parameters, its memory, and what is not on this machine."""
 
-import json
-
 import pytest
 
 from megatron import backend
@@ -9,32 +7,16 @@ from megatron import backend
 backend.install()
 
 from megatron.planner import Activations
-from megatron.trainer.arguments import parse_args
-from megatron.trainer.dry_run.dry_run import run_dry
 from megatron.trainer.plan import from_flags
 from tests.trainer.run.text_helper import SHAPE as SHAPE_OF_BERT
 from tests.trainer.run.text_helper import defaults as defaults_of_bert
 from tests.trainer.run.vision_helper import SMALL, defaults, vision_arguments, write_images
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No launcher's environment, as on a laptop."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def dry(capsys, tmp_path):
-    """Run a command line dry; returns exit status, standard output, error output, and the JSON."""
-
-    def run(flags: str, preferred: dict) -> tuple[int, str, str, dict]:
-        file = tmp_path / "dry.json"
-        file.unlink(missing_ok=True)
-        status = run_dry(parse_args(f"{flags} --dry-run-json {file}".split(), defaults=preferred), "program.py")
-        return status, *capsys.readouterr(), json.loads(file.read_text()) if file.exists() else {}
-
-    return run
+def dry(run_words):
+    """Run a command line dry, of a program with these defaults."""
+    return lambda flags, preferred: run_words(flags.split(), defaults=preferred)
 
 
 def test_a_vit_that_is_right(dry):

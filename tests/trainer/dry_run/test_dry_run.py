@@ -1,6 +1,5 @@
 """`--dry-run`: a job for a cluster is checked by one process, and refused for what would stop it there."""
 
-import json
 import os
 import runpy
 import sys
@@ -17,7 +16,7 @@ backend.install()
 from megatron.pipeline.schedules import read_schedule
 from megatron.planner import estimate_memory
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.dry_run.dry_run import check_job, prove, run_dry
+from megatron.trainer.dry_run.dry_run import check_job, prove
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from tests import workers
@@ -41,26 +40,10 @@ HALVES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No launcher's environment, as on a laptop."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def dry(capsys, tmp_path):
-    """Run a command line (SMALL and more) dry; returns exit status, standard output, error output, and the JSON."""
-
-    def run(extra: str, without: str = "") -> tuple[int, str, str, dict]:
-        file = tmp_path / "dry.json"
-        file.unlink(missing_ok=True)
-        args = parse_args([*argv(extra, without), "--dry-run-json", str(file)])
-        status = run_dry(args, "pretrain_gpt.py")
-        out, err = capsys.readouterr()
-        return status, out, err, json.loads(file.read_text()) if file.exists() else {}
-
-    return run
+def dry(run_words):
+    """Run a command line (SMALL and more) dry."""
+    return lambda extra, without="": run_words(argv(extra, without))
 
 
 def test_job_that_is_right(dry):
