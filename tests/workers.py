@@ -300,7 +300,6 @@ def _join_store(rank: int, world_size: int, connection):
 
     torch.set_num_threads(1)
     backend.install()
-    _share_one_device()
     timeout = datetime.timedelta(seconds=600)
     if rank == 0:
         store = torch.distributed.TCPStore("127.0.0.1", 0, world_size, True, timeout, wait_for_workers=False)
@@ -312,28 +311,6 @@ def _join_store(rank: int, world_size: int, connection):
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
     return store
-
-
-def _share_one_device() -> None:
-    """Give all gloo groups of this process the device of the pipeline's links.
-
-    Else each of the twenty groups of a run has a device, whose thread wakes a hundred times a second, and a group lives
-    until nothing refers to it: after a few dozen cases, the idle processes took more time than the case that ran.
-    """
-    from torch.distributed import ProcessGroupGloo
-
-    from megatron.pipeline.runtime.transport import links
-
-    make, devices = ProcessGroupGloo.__init__, links._gloo_devices(os.environ["GLOO_SOCKET_IFNAME"])
-
-    def on_the_device(group, store, rank, size, timeout=datetime.timedelta(minutes=30)) -> None:
-        options = timeout
-        if isinstance(timeout, datetime.timedelta):
-            options = ProcessGroupGloo._Options()
-            options._devices, options._threads, options._timeout = devices, 2, timeout
-        make(group, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = on_the_device
 
 
 def _enter_group(store, number: int, rank: int, world_size: int) -> None:
