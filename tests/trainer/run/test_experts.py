@@ -56,8 +56,8 @@ def check(results: list[dict], expected: list[dict], tolerance: float) -> None:
 
 CUTS = {
     "2bw with predictions": (2, PREDICTED, "", 0.0),
-    "Muon": (2, "--pipeline-schedule 2bw --optimizer muon --disable-bias-linear --swiglu", "", 0.0),
     "l2l": (2, "--pipeline-schedule l2l", "", 1e-6),
+    "Muon": (2, "--pipeline-schedule 2bw --optimizer muon --disable-bias-linear --swiglu", "", 0.0),
     "every other layer": (2, f"--moe-layer-freq 2 --moe-shared-expert-intermediate-size 32 {QUIET}", "", 0.0),
     "sequences": (2, "--moe-layer-freq [1,1,0,1] --moe-router-load-balancing-type seq_aux_loss", "", 0.0),
     "tensor ranks": (4, f"{SMOOTH} --pipeline-schedule 2bw", f"{DEEP} {WIDE}", 1e-6),
@@ -68,7 +68,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=2)
+@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=3)
 def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     """Losses of tokens and of routers, and weights, are those of one rank."""
     check(train(ranks, f"{EXPERTS} {flags} {cut}"), on_one_rank(flags), tolerance)
