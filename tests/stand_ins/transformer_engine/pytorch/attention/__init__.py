@@ -22,9 +22,10 @@ class DotProductAttention(torch.nn.Module):
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
         sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
         attention_type="self", softmax_scale=None, cp_group=None, cp_global_ranks=None, cp_stream=None,
-        cp_comm_type="p2p",
+        cp_comm_type="p2p", window_size=None,
     ):  # fmt: skip
         super().__init__()
+        self.window_size = window_size  # (places before a token that it sees, places behind it)
         self.cp_group = cp_group
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
@@ -50,7 +51,7 @@ class DotProductAttention(torch.nn.Module):
 
     def _attend(self, query_layer, key_layer, value_layer, attention_mask, attn_mask_type) -> Tensor:
         if self.cp_group is not None:
-            if attn_mask_type != "causal":
+            if attn_mask_type != "causal" or self.window_size is not None:
                 raise NotImplementedError(f"the stand-in's attention has no parts of sequences with {attn_mask_type}")
             places = _places(len(query_layer), self.cp_group.size())
             key_layer, value_layer = (_Whole.apply(each, places, self.cp_group) for each in (key_layer, value_layer))
@@ -74,9 +75,13 @@ class DotProductAttention(torch.nn.Module):
         result = torch.bmm(weights.flatten(0, 1), value)
         return result.transpose(0, 1).reshape(sequence, batch, -1)
 
-    @staticmethod
-    def _mask(kind: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    def _mask(self, kind: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
         """What a token does not see: true, [.., queries, keys]."""
+        if self.window_size is not None and (kind, self.window_size[1]) == ("causal", 0):
+            own = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            return own.triu(1) | own.tril(-self.window_size[0] - 1)
+        if self.window_size is not None:
+            raise NotImplementedError(f"the stand-in's attention has no window {self.window_size} of a mask {kind}")
         if kind == "no_mask":
             return None
         if kind == "causal":
