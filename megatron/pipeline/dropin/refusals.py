@@ -257,9 +257,9 @@ def _require_borders_on_all_stages(args: argparse.Namespace) -> None:
     version = core_version(Path(find_spec("megatron.core").submodule_search_locations[0]))
     if version is not None and version[:2] == _TELLS_ENDS_ALONE:
         raise ValueError(
-            f"--sft on {stages} pipeline stages: get_batch of Megatron-LM {dotted(version)} gives cu_seqlens to the first "
-            f"and the last stage alone, so conversations would see each other in the others; use 2 stages, Megatron-LM "
-            "0.17 or later, or this project's own pretrain_gpt.py"
+            f"--sft on {stages} pipeline stages: get_batch of Megatron-LM {dotted(version)} gives cu_seqlens to the "
+            "first and the last stage alone, so conversations would see each other in the others; use 2 stages, "
+            "Megatron-LM 0.17 or later, or this project's own pretrain_gpt.py"
         )
 
 

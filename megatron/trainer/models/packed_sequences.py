@@ -5,7 +5,8 @@ layers of Transformer Engine and in local ones; and local attention takes no suc
 
 Solution: megatron.core's `PackedSeqParams` say where documents begin. With them its rotary embeddings begin anew with
 each document, for both kinds of layers, and Transformer Engine's attention keeps documents apart. Local attention gets
-a mask that is made of the same borders and of the window, once for all layers of a stage. Between stages tensors are [s, 1, h] as ever.
+a mask that is made of the same borders and of the window, once for all layers of a stage. Between stages tensors are
+[s, 1, h] as ever.
 """
 
 from functools import cached_property

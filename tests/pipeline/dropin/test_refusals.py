@@ -76,7 +76,9 @@ def test_counts_over_batches_are_reset_where_2bw_never_comes(kind):
 
 def version_of(path: Path, number: str) -> str:
     """A folder with a megatron.core of this version."""
-    (path / "package_info.py").write_text("\n".join(map("{} = {}".format, ("MAJOR", "MINOR", "PATCH"), number.split("."))))
+    (path / "package_info.py").write_text(
+        "\n".join(map("{} = {}".format, ("MAJOR", "MINOR", "PATCH"), number.split(".")))
+    )
     return str(path)
 
 
@@ -93,7 +95,9 @@ def test_stages_between_the_ends_know_where_conversations_begin(
     cut = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks}
     flags = f"--pipeline-schedule {'interleaved' if chunks else 'flush'}"
     require_supported(arguments(flags, **cut))
-    with pytest.raises(ValueError, match="--sft on 4 pipeline stages: .* use 2 stages") if is_refused else nullcontext():
+    with (
+        pytest.raises(ValueError, match=r"--sft on 4 pipeline stages: .* use 2 stages") if is_refused else nullcontext()
+    ):
         require_supported(arguments(flags, sft=True, **cut))
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -126,8 +127,8 @@ def one_by_one(flags: str, delay: int) -> dict:
 def _learn(
     model: torch.nn.Module, ids: list[int], learned: list[bool], divisor: int, part: float
 ) -> tuple[float, float]:
-    """The backward of the losses of a conversation over `divisor`, and of the mean (or sum) of its further tokens' times
-    `part`. Returns the sum of the losses, and that mean."""
+    """The backward of the losses of a conversation over `divisor`, and of the mean (or sum) of its further tokens'
+    times `part`. Returns the sum of the losses, and that mean."""
     MTPLossAutoScaler.set_loss_scale(torch.tensor(part))
     tokens, mask = torch.tensor([ids]), torch.tensor([learned[1:]]).float()
     found = model(tokens[:, :-1], torch.arange(len(ids) - 1)[None], None, labels=tokens[:, 1:], loss_mask=mask)
@@ -137,11 +138,11 @@ def _learn(
 
 
 def _learn_together(model: torch.nn.Module, sequence: list[tuple[list[int], list[bool]]], divisor: int) -> float:
-    """The same of the conversations of a sequence and its padding in one tensor, of which FP8 takes the largest value."""
+    """The same of the conversations of a sequence and its padding in one tensor, of which FP8 takes the scale."""
     documents = [(ids[:-1], ids[1:], learned[1:]) for ids, learned in sequence]
     if (padding := LENGTH - sum(len(ids) for ids, _, _ in documents)) > 0:
         documents.append(([END] * padding, [END] * padding, [False] * padding))
-    tokens, labels, mask = (torch.tensor([sum(part, [])]) for part in zip(*documents, strict=True))
+    tokens, labels, mask = (torch.tensor([[*chain(*part)]]) for part in zip(*documents, strict=True))
     borders = torch.tensor([0, *(len(ids) for ids, _, _ in documents)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     longest = max(len(ids) for ids, _, _ in documents)
     packed = PackedSeqParams("thd", borders, borders, max_seqlen_q=longest, max_seqlen_kv=longest)

@@ -48,7 +48,10 @@ RESUMED = {  # ranks and flags of the writer and of the reader
     "of one rank by shards": (1, "", 4, f"{FLAT} {ALL} {SHARDS}"),
     "Muon, of owners by one rank": (4, f"{FLAT} {SHARED} {SHARDS} {MUON}", 1, MUON),
     "weights on the host, by stages": (
-        2, f"{FLAT} {SHARED} {TOKENS} {RELAY}", 4, f"{DEEP} {SHARED} {RELAY} --num-virtual-stages-per-pipeline-rank 2"
+        2,
+        f"{FLAT} {SHARED} {TOKENS} {RELAY}",
+        4,
+        f"{DEEP} {SHARED} {RELAY} --num-virtual-stages-per-pipeline-rank 2",
     ),
     "weights on the host, by those on the device": (4, f"{DEEP} {SHARED} {RELAY}", 2, f"{FLAT} {SHARED} {FLUSH}"),
     "frozen layers, of shards by plain ones": (4, f"{DEEP} {SHARED} {SHARDS} {FROZEN}", 4, f"{DEEP} {SHARED} {FROZEN}"),

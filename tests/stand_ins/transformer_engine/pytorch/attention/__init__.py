@@ -1,5 +1,5 @@
-"""Attention over whole sequences, [sequence, batch, heads, channels], packed ones, [tokens, heads, channels], and parts of
-sequences: with `cp_group` a rank of c has chunks r and 2c - 1 - r of 2c, and every exchange is a gather here."""
+"""Attention over whole sequences, [sequence, batch, heads, channels], packed ones, [tokens, heads, channels], and parts
+of sequences: with `cp_group` a rank of c has chunks r and 2c - 1 - r of 2c, and every exchange is a gather here."""
 
 import contextlib
 import math
