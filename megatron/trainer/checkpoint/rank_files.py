@@ -49,7 +49,8 @@ class RankFilesWeights:
         if spread > 1 and cut != self._size:
             raise CheckpointError(
                 f"checkpoint {path} has its experts on {spread} ranks, each cut over {cut} tensor ranks, and "
-                f"other layers over {self._size}, which is not read in the old format; save it with --ckpt-format torch_dist"
+                f"other layers over {self._size}, which is not read in the old format; save it with --ckpt-format "
+                "torch_dist"
             )
         stages = self.args.pipeline_model_parallel_size
         self._parts: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
