@@ -111,6 +111,14 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
             "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
         ),
         ("mixtral", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param(
+            "mixtral", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "deepseek_v3",
+            "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --sequence-parallel",
+            marks=pytest.mark.full,
+        ),
         ("deepseek_v3", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         ("gpt_oss", "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
         ("megatron-bert", "--tensor-model-parallel-size 2"),
@@ -119,7 +127,7 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
 def test_the_old_format_is_read(name, cut, tmp_path):
     """One file for each rank, as Megatron-LM's `torch` format has them, into both others."""
     folder = saved(name)
-    ranks = 4 if "pipeline" in cut and "tensor" in cut else 2
+    ranks = 2 ** sum(f"--{each}-model-parallel" in cut for each in ("pipeline", "tensor", "expert"))
     flags = f"--load-hf {folder} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 {cut}"
     architecture = "bert" if is_bert(folder) else "gpt"
     workers.run(ranks, f"{CASES}save_in_old_format", flags=flags, root=tmp_path / "old", architecture=architecture)
@@ -144,6 +152,8 @@ def save_in_old_format(flags: str, root: Path, architecture: str) -> None:
         parallel_state.get_pipeline_model_parallel_rank(),
     )
     name = f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if args.pipeline_model_parallel_size > 1 else "")
+    if args.expert_model_parallel_size > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
     file = root / "iter_0000005" / name / "model_optim_rng.pt"
     file.parent.mkdir(parents=True)
     state = {"args": saved_arguments(args), "checkpoint_version": 3.0, "iteration": 5}

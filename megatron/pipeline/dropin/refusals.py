@@ -7,6 +7,8 @@ argument that a version of Megatron-LM lacks counts as off.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.dropin.flags import (
@@ -19,7 +21,11 @@ from megatron.pipeline.dropin.flags import (
     weights_of,
 )
 from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.start_up.core_version import core_version, dotted
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
+
+_TELLS_ENDS_ALONE = (0, 16)
+"""The version whose `get_batch` tells the first and the last stage where conversations begin; before it tells none."""
 
 
 def _is_set(value: Any) -> bool:
@@ -181,6 +187,7 @@ def require_supported(args: argparse.Namespace) -> None:
     take_error_feedback(args)
     require_predictions(args, weights_of(args), name_of(args))
     _require_none_of(args, args)
+    _require_borders_on_all_stages(args)
     if args.pipeline_timeline is not None and args.pipeline_timeline_iterations < 1:
         raise ValueError(
             f"--pipeline-timeline-iterations {args.pipeline_timeline_iterations} shows nothing; give 1 or more"
@@ -238,6 +245,21 @@ def _require_schedule(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--pipeline-schedule {name} is for one stage on each rank, and there are {stages}; leave "
             "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage out, or use interleaved"
+        )
+
+
+def _require_borders_on_all_stages(args: argparse.Namespace) -> None:
+    """Raise ValueError where stages between the first and the last are not told where conversations begin. They would
+    let conversations see each other, and nothing complains, under Megatron-LM's own schedule neither."""
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    if not getattr(args, "sft", False) or stages <= 2:
+        return
+    version = core_version(Path(find_spec("megatron.core").submodule_search_locations[0]))
+    if version is not None and version[:2] == _TELLS_ENDS_ALONE:
+        raise ValueError(
+            f"--sft on {stages} pipeline stages: get_batch of Megatron-LM {dotted(version)} gives cu_seqlens to the "
+            "first and the last stage alone, so conversations would see each other in the others; use 2 stages, "
+            "Megatron-LM 0.17 or later, or this project's own pretrain_gpt.py"
         )
 
 

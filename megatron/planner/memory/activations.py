@@ -121,6 +121,7 @@ class ActivationSetting:
         fuses_loss: the loss keeps only the softmax of the logits; else also the gradients of the softmax and of the
             logits in FP32.
         fp8: linear layers multiply in FP8.
+        unquantized: with `fp8`, how many layers at the beginning and at the end of the model do not.
         context: context parallel size (cp): the number of ranks that share a sequence.
         gathers_keys: context parallel ranks gather keys and values of whole sequences; else they pass keys and values
             around a ring.
@@ -142,6 +143,7 @@ class ActivationSetting:
     recompute: Recompute = NOTHING
     fuses_loss: bool = True
     fp8: bool = False
+    unquantized: tuple[int, int] = (0, 0)
     context: int = 1
     gathers_keys: bool = False
     experts: ExpertDegrees | None = None

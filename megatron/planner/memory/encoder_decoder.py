@@ -20,11 +20,14 @@ from dataclasses import replace
 from megatron.planner.memory.activations import Activations, ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.recompute import CORE_ATTENTION, NORM
+from megatron.planner.memory.unquantized import UnquantizedEnds
 
 
 def activations_of(shape: Architecture, setting: ActivationSetting) -> Activations:
     """The activations of a model of one stack, or of a T5."""
-    return Activations(shape, setting) if shape.decoder is None else T5Activations(shape, setting)
+    if shape.decoder is not None:
+        return T5Activations(shape, setting)
+    return (UnquantizedEnds if setting.fp8 and any(setting.unquantized) else Activations)(shape, setting)
 
 
 class T5Activations(Activations):

@@ -49,6 +49,7 @@ from megatron.planner.memory.parameters import (
     stage_matrices,
     stage_parameters,
 )
+from megatron.planner.memory.unquantized import unquantized_matrices
 
 SIMPLE_BYTES = 1 << 22
 LL_BYTES = 8 * 512 * 8 * 16
@@ -206,7 +207,8 @@ def estimate_memory(
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
     matrices = stage_matrices(shape, setting.tensor, layers, setting.expert_degrees)
-    fp8_copies = [state.fp8_copies(count) if setting.fp8 else 0.0 for count in matrices]
+    uncast = unquantized_matrices(shape, setting, layers)
+    fp8_copies = [state.fp8_copies(a - b) if setting.fp8 else 0.0 for a, b in zip(matrices, uncast, strict=True)]
     communicators = (0.0,) * demand.num_ranks
     if counts_communicators:
         communicators = communicator_bytes(

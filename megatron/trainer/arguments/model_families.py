@@ -263,9 +263,8 @@ _POST_NORM = (
     "computed here (megatron-bert can)"
 )
 _T5 = (
-    "its layers share a bias of distances, its scores are not divided by the root of a head's width, its norms have no "
-    "mean and no bias, and its layers a ReLU or a gated GELU, none of which the T5 here has; such a model cannot be "
-    "computed here"
+    "a bias of distances is added to its scores, which megatron.core's local attention does not take, and whose table "
+    "all stages of a stack would share; such a model cannot be computed here"
 )
 NOT_COMPUTED = {**dict.fromkeys(("bert", "roberta"), _POST_NORM), **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}
 """`model_type` -> why models of this kind cannot be converted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,8 @@ _EXPERT, _ALL_EXPERTS = "mlp.experts.local_experts.", "mlp.experts.experts."
 
 class RankFilesWeights:
     """The weights of a checkpoint in Megatron-LM's old format: `mp_rank_XX/model_optim_rng.pt`, or
-    `mp_rank_XX_YYY/...` with the pipeline rank behind the tensor rank. Files are mapped, not read whole.
+    `mp_rank_XX_YYY/...` with the pipeline rank behind the tensor rank, and the rank among those that share out experts
+    behind both. Files are mapped, not read whole.
 
     Raises CheckpointError for a file that is missing, cannot be read or calls something, for weights of models that
     are not megatron.core's, and where the checkpoint lacks a tensor of the model.
@@ -41,20 +43,27 @@ class RankFilesWeights:
             raise CheckpointError(
                 f"checkpoint {path} holds no arguments; only Megatron-LM's own files can be converted"
             )
-        if (spread := getattr(self.args, "expert_model_parallel_size", None) or 1) > 1:
-            raise CheckpointError(
-                f"checkpoint {path} has its experts on {spread} ranks, which is not read in the old format; save it "
-                "with --ckpt-format torch_dist"
-            )
         self._size = self.args.tensor_model_parallel_size
+        spread = getattr(self.args, "expert_model_parallel_size", None) or 1
+        cut = getattr(self.args, "expert_tensor_parallel_size", None) or self._size
+        if spread > 1 and cut != self._size:
+            raise CheckpointError(
+                f"checkpoint {path} has its experts on {spread} ranks, each cut over {cut} tensor ranks, and "
+                f"other layers over {self._size}, which is not read in the old format; save it with --ckpt-format "
+                "torch_dist"
+            )
         stages = self.args.pipeline_model_parallel_size
         self._parts: dict[tuple[str, tuple[int, ...]], list[torch.Tensor]] = {}
-        for rank in range(self._size):
-            names = [_RANK.format(tensor=rank) + (f"_{stage:03d}" if stages > 1 else "") for stage in range(stages)]
+        for rank, part in itertools.product(range(self._size), range(spread)):
+            behind = f"_{part:03d}" if spread > 1 else ""
+            names = [
+                _RANK.format(tensor=rank) + (f"_{stage:03d}" if stages > 1 else "") + behind for stage in range(stages)
+            ]
             missing = [name for name in names if name not in folders]
             if missing:
                 raise CheckpointError(f"checkpoint {path} lacks {missing[0]}; copy all folders of ranks")
-            self._add(rank, [self._load(name) for name in names])
+            first_expert = part * (self.args.num_experts // spread) if spread > 1 else 0
+            self._add(rank, [self._load(name) for name in names], first_expert)
 
     def _load(self, name: str) -> dict:
         file = self.path / name / _FILE
@@ -66,7 +75,7 @@ class RankFilesWeights:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise CheckpointError(f"checkpoint file {file} cannot be read: {reason}") from error
 
-    def _add(self, rank: int, stages: list[dict]) -> None:
+    def _add(self, rank: int, stages: list[dict], first_expert: int) -> None:
         chunks = sum(key.startswith("model") and key[5:].isdecimal() for key in stages[0]) or 1
         offset = 0
         for chunk in range(chunks):
@@ -80,10 +89,10 @@ class RankFilesWeights:
                 layers = 0
                 for name, value in model.items():
                     if isinstance(value, torch.Tensor):
-                        key, index, layer = _place_of(name, offset)
+                        key, index, layer = _place_of(name, offset, first_expert)
                         layers = max(layers, layer + 1)
                         parts = self._parts.setdefault((key, index), [])
-                        if len(parts) == rank:  # a tied embedding lies on the last stage, too
+                        if len(parts) == rank:  # else it lies on several: a tied embedding, all but experts
                             parts.append(value)
                 offset += layers
 
@@ -131,10 +140,10 @@ class RankFilesWeights:
         return found
 
 
-def _place_of(name: str, offset: int) -> tuple[str, tuple[int, ...], int]:
+def _place_of(name: str, offset: int, first_expert: int) -> tuple[str, tuple[int, ...], int]:
     """A parameter's key, its place among layers and experts, and the number of its layer in the chunk (-1: none).
 
-    `offset`: layers of the chunks before.
+    `offset`: layers of the chunks before. `first_expert`: the number of the file's first expert.
     """
     key, number = canonical(name)
     if not number:
@@ -144,5 +153,5 @@ def _place_of(name: str, offset: int) -> tuple[str, tuple[int, ...], int]:
     before, is_expert, rest = key.partition(_EXPERT)
     if is_expert:
         expert, _, rest = rest.partition(".")
-        key, place = f"{before}{_ALL_EXPERTS}{rest}", (*place, int(expert))
+        key, place = f"{before}{_ALL_EXPERTS}{rest}", (*place, first_expert + int(expert))
     return key, place, -1 if is_further else number[0]

@@ -224,11 +224,6 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     if args.fp8 is not None and (device := DEVICES.get(args.dry_run_gpu)) is not None:
         refuse_units(args.dry_run_gpu, device)
         refuse_recipe(args.fp8_recipe, args.dry_run_gpu, "--fp8-recipe")
-    if args.fp8 is not None and args.first_last_layers_bf16:
-        notes.append(
-            "--first-last-layers-bf16: memory is estimated as if all layers were in FP8; the inputs of linear layers "
-            "in bf16 take twice as much"
-        )
     return TrainConfig.of(args), notes
 
 

@@ -5,7 +5,8 @@ layers of Transformer Engine and in local ones; and local attention takes no suc
 
 Solution: megatron.core's `PackedSeqParams` say where documents begin. With them its rotary embeddings begin anew with
 each document, for both kinds of layers, and Transformer Engine's attention keeps documents apart. Local attention gets
-a mask that is made of the same borders, once for all layers of a stage. Between stages tensors are [s, 1, h] as ever.
+a mask that is made of the same borders and of the window, once for all layers of a stage. Between stages tensors are
+[s, 1, h] as ever.
 """
 
 from functools import cached_property
@@ -24,12 +25,19 @@ class PackedSequence(PackedSeqParams):
     """The documents of one sequence."""
 
     @cached_property
-    def mask(self) -> Tensor:
-        """Where a query must not look: bool [1, 1, s, s], True for a later token, and for one of another document."""
+    def _masks(self) -> dict[int | None, Tensor]:
         lengths = self.cu_seqlens_q.diff()
         document = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         others = document[:, None] != document[None, :]
-        return (others | torch.ones_like(others).triu(1))[None, None]
+        return {None: (others | torch.ones_like(others).triu(1))[None, None]}
+
+    def mask(self, before: int | None) -> Tensor:
+        """Where a query must not look: bool [1, 1, s, s], True for a later token, for one of another document, and for
+        one more than `before` places before its own."""
+        if before not in self._masks:
+            whole = self._masks[None]
+            self._masks[before] = whole | torch.ones_like(whole).tril(-before - 1)
+        return self._masks[before]
 
 
 def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
@@ -50,12 +58,18 @@ def packed_sequence(cu_seqlens: Tensor) -> PackedSequence:
 class _Packed:
     """Mixed into an attention of whole sequences, with megatron.core's signatures."""
 
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        softmax = self.scale_mask_softmax
+        window, softmax.window_size = softmax.window_size, None  # megatron.core's window would replace the mask
+        self._before = None if window is None else window[0]
+
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
         """As of the wrapped class; the tensors are [s, heads, width]."""
         query, key, value = (each.unsqueeze(1) for each in (query, key, value))
-        return super().forward(query, key, value, packed_seq_params.mask, attn_mask_type, attention_bias)
+        return super().forward(query, key, value, packed_seq_params.mask(self._before), attn_mask_type, attention_bias)
 
 
 def taking_packed_sequences(spec: ModuleSpec) -> ModuleSpec:

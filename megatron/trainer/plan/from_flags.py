@@ -188,6 +188,9 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
         defers_gathered=args.transformer_impl == "transformer_engine",
         experts=expert_degrees(args),
         fp8=args.fp8 is not None,
+        unquantized=(args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+        if args.first_last_layers_bf16
+        else (0, 0),
     )
 
 

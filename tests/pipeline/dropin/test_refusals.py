@@ -1,9 +1,12 @@
 """What does not go together is refused by name, with a reason and a remedy; what does is not."""
 
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron.pipeline.dropin import refusals
 from megatron.pipeline.dropin.refusals import OF_ALL, OF_DELAYED_WEIGHTS, require_supported, require_supported_model
 from megatron.pipeline.schedules import PRESETS
 from tests.pipeline.dropin.arguments import arguments
@@ -69,6 +72,33 @@ def test_counts_over_batches_are_reset_where_2bw_never_comes(kind):
         require_supported(args)
     args.moe_router_load_balancing_type = "seq_aux_loss"
     require_supported(args)
+
+
+def version_of(path: Path, number: str) -> str:
+    """A folder with a megatron.core of this version."""
+    (path / "package_info.py").write_text(
+        "\n".join(map("{} = {}".format, ("MAJOR", "MINOR", "PATCH"), number.split(".")))
+    )
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "stages", "chunks", "is_refused"),
+    [("0.16.1", 4, None, True), ("0.16.1", 2, 2, True), ("0.16.1", 2, None, False), ("0.17.0", 4, None, False)],
+)
+def test_stages_between_the_ends_know_where_conversations_begin(
+    tmp_path, monkeypatch, version, stages, chunks, is_refused
+):
+    """Megatron-LM 0.16 tells the first and the last alone."""
+    found = SimpleNamespace(submodule_search_locations=[version_of(tmp_path, version)])
+    monkeypatch.setattr(refusals, "find_spec", lambda name: found)
+    cut = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks}
+    flags = f"--pipeline-schedule {'interleaved' if chunks else 'flush'}"
+    require_supported(arguments(flags, **cut))
+    with (
+        pytest.raises(ValueError, match=r"--sft on 4 pipeline stages: .* use 2 stages") if is_refused else nullcontext()
+    ):
+        require_supported(arguments(flags, sft=True, **cut))
 
 
 @pytest.mark.parametrize("optimizer", ["dist_muon", "soap", "lion"])

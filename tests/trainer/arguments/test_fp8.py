@@ -87,12 +87,16 @@ def test_what_the_named_gpu_lacks(gpu, recipe, said):
         )
 
 
-@pytest.mark.parametrize("flag", ["", "--first-last-layers-bf16"])
-def test_a_dry_run_says_what_it_does_not_count(flag):
-    """Layers that stay in the model's precision."""
-    flags = f"{SMALL} {SIZES} --bf16 {TENSORWISE} {flag} --dry-run 1 --dry-run-gpu H100"
-    notes = dry_run.check_job(parse_args(flags.split())).notes
-    assert any("as if all layers were in FP8" in note for note in notes) is bool(flag)
+def test_a_dry_run_counts_layers_in_bf16():
+    """Their weights have no copies in FP8, and their inputs take two bytes; one that counts all so has none in FP8."""
+    ends = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 {} --num-layers-at-end-in-bf16 {}"
+    eighth, mixed, most, half = (
+        dry_run.check_job(parse_args(f"{SMALL} {SIZES} --bf16 {flags} --dry-run 1 --dry-run-gpu H100".split()))
+        for flags in (TENSORWISE, f"{TENSORWISE} {ends.format(1, 1)}", f"{TENSORWISE} {ends.format(2, 2)}", "")
+    )
+    parts = [each.memory[0].parts for each in (eighth, mixed, most, half)]
+    assert parts[0].weights > parts[1].weights > parts[2].weights == parts[3].weights
+    assert parts[0].activations < parts[1].activations < parts[2].activations == parts[3].activations
 
 
 def test_scales_that_replicas_share_take_a_queue():

@@ -180,7 +180,7 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "128 x 128 block"),
         ({**LLAMA, "model_type": "gemma"}, "model_type is 'gemma', and these can be converted: llama"),
         ({**LLAMA, "model_type": "bert"}, "model_type is 'bert': its layers normalize behind the residual sum"),
-        ({**LLAMA, "model_type": "t5"}, "model_type is 't5': its layers share a bias of distances"),
+        ({**LLAMA, "model_type": "t5"}, "model_type is 't5': a bias of distances is added to its scores"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window is 4096, and models of this family have no windows"),
         ({**QWEN_2, "use_sliding_window": True, "max_window_layers": None}, "max_window_layers is missing"),
         ({**MIXTRAL, "sliding_window": 0}, "sliding_window is 0, and a token attends to itself"),

@@ -31,6 +31,7 @@ SHARDS = "--use-distributed-optimizer"
 TOKENS = "--moe-token-dispatcher-type alltoall"
 MUON = f"{SMOOTH} --optimizer muon --muon-fp32-matmul-prec high"
 FROZEN = "--freeze-training --freeze-interval 2 --freeze-schedule 1,2"
+RELAY, FLUSH = "--pipeline-schedule l2l", "--pipeline-schedule flush"
 FLAGS = f"{EXPERTS} {SMOOTH} --pipeline-schedule 2bw"
 
 APART, REDUCED = PREDICTED, "--2bw-provisional-reduce"
@@ -46,6 +47,15 @@ RESUMED = {  # ranks and flags of the writer and of the reader
     "of shards by one rank": (4, f"{FLAT} {SHARED} {SHARDS}", 1, ""),
     "of one rank by shards": (1, "", 4, f"{FLAT} {ALL} {SHARDS}"),
     "Muon, of owners by one rank": (4, f"{FLAT} {SHARED} {SHARDS} {MUON}", 1, MUON),
+    "weights on the host, by stages": (
+        2,
+        f"{FLAT} {SHARED} {TOKENS} {RELAY}",
+        4,
+        f"{DEEP} {SHARED} {RELAY} --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "weights on the host, by those on the device": (4, f"{DEEP} {SHARED} {RELAY}", 2, f"{FLAT} {SHARED} {FLUSH}"),
+    "frozen layers, of shards by plain ones": (4, f"{DEEP} {SHARED} {SHARDS} {FROZEN}", 4, f"{DEEP} {SHARED} {FROZEN}"),
+    "frozen layers, by other stages": (2, f"{FLAT} {SHARED} {FROZEN} {FLUSH}", 4, f"{DEEP} {SHARED} {FROZEN} {FLUSH}"),
     "predictions apart": (4, f"{FLAT} {SHARED} {APART}", 4, f"{FLAT} {SHARED} {APART}"),
     "predictions, by stages with whole experts": (
         4,

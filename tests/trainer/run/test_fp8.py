@@ -12,6 +12,7 @@ from tests.trainer.run.test_virtual_stages import EXACT, P2, V2, values
 
 DELAYED = "--fp8-format hybrid --fp8-amax-history-len 64 --fp8-amax-compute-algo max"
 TENSORWISE = "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16"
+SHARED = "--context-parallel-size 2"
 EXPERTS = (
     "--fp8-format e4m3 --fp8-recipe blockwise --num-experts 4 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
     "--disable-bias-linear --swiglu"
@@ -50,6 +51,7 @@ def test_pipelines_equal_one_process(model, layout):
         "2bw": ("2bw",),
         "flush": ("flush",),
         "provisional": ("2bw --2bw-provisional stage",),
+        "shared sequences": (f"2bw {SHARED}",),
     },
     usual=1,
 )
@@ -58,6 +60,7 @@ def test_a_run_goes_on_with_its_scales(tmp_path, schedule):
     Without them it does not.
     """
     flags = f"{EXACT} {DELAYED} {P2} --pipeline-schedule {schedule}"
-    whole = of_engine(2, f"{flags} --save {tmp_path} --save-interval 3")
+    ranks = 4 if SHARED in flags else 2
+    whole = of_engine(ranks, f"{flags} --save {tmp_path} --save-interval 3")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    check(of_engine(2, f"{flags} --load {tmp_path}"), whole, last=3)
+    check(of_engine(ranks, f"{flags} --load {tmp_path}"), whole, last=3)

@@ -46,10 +46,6 @@ _REFUSALS_OF_CONVERSATIONS = {
     "reset_attention_mask": (False, f"under --sft {_ALREADY}"),
     "eod_mask_loss": (False, "under --sft the token that ends a conversation is a part of its answer; leave it out"),
     "context_parallel_size": (1, "--sft does not cut conversations into parts; leave it out, or use more tensor ranks"),
-    "window_size": (None, "a window would take the place of the mask that keeps conversations of --sft apart; leave "
-                          "one out"),
-    "mtp_num_layers": (None, "the next tokens of a conversation of --sft end with it, which further layers do not "
-                             "know; leave one out"),
 }  # fmt: skip
 
 

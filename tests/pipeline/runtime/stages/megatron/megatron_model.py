@@ -7,6 +7,7 @@ every (t, p, d) starts alike and sees the same samples.
 
 import gc
 import hashlib
+import itertools
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
     get_gpt_mtp_block_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -98,6 +100,7 @@ class Case:
     attention: tuple[tuple[str, object], ...] = ()  # fields of latents, windows, sinks, gates and YaRN
     further: int = 0  # layers of multi-token prediction, on the last stage; not with learned positions
     fused: bool = False  # gradient accumulation; needs `fused_accumulation.stand_in`
+    packed: bool = False  # samples of several documents, in layers of Transformer Engine; one to a microbatch
 
     @property
     def edge_length(self) -> int:
@@ -377,6 +380,17 @@ def causal_mask() -> torch.Tensor:
     return torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool), diagonal=1)
 
 
+def documents(number: int) -> PackedSeqParams:
+    """Three documents of a sequence, at borders that follow from a number."""
+    first = 1 + number % (SEQUENCE - 2)
+    borders = [0, first, first + 1 + number // SEQUENCE % (SEQUENCE - 1 - first), SEQUENCE]
+    longest = max(end - begin for begin, end in itertools.pairwise(borders))
+    places = torch.tensor(borders, dtype=torch.int32, device=backend.device())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=places, cu_seqlens_kv=places, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
 def forward_step(case: Case):
     if case.bert:
         return bert_model.forward_step
@@ -391,7 +405,8 @@ def forward_step(case: Case):
         own = {name: each.contiguous() for name, each in own.items()}
         tokens, labels, counted, position_ids = (each.to(device) for each in get_batch_on_this_cp_rank(own).values())
         mask = causal_mask().to(device) if case.cp == 1 else None
-        output = model(tokens, position_ids, mask, labels=labels, loss_mask=counted)
+        packed = {"packed_seq_params": documents(int(data["tokens"].sum()))} if case.packed else {}
+        output = model(tokens, position_ids, None if packed else mask, labels=labels, loss_mask=counted, **packed)
 
         def loss_function(losses):
             total = (losses.float() * counted).sum() * data["factor"]

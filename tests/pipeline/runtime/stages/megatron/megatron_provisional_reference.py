@@ -26,6 +26,7 @@ from tests.pipeline.runtime.stages.megatron.megatron_reference import (
     Routers,
     _learning_rate,
     _reported,
+    factor_of_gradients,
     loss_to_differentiate,
     make_optimizer,
     means,
@@ -120,6 +121,7 @@ def _reference(case: Case, original: Case) -> dict:
     samples_done, clip, results = 0, (1.0 if case.clip == 0 else None), []
     tokens_of_each: float | None = None  # of a microbatch of all replicas, in the last batch that has stepped
     step, data, microbatch_index, waiting = forward_step(case), training_data(case, 0), 0, None
+    factor = factor_of_gradients(case, original)
 
     def apply(batch: int, gradients: dict[str, Tensor], scale: float, _: float) -> None:
         """The step that takes the gradients of a batch."""
@@ -161,9 +163,9 @@ def _reference(case: Case, original: Case) -> dict:
                 scale_other_losses(batch_scale / each)
                 losses.append(_reported(result))
                 further.append(take_further_losses())
-                (loss_to_differentiate(case, result) / each).backward(torch.tensor(batch_scale))
+                (loss_to_differentiate(case, result) / each).backward(torch.tensor(batch_scale * factor))
             for name, param in params.items():
-                gradient = param.grad.float()
+                gradient = param.grad.float() / factor
                 sums = replicas[replica]
                 sums[name] = sums[name] + gradient if name in sums else gradient.clone()
                 param.grad = None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
@@ -29,7 +30,10 @@ DELAYS = {"2bw": 1, "3bw": 2, "4bw": 3}  # schedule -> how many batches old the 
 
 
 def reference(**options) -> dict:
-    """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime."""
+    """Losses, norms and final weights (both versions) of the case, computed without any of the project's runtime.
+
+    In one process, or in as many as share a sequence, where scales in FP8 are those of each one's tokens.
+    """
     case = Case(**options)
     single = replace(
         case,
@@ -37,7 +41,7 @@ def reference(**options) -> dict:
         v=1,
         t=1,
         d=1,
-        cp=1,
+        cp=torch.distributed.get_world_size(),
         sequence_parallel=False,
         distributed_optimizer=False,
         puts_off=False,
@@ -64,6 +68,7 @@ def _reference(case: Case, original: Case) -> dict:
     step, data = forward_step(case), training_data(case, 0)
     if case.balancing == "global_aux_loss" and original.d > 1:
         data = routers.over_replicas(original.d, data, lambda each: step(iter([each]), module))
+    shares = factor_of_gradients(case, original)
     microbatch_index = 0
     for batch, count in enumerate(case.batches):
         with torch.no_grad():
@@ -80,17 +85,18 @@ def _reference(case: Case, original: Case) -> dict:
                 output, loss_function = step(data, module)
                 result = loss_function(output)
                 scale_other_losses(batch_scale / parts)
-                losses.append(_reported(result))
+                losses.append(over_context(torch.tensor(_reported(result), dtype=torch.float64)).tolist())
                 further.append(take_further_losses())
-                (loss_to_differentiate(case, result) / parts).backward(torch.tensor(batch_scale))
+                (loss_to_differentiate(case, result) / parts).backward(torch.tensor(batch_scale * shares))
             replica = replicas[position % original.d]
             for name, param in params.items():
-                gradient = param.grad.float()
+                gradient = param.grad.float() / shares
                 replica[name] = gradient.clone() if replica[name] is None else replica[name] + gradient
                 param.grad = None
             microbatch_index += 1
         for name in gradients:
             gradients[name] = sum(replica[name] * (1.0 if case.per_token else 1.0 / original.d) for replica in replicas)
+            gradients[name] = over_context(gradients[name])
         scale = batch_scale * (sum(tokens for _, tokens in losses) if case.per_token else 1.0)
         norm = math.sqrt(sum(float(g.norm().double() ** 2) for g in gradients.values())) / scale
         counts = routers.counts()
@@ -126,6 +132,19 @@ def _reference(case: Case, original: Case) -> dict:
     cast = {name: tensor.to(case.torch_dtype).float() for name, tensor in newest.items()}
     cast_older = {name: tensor.to(case.torch_dtype).float() for name, tensor in older.items()}
     return {"batches": results, "newest": cast, "older": cast_older}
+
+
+def factor_of_gradients(case: Case, original: Case) -> int:
+    """Ranks that share sequences have as many times the gradients, and average. That says what FP8 makes of them, since
+    the first scale is 1."""
+    return original.cp // case.cp if case.engine and not case.per_token else 1
+
+
+def over_context(value: Tensor) -> Tensor:
+    """The mean over the processes of the reference, which share sequences."""
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(value)
+    return value / torch.distributed.get_world_size()
 
 
 def scale_other_losses(factor: float) -> None:

@@ -1,4 +1,5 @@
-"""Attention over whole sequences, [sequence, batch, heads, channels], and packed ones, [tokens, heads, channels]."""
+"""Attention over whole sequences, [sequence, batch, heads, channels], packed ones, [tokens, heads, channels], and parts
+of sequences: with `cp_group` a rank of c has chunks r and 2c - 1 - r of 2c, and every exchange is a gather here."""
 
 import contextlib
 import math
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..._release import pinned
+from ..distributed import gather_first_dimension, scatter_sum_first_dimension
 from . import rope
 
 __all__ = ["DotProductAttention", "rope"]
@@ -19,9 +21,12 @@ class DotProductAttention(torch.nn.Module):
     def __init__(
         self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, attn_mask_type="causal",
         sequence_parallel=False, tp_size=1, get_rng_state_tracker=None, tp_group=None, layer_number=None,
-        attention_type="self", softmax_scale=None,
+        attention_type="self", softmax_scale=None, cp_group=None, cp_global_ranks=None, cp_stream=None,
+        cp_comm_type="p2p", window_size=None,
     ):  # fmt: skip
         super().__init__()
+        self.window_size = window_size  # (places before a token that it sees, places behind it)
+        self.cp_group = cp_group
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = 1.0 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self.attn_mask_type = attn_mask_type
@@ -45,6 +50,13 @@ class DotProductAttention(torch.nn.Module):
         return self._attend(query_layer, key_layer, value_layer, attention_mask, attn_mask_type or self.attn_mask_type)
 
     def _attend(self, query_layer, key_layer, value_layer, attention_mask, attn_mask_type) -> Tensor:
+        if self.cp_group is not None:
+            if attn_mask_type != "causal" or self.window_size is not None:
+                raise NotImplementedError(f"the stand-in's attention has no parts of sequences with {attn_mask_type}")
+            places = _places(len(query_layer), self.cp_group.size())
+            key_layer, value_layer = (_Whole.apply(each, places, self.cp_group) for each in (key_layer, value_layer))
+            own = places[self.cp_group.rank()]
+            attention_mask, attn_mask_type = torch.arange(len(key_layer)) > own[:, None], "arbitrary"
         sequence, batch, heads, _ = query_layer.shape
         repeats = heads // key_layer.shape[2]
         if repeats > 1:
@@ -63,9 +75,13 @@ class DotProductAttention(torch.nn.Module):
         result = torch.bmm(weights.flatten(0, 1), value)
         return result.transpose(0, 1).reshape(sequence, batch, -1)
 
-    @staticmethod
-    def _mask(kind: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
+    def _mask(self, kind: str, mask: Tensor | None, scores: Tensor) -> Tensor | None:
         """What a token does not see: true, [.., queries, keys]."""
+        if self.window_size is not None and (kind, self.window_size[1]) == ("causal", 0):
+            own = torch.ones(scores.shape[-2:], dtype=torch.bool)
+            return own.triu(1) | own.tril(-self.window_size[0] - 1)
+        if self.window_size is not None:
+            raise NotImplementedError(f"the stand-in's attention has no window {self.window_size} of a mask {kind}")
         if kind == "no_mask":
             return None
         if kind == "causal":
@@ -73,6 +89,25 @@ class DotProductAttention(torch.nn.Module):
         if kind in ("padding", "arbitrary") and mask is not None:  # of padding [batch, 1, 1, keys]
             return mask
         raise NotImplementedError(f"the stand-in's attention has no mask {kind} where the mask is {mask}")
+
+
+def _places(length: int, size: int) -> Tensor:
+    """The places in the sequence of the tokens of each rank, [ranks, tokens]."""
+    chunks = torch.arange(size * length).view(2 * size, -1)
+    return torch.cat([chunks[:size], chunks[size:].flip(0)], dim=1)
+
+
+class _Whole(torch.autograd.Function):
+    """The parts of all ranks in the order of the sequence; its backward sums what the ranks' queries made of a part."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, places: Tensor, group) -> Tensor:
+        ctx.places, ctx.group = places.flatten(), group
+        return gather_first_dimension(part, group)[ctx.places.argsort()]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return scatter_sum_first_dimension(grad[ctx.places], ctx.group), None, None
 
 
 def _lengths(tokens: Tensor, cu_seqlens: Tensor | None, longest: int | None) -> list[int]:

@@ -139,8 +139,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 if name in (*self.weight_names, *self.bias_names):
                     parameter.skip_backward_post_hook = True
 
-    def _draw(self, weight: Tensor, init_method, get_rng_state_tracker, rng_tracker_name: str | None) -> None:
-        if get_rng_state_tracker is None:
+    def _draw(self, weight: Tensor, device, init_method, get_rng_state_tracker, rng_tracker_name: str | None) -> None:
+        if get_rng_state_tracker is None or device == "cpu":  # trackers are about the generators of CUDA
             init_method(weight)
             return
         with get_rng_state_tracker().fork(*[rng_tracker_name] if rng_tracker_name else []):

@@ -88,7 +88,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         for name in self.weight_names:
             weight = torch.nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
             with torch.no_grad():
-                self._draw(weight, init_method, get_rng_state_tracker, rng_tracker_name)
+                self._draw(weight, device, init_method, get_rng_state_tracker, rng_tracker_name)
             mark_tensor_parallel(weight, 1 if parallel_mode == "row" else 0)
             setattr(self, name, weight)
         for name in self.bias_names:

@@ -106,7 +106,7 @@ class _LinearModule(TransformerEngineBaseModule):
             self.bias = torch.empty(0, dtype=dtype)
         init_method = init_method or (lambda weight: torch.nn.init.normal_(weight, 0.0, 0.023))
         with torch.no_grad():
-            self._draw(self.weight, init_method, get_rng_state_tracker, rng_tracker_name)
+            self._draw(self.weight, device, init_method, get_rng_state_tracker, rng_tracker_name)
         mark_tensor_parallel(self.weight, 1 if self.parallel_mode == "row" else 0)
         if self.use_bias and self.parallel_mode == "row":
             self.bias.sequence_parallel = self.sequence_parallel
