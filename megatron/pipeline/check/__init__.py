@@ -43,8 +43,7 @@ from megatron.pipeline.check.predictions import prove_horizons, prove_prediction
 from megatron.pipeline.check.progress import prove_progress, prove_transfers
 from megatron.pipeline.check.residency import prove_host_updates, prove_residency, require_residency
 from megatron.pipeline.check.stash import count_waiting, prove_boundaries, prove_stash
-from megatron.pipeline.check.updates import prove_updates
-from megatron.pipeline.check.versions import prove_evaluation, prove_versions
+from megatron.pipeline.check.updates import prove_evaluation, prove_updates, prove_versions
 from megatron.pipeline.program.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
