@@ -34,15 +34,13 @@ ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.check.balance import prove_balance
 from megatron.pipeline.check.compact import CompactProgram, ProgramError, compact
-from megatron.pipeline.check.computations import prove_computations
-from megatron.pipeline.check.memory import Peaks, prove_memory
+from megatron.pipeline.check.computations import prove_balance, prove_computations
+from megatron.pipeline.check.memory import Peaks, count_waiting, prove_boundaries, prove_memory, prove_stash
 from megatron.pipeline.check.periods import Periodic, PeriodOrigin, prove_periods, prove_repetition
 from megatron.pipeline.check.predictions import prove_horizons, prove_predictions, prove_unstepped
 from megatron.pipeline.check.progress import prove_progress, prove_transfers
 from megatron.pipeline.check.residency import prove_host_updates, prove_residency, require_residency
-from megatron.pipeline.check.stash import count_waiting, prove_boundaries, prove_stash
 from megatron.pipeline.check.updates import prove_evaluation, prove_updates, prove_versions
 from megatron.pipeline.program.program import Program
 

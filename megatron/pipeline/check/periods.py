@@ -35,7 +35,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megatron.pipeline.check.balance import moves_of_rank
 from megatron.pipeline.check.compact import (
     CODE_OF_KIND,
     FIRST_UPDATE,
@@ -45,7 +44,7 @@ from megatron.pipeline.check.compact import (
     F,
     error_at,
 )
-from megatron.pipeline.check.computations import Facts
+from megatron.pipeline.check.computations import Facts, moves_of_rank
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import list_channels, run

@@ -10,11 +10,26 @@ the circle.
 tags: the n-th tensor sent is the n-th received. The proof of computations shows that every transfer is posted exactly
 once at each end. This proof shows that the two ends of each channel list the same microbatches in the same order.
 Otherwise a stage would compute on another microbatch's data without any error.
+
+**The error for a deadlock.** The explanation of a deadlock in words: who waits for whom.
+
+A stuck rank waits for the row of another rank (for a tensor that is not yet sent, or for the other end of a move) or
+for its own chain of reductions. A chain waits for a member of its first reduction. It waits for the member's row if
+that row has yet to post the reduction, and for the member's chain if the reduction stands there behind another
+reduction. Everything that a host lane waits for stands earlier in the same row, so a stuck lane waits for the chain in
+the end.
+
+The explanation walks from each waiting row or chain to what it waits for. The walk ends at a place that it has visited
+before, which closes a circle, or at a rank that has reached its border.
 """
 
+from dataclasses import replace
+
 from megatron.pipeline.check.compact import CompactProgram
-from megatron.pipeline.graph.deadlock import explain_deadlock
+from megatron.pipeline.graph.channels import Channel
+from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, ReductionQueue
 from megatron.pipeline.graph.row_graph import RowExecution, graph_of
+from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 
 Channel = tuple[int, int, int]  # (code of the send, sending stage, receiving stage)
 
@@ -89,3 +104,101 @@ def run(execution: RowExecution, compact: CompactProgram, ends: list[int]) -> No
     """
     if execution.reach(ends) != ends:
         raise compact.error(*explain_deadlock(execution))
+
+
+_Node = int | ReductionQueue  # what waits: the row of a rank, or a queue of reductions
+_MAKERS = {word.makes: kind for kind, word in reversed(WORDS.items()) if word.makes}  # tensor -> first kind making it
+
+
+def explain_deadlock(execution: RowExecution) -> tuple[int, int, str]:
+    """Return a stuck rank, its position in its row, and the explanation.
+
+    The explanation names the members of the circle. Without a circle, or with no rank in it, the whole path is named.
+    """
+    node: _Node | None = next(rank for rank, (_, wait) in enumerate(execution.waits) if wait is not None)
+    path: list[_Node] = []
+    sentences: dict[_Node, str] = {}
+    while node is not None and node not in sentences:
+        path.append(node)
+        is_row = isinstance(node, int)
+        sentences[node], node = (_row_waits_for if is_row else _queue_waits_for)(execution, node)
+    circle = [] if node is None else path[path.index(node) :]
+    told = circle if any(isinstance(each, int) for each in circle) else path
+    rank = next(each for each in told if isinstance(each, int))
+    return rank, execution.waits[rank][0], "deadlock: " + "; ".join(sentences[each] for each in told)
+
+
+def _row_waits_for(execution: RowExecution, rank: int) -> tuple[str, _Node | None]:
+    """Return a sentence about what a row waits for, and the node that has to act next (None: the row is done)."""
+    position, wait = execution.waits[rank]
+    if wait is None:
+        return f"rank {rank} has executed all that stands before the border", None
+    here = f"rank {rank} waits at {execution.executed.rows[rank][position]}"
+    if wait == LANES:
+        return f"{here}, by its lanes to and from the host, for its chain of reductions", execution.chains[rank]
+    if wait == REDUCTIONS:
+        return f"{here} for its chain of reductions", execution.chains[rank]
+    if wait == MOVES:
+        requested, pairs = execution.moves[rank].requested, execution.pairs
+        partner = pairs.of_rank(rank)
+        _, _, first = requested[len(execution.moves[partner].requested)]
+        return f"{here} for {pairs.counterpart(first)} of rank {partner}", partner
+    if wait.sender_waits:
+        return _send_waits_for(execution, wait, here), wait.receiver
+    kind = SEND_OF[wait.tensor] if wait.is_posted else _MAKERS[wait.tensor]
+    return f"{here} for {_word(execution, wait, kind, wait.awaited)} of rank {wait.sender}", wait.sender
+
+
+def _send_waits_for(execution: RowExecution, channel: Channel, here: str) -> str:
+    """Name the receive that has to be posted before a forward-only stage may send another tensor."""
+    kind, graph = RECEIVE_OF[channel.tensor], execution.executed.graph
+    receives = [
+        each.microbatch
+        for each in execution.executed.rows[channel.receiver]
+        if each.kind is kind and each.stage == channel.taker and graph.peer_of(each) == channel.maker
+    ]
+    awaited = receives[channel.num_sent - channel.most_unread] - execution.executed.first_microbatch
+    word = _word(execution, channel, kind, awaited)
+    return f"{here}, with {channel.most_unread} sent and unread, for {word} of rank {channel.receiver}"
+
+
+def _word(execution: RowExecution, channel: Channel, kind: Kind, microbatch: int) -> str:
+    """Return the text of a word at one end of a channel; `microbatch` is counted from the program's first."""
+    at_maker = kind is not RECEIVE_OF[channel.tensor]
+    stage, peer = (channel.maker, channel.taker) if at_maker else (channel.taker, channel.maker)
+    word = Instruction(kind, stage, execution.executed.first_microbatch + microbatch)
+    return str(replace(word, peer=execution.executed.graph.named_peer(word, peer)) if kind.row.other_end else word)
+
+
+def _queue_waits_for(execution: RowExecution, queue: ReductionQueue) -> tuple[str, _Node | None]:
+    running = _first_of(queue)
+    for rank in _members(execution, queue, running):
+        queues = (execution.chains[rank], execution.reports[rank])
+        member = next((each for each in queues if running in map(_key, each.posted)), None)
+        here = f"{_text(running)} of rank {queue.rank} waits for rank {rank}"
+        if member is None:
+            return f"{here}, which has not posted it", rank
+        if not (member.joined and _first_of(member) == running):
+            return f"{here}, where it stands behind {_text(_first_of(member))}", member
+    raise AssertionError("a reduction that all members have joined is complete")
+
+
+def _members(execution: RowExecution, queue: ReductionQueue, running: tuple[Kind, int | None]) -> list[int]:
+    """Return the ranks that take part in the reduction `running` of a queue."""
+    if running[0] not in SHARED_REDUCTIONS:
+        return [queue.rank]
+    rows = enumerate(execution.executed.rows)
+    return [rank for rank, row in rows if any((each.kind, each.version) == running for each in row)]
+
+
+def _first_of(queue: ReductionQueue) -> tuple[Kind, int | None]:
+    return _key(queue.posted[0])
+
+
+def _key(posted: tuple[int, int, Instruction]) -> tuple[Kind, int | None]:
+    return posted[2].kind, posted[2].version
+
+
+def _text(reduction: tuple[Kind, int | None]) -> str:
+    kind, version = reduction
+    return f"{kind.value}@{version}"

@@ -38,7 +38,7 @@ EDITS: dict[str, tuple[tuple[str, str], ...]] = {  # module -> (what stands ther
 """,
         ),
     ),
-    "megatron.pipeline.check.stash": (
+    "megatron.pipeline.check.memory": (
         (
             "def prove_stash(",
             """
