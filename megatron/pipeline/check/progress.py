@@ -26,8 +26,7 @@ before, which closes a circle, or at a rank that has reached its border.
 from dataclasses import replace
 
 from megatron.pipeline.check.compact import CompactProgram
-from megatron.pipeline.graph.channels import Channel
-from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, ReductionQueue
+from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, Channel, ReductionQueue
 from megatron.pipeline.graph.row_graph import RowExecution, graph_of
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 

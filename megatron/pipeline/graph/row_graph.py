@@ -7,8 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
-from megatron.pipeline.graph.channels import NOBODY, Channel, Channels, Executed
-from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, START, Execution, MoveQueue, Take
+from megatron.pipeline.graph.execution import (
+    LANES,
+    MOVES,
+    NOBODY,
+    REDUCTIONS,
+    START,
+    Channel,
+    Channels,
+    Executed,
+    Execution,
+    MoveQueue,
+    Take,
+)
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, COMPUTATIONS, SEND_OF, Instruction, Kind, Lane
 from megatron.pipeline.program.lane_order import awaited_in_lanes
 from megatron.pipeline.program.move_order import awaited_moves

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from megatron.pipeline.graph.channels import NOBODY
-from megatron.pipeline.graph.execution import START
+from megatron.pipeline.graph.execution import NOBODY, START
 from megatron.pipeline.graph.row_graph import graph_of
 from megatron.pipeline.program.instruction import BUSY, MOVES, REDUCTIONS, SEND_OF, Instruction
 from megatron.pipeline.simulate import channel_times, refusal
