@@ -1,6 +1,6 @@
 """Proofs about each microbatch: its computations, and the moves of its activations.
 
-**Computations.** Proof: every microbatch passes every stage once, forward, then backward, each after everything that it needs.
+Proof: every microbatch passes every stage once, forward, then backward, each after everything that it needs.
 
 The state of a microbatch at a stage is a set of facts, one bit each. Each kind of instruction requires some facts,
 must not find others, and adds its own. A transfer has a fact for each peer stage:
@@ -21,7 +21,7 @@ A kind that a stage cannot have (the last stage sends no activations, a frozen s
 At the end every microbatch must have every fact for which its stage has a rule. So no instruction is missing, no
 activations stay saved, and each needed transfer was posted at both ends.
 
-**Moves.** Proof: evicted activations come back before their backward, and both ends of every move agree.
+Proof: evicted activations come back before their backward, and both ends of every move agree.
 
 The saved activations of a microbatch may leave a stage once, after its forward, and must come back before the
 instruction that needs them first (its recompute, or its backward):

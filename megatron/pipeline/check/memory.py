@@ -1,6 +1,6 @@
 """Proofs of memory: inputs on the host come back in time, and saved activations stay within their bounds.
 
-**Stash.** Proof: inputs that are stashed on the host come back before they are needed, and few are on the device at once.
+Proof: inputs that are stashed on the host come back before they are needed, and few are on the device at once.
 
 The input of a microbatch may leave a stage once, after its forward, and must come back before its recompute:
 
@@ -22,7 +22,7 @@ yet: it waits from the end of one computation to the start of the other. If a ra
 tensor waits. If it takes a whole batch through a stage first, the tensors of a whole batch wait: activations on the way
 up, gradients on the way down. The row determines this number under any timing.
 
-**Saved activations.** Proof: saved activations never exceed their bound, at any moment, under any timing.
+Proof: saved activations never exceed their bound, at any moment, under any timing.
 
 A microbatch counts at a stage from the start of its forward to the end of its backward (of W, if the backward is
 split). This count depends only on the order of the row. With recompute the microbatch counts likewise, for its stored

@@ -11,7 +11,7 @@ tags: the n-th tensor sent is the n-th received. The proof of computations shows
 once at each end. This proof shows that the two ends of each channel list the same microbatches in the same order.
 Otherwise a stage would compute on another microbatch's data without any error.
 
-**The error for a deadlock.** The explanation of a deadlock in words: who waits for whom.
+The explanation of a deadlock in words: who waits for whom.
 
 A stuck rank waits for the row of another rank (for a tensor that is not yet sent, or for the other end of a move) or
 for its own chain of reductions. A chain waits for a member of its first reduction. It waits for the member's row if
@@ -30,7 +30,7 @@ from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, Channel,
 from megatron.pipeline.graph.row_graph import RowExecution, graph_of
 from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
 
-Channel = tuple[int, int, int]  # (code of the send, sending stage, receiving stage)
+Ends = tuple[int, int, int]  # of a channel: code of the send, sending stage, receiving stage
 
 
 def prove_transfers(compact: CompactProgram) -> None:
@@ -47,14 +47,14 @@ def prove_transfers(compact: CompactProgram) -> None:
 
 def list_channels(
     compact: CompactProgram, ends: list[int]
-) -> tuple[dict[Channel, list[int]], dict[Channel, list[int]]]:
+) -> tuple[dict[Ends, list[int]], dict[Ends, list[int]]]:
     """The microbatches that each channel sends and receives in the first `ends[rank]` instructions of each row.
 
     Returns (sent, received), each channel -> microbatches, counted from the program's first microbatch.
     """
     num_microbatches = compact.num_microbatches
-    sent: dict[Channel, list[int]] = {}
-    received: dict[Channel, list[int]] = {}
+    sent: dict[Ends, list[int]] = {}
+    received: dict[Ends, list[int]] = {}
     lists = {
         slot: (sent if transfer.is_send else received).setdefault(transfer.channel, [])
         for slot, transfer in compact.transfers.items()
@@ -66,7 +66,7 @@ def list_channels(
     return sent, received
 
 
-def _raise_mismatch(compact: CompactProgram, channel: Channel, sent: list[int], received: list[int]) -> None:
+def _raise_mismatch(compact: CompactProgram, channel: Ends, sent: list[int], received: list[int]) -> None:
     send, sender, receiver = channel
     nth = next(nth for nth, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
     rank = compact.rank_of_stage[receiver]

@@ -1,6 +1,6 @@
 """Proofs of updates and of weight versions.
 
-**Updates.** Proof: every batch's gradients are reduced and applied once, in order, complete.
+Proof: every batch's gradients are reduced and applied once, in order, complete.
 
 The chain that leads to version v applies the gradients of batch v-1. Each rank has one chain for all its stages, whose
 instructions name the lowest of these stages. Its links are
@@ -30,7 +30,7 @@ the policy has gradient buffers (`WeightPolicy.max_gradient_buffers`).
 So all members of a group post the group's reductions in order of v. The proof of progress shows that members of
 different groups do not wait for one another in a circle.
 
-**Versions.** Proof: every computation uses the weight version that the policy demands, and that version is live.
+Proof: every computation uses the weight version that the policy demands, and that version is live.
 
 A stage holds, at any time, a set of live versions: those with which it began the program, and those that the STEPs of
 its rank have made since, without those that the policy has retired.
