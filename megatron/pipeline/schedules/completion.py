@@ -23,8 +23,8 @@ from megatron.pipeline.program.instruction import ENDS_BACKWARD, RECEIVES, SENDS
 from megatron.pipeline.program.program import Program, shifted_row
 from megatron.pipeline.schedules.continuation import Continuation, cuts_of, find_repetition
 from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes.activations import add_recompute
 from megatron.pipeline.schedules.passes.communication import add_communication
-from megatron.pipeline.schedules.passes.recompute import add_recompute
 from megatron.pipeline.schedules.passes.updates import add_updates, set_versions, without_versions
 
 

@@ -2,18 +2,36 @@
 
 An order knows nothing of weights, updates or transfers; the passes add them. To add an order, write a file with a
 subclass of `Order` and enter the class into the table in `orders`.
+
+**Frozen stages (`BehindFrozen`)** stand in front of the trained ones. They compute only forwards, and the trained stages keep their order.
+
+    stage 0, frozen          F0 F1 F2 F3 F4 ...
+    stage 1, frozen           . F0 . F1 . F2 ...          a rank with stages 1 and 2 runs the frozen forward of a
+    stage 2, of that rank     .  . F0  . F1  .  F2 ...    microbatch directly before the trained stage's forward
+    stage 3                   .  .  .  . F0 B0 ...
+
+Frozen stages save nothing and get no gradients (PipeTransformer: He et al., 2021). So a rank with only frozen stages
+runs ahead, even into the next batch, until too many of its tensors are unread (`StageGraph.most_unread`). A batch does
+not wait until the frozen stages have filled again.
+
+**Bounds (`SavedBounds`)** on saved activations: the microbatches that an order has in flight, and the effect of moves
+and offloads.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import ClassVar
 
-from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, HALVES, Instruction, Kind
+from megatron.pipeline.program.lane_order import RELOADED_AHEAD
 from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.passes import Segments
+from megatron.pipeline.schedules.passes.activations import balanced_bounds
 
 _MOST_GROUPS = 8  # the largest batch that `splits_backward` tries, in groups of p microbatches
 
@@ -190,3 +208,180 @@ def backward_input(stage: int, microbatch: int) -> Instruction:
 @_shared
 def backward_weight(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD_WEIGHT, stage, microbatch)
+
+
+def frozen_chain(num_stages: int, num_frozen: int) -> tuple[Edge, ...]:
+    """Return the edges of a chain whose first `num_frozen` stages are frozen."""
+    return tuple(Edge(stage, stage + 1, gradient=stage >= num_frozen) for stage in range(num_stages - 1))
+
+
+class BehindFrozen(Order):
+    """The order of a chain whose first `num_frozen` stages are frozen.
+
+    Attributes:
+        active: the order of the trained stages, each on a rank of its own.
+        num_frozen: the number of frozen stages.
+    """
+
+    interleaves = True
+    follows_edges = True
+
+    def __init__(self, active: Order, *, num_frozen: int, rank_of_stage: Sequence[int]) -> None:
+        num_stages = active.num_stages + num_frozen
+        super().__init__(num_stages, rank_of_stage=rank_of_stage, edges=frozen_chain(num_stages, num_frozen))
+        self.active, self.num_frozen = active, num_frozen
+        self.drains = active.drains  # type: ignore[misc]
+        self.extends_warmup = active.extends_warmup  # type: ignore[misc]
+
+    def segments(self, rank: int, batches: Sequence[range]) -> Segments:
+        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        frozen = [stage for stage in stages if stage < self.num_frozen]
+        if len(stages) == len(frozen):
+            forwards = [[forward(stage, each) for each in batch for stage in frozen] for batch in batches]
+            return [*forwards, []]
+        result = []
+        for segment in self.active.segments(stages[-1] - self.num_frozen, batches):
+            extended = []
+            for each in segment:
+                if each.kind is Kind.FORWARD:
+                    extended += [forward(stage, each.microbatch) for stage in frozen]
+                extended.append(replace(each, stage=stages[-1]))
+            result.append(extended)
+        return result
+
+    def max_in_flight(self, stage: int) -> int | None:
+        return 0 if stage < self.num_frozen else self.active.max_in_flight(stage - self.num_frozen)
+
+    def max_in_flight_on_rank(self, rank: int) -> int | None:
+        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        return self.max_in_flight(stages[-1])
+
+    def validate_placement(self) -> None:
+        """Raise ValueError if a rank has several frozen or several trained stages, or if ranks do not ascend."""
+        before = -1
+        for stage, rank in enumerate(self.rank_of_stage):
+            is_next = rank == before + 1 or (rank == before and stage == self.num_frozen)
+            if not is_next:
+                raise ValueError(
+                    f"stages {self.rank_of_stage}, of which the first {self.num_frozen} are frozen: each rank has one "
+                    "that is frozen, one that is trained, or the last of those and the first of these, in order"
+                )
+            before = rank
+
+    def validate(self, num_microbatches: int) -> None:
+        self.active.validate(num_microbatches)
+
+    def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
+        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        if stages[-1] < self.num_frozen:
+            return ()
+        turns = self.active.first_after_border(stages[-1] - self.num_frozen)
+        return [(kind, stage + self.num_frozen, behind) for kind, stage, behind in turns]
+
+    def recomputes(self, stage: int) -> bool:
+        return stage >= self.num_frozen and self.active.recomputes(stage - self.num_frozen)
+
+
+_OFFLOADED = RELOADED_AHEAD + 1  # the most inputs on the device of a stage that offloads its inputs
+
+
+@dataclass(frozen=True)
+class SavedBounds:
+    """The bounds of a schedule on saved microbatches.
+
+    Attributes:
+        order: the order of computations.
+        rank_of_stage: the rank of each stage.
+        balance: saved activations move between pair stages.
+        weights: the weight policy.
+        offloads: the inputs of a relay are stashed on the host.
+    """
+
+    order: Order
+    rank_of_stage: tuple[int, ...]
+    balance: bool
+    weights: WeightPolicy
+    offloads: bool = False
+
+    @property
+    def max_in_flight(self) -> int | None:
+        """The largest number of microbatches in flight at any stage, from forward to end of backward; None: a batch."""
+        limits = _in_flight(self.order)
+        return None if None in limits else max(limits)
+
+    def on_stages(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """Return the largest number of microbatches that each stage saves in a program of these batches."""
+        own = _cut(_in_flight(self.order), self.weights.most_together(batches))
+        if self.offloads:
+            return tuple(each if self._stays(stage) else min(each, _OFFLOADED) for stage, each in enumerate(own))
+        if not self.balance:
+            return own
+        accepting, on_rank = self._accepting_ranks(batches), self.on_ranks(batches)
+        return tuple(
+            on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
+            for stage, rank in enumerate(self.rank_of_stage)
+        )
+
+    def on_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """Return the largest number of microbatches that each rank saves, summed over its stages."""
+        own = self._in_flight_on_rank(batches)
+        if self.offloads:
+            return self._offloaded_on_ranks(batches, own)
+        if not self.balance:
+            return own
+        accepting = self._accepting_ranks(batches)
+        return tuple(
+            bound if rank in accepting else min(own[rank], bound)
+            for rank, bound in enumerate(bounds_of_ranks(self.order))
+        )
+
+    def evicting_ranks(self, batches: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks that have more microbatches in flight than their bound under `balance`."""
+        if not self.balance:
+            return ()
+        pairs = enumerate(zip(self._in_flight_on_rank(batches), bounds_of_ranks(self.order), strict=True))
+        return tuple(rank for rank, (own, bound) in pairs if own > bound)
+
+    def _stays(self, stage: int) -> bool:
+        """Whether a stage never offloads its inputs.
+
+        The first stage reads tokens. The last stage of each rank alternates forwards and backwards, so its inputs are
+        needed soon.
+        """
+        return stage == 0 or stage >= self.order.num_stages - self.order.num_ranks
+
+    def _offloaded_on_ranks(self, batches: Sequence[int], own: Sequence[int]) -> tuple[int, ...]:
+        """Add the inputs of one offloading stage to those of the stages that never offload, for each rank."""
+        stay = [0] * len(own)
+        for stage, each in enumerate(self.on_stages(batches)):
+            stay[self.rank_of_stage[stage]] += each * self._stays(stage)
+        return tuple(min(most, each + _OFFLOADED) for most, each in zip(own, stay, strict=True))
+
+    def _accepting_ranks(self, batches: Sequence[int]) -> set[int]:
+        return {self.order.pairs.of_rank(rank) for rank in self.evicting_ranks(batches)}
+
+    def _in_flight_on_rank(self, batches: Sequence[int]) -> tuple[int, ...]:
+        together, limits = self.weights.most_together(batches), _limits_of_ranks(self.order)
+        is_frozen, stages = self.order.graph.is_forward_only, stages_by_rank(self.rank_of_stage)
+        saving = [sum(not is_frozen(stage) for stage in own) for own in stages]
+        return tuple(_cut([limit], together * count)[0] for limit, count in zip(limits, saving, strict=True))
+
+
+@lru_cache(maxsize=256)
+def bounds_of_ranks(order: Order) -> tuple[int, ...]:
+    """Return how many microbatches each rank may save over all its stages if activations are balanced."""
+    return balanced_bounds(_limits_of_ranks(order), order.pairs)
+
+
+def _limits_of_ranks(order: Order) -> list[int | None]:
+    return [order.max_in_flight_on_rank(rank) for rank in range(order.num_ranks)]
+
+
+@lru_cache(maxsize=256)
+def _in_flight(order: Order) -> tuple[int | None, ...]:
+    """Return the largest number of microbatches in flight at each stage; None: a whole batch."""
+    return tuple(order.max_in_flight(stage) for stage in range(order.num_stages))
+
+
+def _cut(limits: Sequence[int | None], most: int) -> tuple[int, ...]:
+    return tuple(most if limit is None else min(limit, most) for limit in limits)

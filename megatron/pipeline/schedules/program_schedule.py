@@ -26,8 +26,8 @@ from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_
 from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.completion import completed, renumbered, require_equal_batches, require_training
 from megatron.pipeline.schedules.continuation import Continuation, Repetition, cuts_of, find_repetition
-from megatron.pipeline.schedules.gpipe import GPipe
 from megatron.pipeline.schedules.merged import MergedGPipe
+from megatron.pipeline.schedules.one_f_one_b import GPipe
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 

@@ -18,18 +18,22 @@ from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.program.program import PeriodicProgram, shifted_row
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
 from megatron.pipeline.schedules.compatibility import validate_batch, validate_choices, validate_frozen
-from megatron.pipeline.schedules.frozen import BehindFrozen, frozen_chain
-from megatron.pipeline.schedules.order import Order, remaining_backwards
+from megatron.pipeline.schedules.order import (
+    BehindFrozen,
+    Order,
+    SavedBounds,
+    bounds_of_ranks,
+    frozen_chain,
+    remaining_backwards,
+)
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.passes import Segments
-from megatron.pipeline.schedules.passes.balance import add_balance
+from megatron.pipeline.schedules.passes.activations import add_balance, add_recompute
 from megatron.pipeline.schedules.passes.communication import add_communication
-from megatron.pipeline.schedules.passes.recompute import add_recompute
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
 from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
-from megatron.pipeline.schedules.saved import SavedBounds, bounds_of_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

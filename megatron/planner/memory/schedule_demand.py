@@ -25,11 +25,9 @@ from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD
 from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import PipelineSchedule, Schedule
-from megatron.pipeline.schedules.gpipe import GPipe
-from megatron.pipeline.schedules.interleaved import Interleaved
-from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.interleaved import Interleaved, Relay
+from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.relay import Relay
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 from megatron.planner.memory.demand import Demand, Moment, moments_of

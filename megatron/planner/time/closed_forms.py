@@ -43,11 +43,9 @@ from operator import add
 
 from megatron.pipeline.program.lane_order import EAGER, Residency
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.gpipe import GPipe
-from megatron.pipeline.schedules.interleaved import Interleaved
-from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.interleaved import Interleaved, Relay
+from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.relay import Relay
 from megatron.planner.time.microbatch_flow import busy_at, busy_at_rank, flow, keeps_up, passage, round_trips
 from megatron.planner.time.stage_times import StageTimes, hides_moves
 

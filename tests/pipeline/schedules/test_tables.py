@@ -7,8 +7,7 @@ import pytest
 
 from megatron.pipeline.program.weight_policies import POLICIES, WeightPolicy
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
-from megatron.pipeline.schedules.gpipe import GPipe
-from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
+from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.search.space import fewest_ranks, offer, offered, preset_of
 

@@ -10,8 +10,8 @@ from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.instruction import MOVES, Kind
 from megatron.pipeline.program.move_order import Pairs
 from megatron.pipeline.schedules import Schedule
-from megatron.pipeline.schedules.passes import balance as balance_pass
-from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
+from megatron.pipeline.schedules.passes import activations as passes
+from megatron.pipeline.schedules.passes.activations import add_balance, balanced_bounds
 from tests.draws import draws
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 from tests.pipeline.strategies import kinds_of, text
@@ -169,14 +169,14 @@ def test_interleaved_evicts_twice_in_its_warm_up():
 @pytest.mark.parametrize(("preset", "v"), [("bpipe", 1), ("2bw", 1), ("interleaved", 2)])
 def test_ranks_with_room_stay_as_they_are(preset, v, monkeypatch):
     """They are not walked through for moves, and that would set none."""
-    given = balance_pass._has_room
+    given = passes._has_room
     for p in (4, 6, 7):
         schedule = Schedule.preset(preset, num_stages=p * v, num_virtual_stages=v, balance=True)
         batches = (2 * p,) * (1 if schedule.weights.drains else 3)
         found, answers = schedule.build(batches), []
-        monkeypatch.setattr(balance_pass, "_has_room", lambda *asked, to=answers: to.append(given(*asked)))
+        monkeypatch.setattr(passes, "_has_room", lambda *asked, to=answers: to.append(given(*asked)))
         assert schedule.build(batches) == found
-        monkeypatch.setattr(balance_pass, "_has_room", lambda *asked, to=answers: to.append(given(*asked)) or to[-1])
+        monkeypatch.setattr(passes, "_has_room", lambda *asked, to=answers: to.append(given(*asked)) or to[-1])
         answers.clear()
         assert schedule.build(batches) == found
         assert set(answers) == {True, False}

@@ -9,7 +9,7 @@ from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH
-from megatron.pipeline.schedules.passes.balance import add_balance, balanced_bounds
+from megatron.pipeline.schedules.passes.activations import add_balance, balanced_bounds
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.updates import add_updates, set_versions
 from megatron.pipeline.schedules.pipeline_schedule import ProgramInSegments

@@ -1,6 +1,6 @@
 """Recompute stands right before the backward."""
 
-from megatron.pipeline.schedules.passes.recompute import add_recompute
+from megatron.pipeline.schedules.passes.activations import add_recompute
 from tests.pipeline.schedules.passes.written import extent, segments, texts
 
 

@@ -1,4 +1,6 @@
-"""Balance saved activations between the ranks of a pair (BPipe, Algorithm 1 and appendix A).
+"""The passes for activations: moves between the ranks of a pair, and recomputes.
+
+**Balance (`add_balance`).** Balance saved activations between the ranks of a pair (BPipe, Algorithm 1 and appendix A).
 
 Problem: early ranks save many microbatches, and late ranks save few.
 
@@ -30,6 +32,11 @@ the new segment.
 The acceptor requests its ends of all moves of a segment at the beginning of the segment. The moves are carried out one
 after another in the background (see `program.move_order`). So the acceptor is never late, and a move takes memory only
 after as much has been freed.
+
+**Recompute (`add_recompute`).** Recompute the activations of a microbatch from its stored input before its backward.
+R stands directly before the backward, so a stage holds the full activations of only one microbatch at a time. R needs
+no tensor from the next stage. So while the gradient of the output is on its way, the recompute runs, and only the
+backward waits for the gradient.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -218,3 +225,16 @@ class _Evictor:
 
 def _saved(instruction: Instruction) -> _Saved:
     return instruction.stage, instruction.microbatch
+
+
+def add_recompute(segments: Segments, extent: Extent) -> Segments:
+    """Add an R before each B, and before each I of a backward in halves, at the stages that recompute."""
+    result = []
+    for segment in segments:
+        extended: Segment = []
+        for instruction in segment:
+            if instruction.kind in BEGINS_BACKWARD and extent.recomputes(instruction.stage):
+                extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
+            extended.append(instruction)
+        result.append(extended)
+    return result
