@@ -43,7 +43,7 @@ from benchmarks.common.tables import spread
 from megatron.pipeline.placement import Degrees, pair_adjacent, standard
 from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.program.instruction import MOVES
-from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.lane_order import pair_of
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine

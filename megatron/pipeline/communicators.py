@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 
 COMMUNICATOR_CTAS = {"link": 2, "move": 4, "chain": 8, "fetch": 8}
 """Use -> largest number of CTAs. A link carries one activation at a time, and a move carries many times as many bytes.

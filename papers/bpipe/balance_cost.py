@@ -45,7 +45,7 @@ from benchmarks.common.processes import gathered
 from benchmarks.common.results import parser_of, save, set_environment, status_of
 from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Instruction
-from megatron.pipeline.program.move_order import MoveOrder
+from megatron.pipeline.program.lane_order import MoveOrder
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -176,7 +176,7 @@ def predicted_seconds(job: BalanceJob, contender: Contender, num_microbatches: i
     """The simulated seconds of a batch."""
     program = contender.schedule(job.num_stages).build((num_microbatches,))
     costs = Costs(forward=job.forward, backward=job.backward, evict=job.transfer)
-    with patch("megatron.pipeline.program.move_order.MoveOrder", contender.moves):
+    with patch("megatron.pipeline.program.lane_order.MoveOrder", contender.moves):
         return simulate(program, costs).makespan
 
 

@@ -30,8 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, WORDS, Instruction, Kind, Proof
-from megatron.pipeline.program.lane_order import awaited_in_lanes
-from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.lane_order import awaited_in_lanes, awaited_moves
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import Ahead
 

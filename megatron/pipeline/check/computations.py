@@ -32,7 +32,7 @@ instruction that needs them first (its recompute, or its backward):
     ACCEPT   at the pair stage; not twice
     RETURN   after ACCEPT; not twice
 
-Each rank carries out its moves in the order of its row (see `program.move_order`), so moves carry no tags: the n-th
+Each rank carries out its moves in the order of its row (see `program.lane_order`), so moves carry no tags: the n-th
 move of a rank is matched with the n-th move of its partner rank. The proof shows that the two rows list the two ends of
 the same moves in the same order. Otherwise a stage would load another microbatch's activations without any error. The
 proof of progress shows that the moves complete and that no ranks wait for each other in a circle.

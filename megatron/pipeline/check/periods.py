@@ -52,7 +52,7 @@ from megatron.pipeline.check.residency import codes_of_host_updates
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, OFFLOADS, RELOADS, WORDS, Instruction, Kind
-from megatron.pipeline.program.move_order import MoveOrder
+from megatron.pipeline.program.lane_order import MoveOrder
 from megatron.pipeline.program.program import Program
 
 

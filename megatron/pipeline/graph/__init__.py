@@ -4,7 +4,7 @@ A node is the end of an event that takes time: a computation or an update of a r
 between the ranks of a pair, a reduction, or a host word, which copies to or from the host or updates there. Edges lead
 to a node from everything that has to end before the event begins. The edges follow from the table of words
 (`program.instruction.WORDS`), the edges between stages, the order of lanes (`program.lane_order`) and the order of
-moves (`program.move_order`). They do not depend on any time:
+moves (`program.lane_order`). They do not depend on any time:
 
 - A rank goes through its row in order. A word of the compute lane waits for the word before it in that lane, and for
   everything that it needs: tensors, moves, words of other lanes, the reductions of its version. All other words are

@@ -19,7 +19,7 @@ from megatron.pipeline.program.instruction import (
     Kind,
     Tensor,
 )
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 
 NOBODY = -1
 
@@ -183,7 +183,7 @@ class Execution(ABC):
 
     A subclass goes through the rows (`_run`) and keeps the nodes (`_add`). This class carries out moves and reductions.
 
-    A rank carries out its moves one after another (see `program.move_order`). A move is complete when both ranks of the
+    A rank carries out its moves one after another (see `program.lane_order`). A move is complete when both ranks of the
     pair have reached it. A rank carries out its reductions one after another, too, in the order of its row. A reduction
     starts when all of its members have reached it. The members of a norm reduction are all ranks, and those of an
     embedding reduction are the ranks that post it. A gradient reduction waits for no other rank, because the replicas

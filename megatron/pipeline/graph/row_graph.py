@@ -21,8 +21,7 @@ from megatron.pipeline.graph.execution import (
     Take,
 )
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, COMPUTATIONS, SEND_OF, Instruction, Kind, Lane
-from megatron.pipeline.program.lane_order import awaited_in_lanes
-from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.lane_order import awaited_in_lanes, awaited_moves
 
 NOTHING = 0  # the number of the first `Take`, which takes no time
 

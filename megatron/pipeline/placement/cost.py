@@ -26,7 +26,7 @@ from enum import Enum
 from megatron.pipeline.placement.mapping import Degrees, inverse
 from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.placement.traffic import Traffic, TrafficKind, point_to_point, ring_bytes
-from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.lane_order import pair_of
 
 
 class Level(str, Enum):

@@ -18,7 +18,7 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
 
 A job chooses its mapping once, when it starts, by the pairs of its first program. If the pipeline changes later,
 processes keep their ranks, and new `Degrees` assign a new place in the model to each rank. With frozen layers other
-ranks become pairs (`program.move_order.Pairs`), and the moves between those ranks may cross nodes.
+ranks become pairs (`program.lane_order.Pairs`), and the moves between those ranks may cross nodes.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.documents.files import read_document
-from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.lane_order import pair_of
 
 
 class Coordinates(NamedTuple):

@@ -29,7 +29,7 @@ from megatron.pipeline.placement.cost import placement_cost
 from megatron.pipeline.placement.mapping import Degrees, Mapping, pair_adjacent, pair_order, standard
 from megatron.pipeline.placement.topology import Topology
 from megatron.pipeline.placement.traffic import Traffic, point_to_point, ring_bytes
-from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.lane_order import pair_of
 
 # --- groups of t slots, one for each tensor parallel group ------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from enum import Enum
 from itertools import chain
 
 from megatron.pipeline.program.instruction import EVICTIONS, Tensor
-from megatron.pipeline.program.move_order import Pairs, pair_of
+from megatron.pipeline.program.lane_order import Pairs, pair_of
 from megatron.pipeline.schedules import PipelineSchedule
 
 

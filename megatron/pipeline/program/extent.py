@@ -15,8 +15,7 @@ from itertools import accumulate
 
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
-from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
 

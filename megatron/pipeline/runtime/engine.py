@@ -16,8 +16,7 @@ from torch.distributed import Store, distributed_c10d
 
 from megatron.documents import counted
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
-from megatron.pipeline.program.lane_order import LaneOrder, Residency
-from megatron.pipeline.program.move_order import MoveOrder
+from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder, Residency
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (

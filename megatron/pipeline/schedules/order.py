@@ -3,7 +3,8 @@
 An order knows nothing of weights, updates or transfers; the passes add them. To add an order, write a file with a
 subclass of `Order` and enter the class into the table in `orders`.
 
-**Frozen stages (`BehindFrozen`)** stand in front of the trained ones. They compute only forwards, and the trained stages keep their order.
+**Frozen stages (`BehindFrozen`)** stand in front of the trained ones. They compute only forwards, and the trained
+stages keep their order.
 
     stage 0, frozen          F0 F1 F2 F3 F4 ...
     stage 1, frozen           . F0 . F1 . F2 ...          a rank with stages 1 and 2 runs the frozen forward of a
@@ -27,8 +28,7 @@ from typing import ClassVar
 
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, HALVES, Instruction, Kind
-from megatron.pipeline.program.lane_order import RELOADED_AHEAD
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import RELOADED_AHEAD, Pairs
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.activations import balanced_bounds

@@ -28,8 +28,7 @@ from megatron.pipeline.graph.row_graph import forget_graph
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.extent import Extent, Tied
 from megatron.pipeline.program.instruction import Kind, Row, Rows
-from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_row
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order

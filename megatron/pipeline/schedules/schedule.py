@@ -13,8 +13,7 @@ from itertools import chain
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Row
-from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.program import PeriodicProgram, shifted_row
 from megatron.pipeline.program.weight_policies import WeightPolicy, predicting, weight_policy
 from megatron.pipeline.schedules.compatibility import validate_batch, validate_choices, validate_frozen

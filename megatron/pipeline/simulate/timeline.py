@@ -39,7 +39,7 @@ from megatron.pipeline.program.instruction import (
     Kind,
     Lane,
 )
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 
 FORMAT = "megatron.pipeline.simulate.timeline/1"
 

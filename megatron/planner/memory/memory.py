@@ -28,7 +28,7 @@ from operator import attrgetter, mul
 
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand

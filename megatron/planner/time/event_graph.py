@@ -36,7 +36,7 @@ from megatron.pipeline.program.instruction import (
     Kind,
     Tensor,
 )
-from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.lane_order import awaited_moves
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes import Segment, Segments
 from megatron.pipeline.simulate.costs import Costs

@@ -31,7 +31,7 @@ from itertools import accumulate
 
 from megatron.pipeline.placement.mapping import Degrees, Mapping, inverse
 from megatron.pipeline.placement.topology import Topology
-from megatron.pipeline.program.move_order import pair_of
+from megatron.pipeline.program.lane_order import pair_of
 from megatron.planner.job.devices import Device
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import ExpertDegrees

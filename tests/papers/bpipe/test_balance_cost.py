@@ -39,7 +39,7 @@ def test_synchronous_moves_stop_the_evictor():
     that take no time change nothing.
     """
     synchronous, bpipe = build("bpipe", 4, (8,)), build("bpipe", 4, (8,))  # the graph of a program is kept with it
-    with patch("megatron.pipeline.program.move_order.MoveOrder", balance_cost.SynchronousMoves):
+    with patch("megatron.pipeline.program.lane_order.MoveOrder", balance_cost.SynchronousMoves):
         timeline, without_time = simulate(synchronous, Costs(evict=0.5)), simulate(synchronous)
     evictor = spans_of(timeline, 0)
     for move, computation in (("0EVICT1", "0F2"), ("0EVICT3", "0B0"), ("0LOAD1", "0F4")):

@@ -5,7 +5,7 @@ ranks any computation or move may last arbitrarily long, and any may end next; t
 pair itself can be as late as it likes. In each state that can be reached, what both ranks hold is counted, and a
 computation that begins has to find its activations. What nobody can leave and is not the end is a deadlock.
 
-The rules are those of the docstring of `program.move_order`; what computes, sends and updates what is the business
+The rules are those of the docstring of `program.lane_order`; what computes, sends and updates what is the business
 of the other oracle.
 """
 

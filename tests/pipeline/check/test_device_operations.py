@@ -24,7 +24,7 @@ from megatron.pipeline.check.device_operations import (
 from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import _launches_alone
 from megatron.pipeline.program.instruction import Kind
-from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.lane_order import awaited_moves
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.check.examples import written

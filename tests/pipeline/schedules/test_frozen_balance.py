@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, Instruction, Kind, Row
-from megatron.pipeline.program.move_order import awaited_moves
+from megatron.pipeline.program.lane_order import awaited_moves
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import SimulationError, simulate

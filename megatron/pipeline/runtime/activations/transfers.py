@@ -4,7 +4,7 @@ Problem: a microbatch's saved activations go from a stage to its pair and back w
 3.2). Neither rank may hold more than the bound at any moment, whichever rank is faster. The evictor's backward must not
 read its activations before they are back.
 
-Solution: `program.move_order` defines the meaning of the four instructions. Each only requests a move. A thread
+Solution: `program.lane_order` defines the meaning of the four instructions. Each only requests a move. A thread
 executes the moves in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
 
     EVICT    packs the saved tensors into a buffer, frees them, sends the buffer
@@ -36,7 +36,7 @@ from datetime import timedelta
 from torch import Tensor
 
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.program.move_order import MoveOrder, Pairs
+from megatron.pipeline.program.lane_order import MoveOrder, Pairs
 from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
 from megatron.pipeline.runtime.transport.channels import Channels, TransferError

@@ -23,7 +23,7 @@ from torch.distributed import Store
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_memory
 from megatron.pipeline.runtime.transport.links import LINKS, Link, Receive

@@ -8,7 +8,7 @@ failure goes to `on_error` at once, since the compute thread may be blocked in a
 raises it, and later calls do not run.
 
 The queue of a rank's moves is such a lane. Evictions and loads have to run beside forwards and backwards. A move may
-take memory only when the move before has freed as much (see `program.move_order`). A call that has begun is *posted*, a
+take memory only when the move before has freed as much (see `program.lane_order`). A call that has begun is *posted*, a
 call that has returned is *complete*. The compute thread waits until the first n moves are complete. On CUDA a call
 returns when both hosts have reached the move and the move is queued on the device. The compute thread waits only for
 that. Its stream waits until the device has done the move (`follow`), and the tensors that the move reads are held until

@@ -30,7 +30,7 @@ the batch before. A period repeats. The acceptor has passed the border, too, bef
 the new segment.
 
 The acceptor requests its ends of all moves of a segment at the beginning of the segment. The moves are carried out one
-after another in the background (see `program.move_order`). So the acceptor is never late, and a move takes memory only
+after another in the background (see `program.lane_order`). So the acceptor is never late, and a move takes memory only
 after as much has been freed.
 
 **Recompute (`add_recompute`).** Recompute the activations of a microbatch from its stored input before its backward.
@@ -43,7 +43,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, MOVES, Instruction, Kind
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.schedules.passes import Segment, Segments
 
 _Saved = tuple[int, int]  # stage, microbatch

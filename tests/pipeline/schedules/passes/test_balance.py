@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.program.instruction import MOVES, Kind
-from megatron.pipeline.program.move_order import Pairs
+from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.passes import activations as passes
 from megatron.pipeline.schedules.passes.activations import add_balance, balanced_bounds
