@@ -13,7 +13,7 @@ from benchmarks.common.emulated import TIMEOUT, Job, Rank, engines, executed, ru
 from benchmarks.common.processes import gathered
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedReduction, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.stages.emulated import EmulatedReduction, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.schedules import PRESETS, Schedule
 
 CHAIN_BYTES = 64 * 1024

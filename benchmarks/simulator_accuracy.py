@@ -37,10 +37,10 @@ from benchmarks.common.results import parser_of, save, set_environment, status_o
 from benchmarks.common.tables import terminal
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.program.instruction import Kind
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import (
+from megatron.pipeline.runtime.stages.emulated import (
     EmulatedReduction,
     EmulatedUpdate,
 )

@@ -45,9 +45,9 @@ from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.lane_order import pair_of
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs

@@ -23,7 +23,7 @@ from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import COMPUTE, gather_traces, timeline
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes, sleep_for
+from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes, sleep_for
 from megatron.pipeline.runtime.transport.links import GlooLink
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.timeline import Timeline

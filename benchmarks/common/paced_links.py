@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
-from megatron.pipeline.runtime.stages.emulated.stage import sleep_for
+from megatron.pipeline.runtime.stages.emulated import sleep_for
 from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, GlooLink, GlooReceive, Receive
 from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
 

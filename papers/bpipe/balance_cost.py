@@ -46,10 +46,10 @@ from benchmarks.common.results import parser_of, save, set_environment, status_o
 from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.program.instruction import COMPUTATIONS, OWN_MOVES, Instruction
 from megatron.pipeline.program.lane_order import MoveOrder
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes, EmulatedUpdate
+from megatron.pipeline.runtime.stages.emulated import EmulatedTimes, EmulatedUpdate
 from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS
 from megatron.pipeline.schedules import Schedule

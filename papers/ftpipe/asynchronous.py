@@ -34,7 +34,7 @@ from benchmarks.common.results import parser_of, write
 from megatron.partition import Graph, compete, parse_graph
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedGraphStage, EmulatedStageUpdates, EmulatedTimes
+from megatron.pipeline.runtime.stages.emulated import EmulatedGraphStage, EmulatedStageUpdates, EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs

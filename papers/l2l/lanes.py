@@ -17,7 +17,7 @@ from benchmarks.common.tables import Row, show_table, spread
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedRelayUpdate
+from megatron.pipeline.runtime.stages.emulated import EmulatedRelayUpdate
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs

@@ -22,7 +22,7 @@ from megatron.elastic.pipelines import Layers, PipelineOption, schedule_of, stag
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import (
+from megatron.pipeline.runtime.stages.emulated import (
     EmulatedReduction,
     EmulatedStage,
     EmulatedTimes,

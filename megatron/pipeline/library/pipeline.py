@@ -25,7 +25,7 @@ from megatron.pipeline.library.building import Tie, build_stage, place, stage_mo
 from megatron.pipeline.library.ranks import Groups, LossCounts, find_ranks
 from megatron.pipeline.library.stages import LossFunction, Specs, edges_of, find_specs
 from megatron.pipeline.library.state import load_state, require_loadable, state_of
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, BatchReport
 from megatron.pipeline.runtime.contract.trace import CudaClock, RankTrace, Tracer, gather_traces
 from megatron.pipeline.runtime.contract.trace import timeline as timeline_of

@@ -17,7 +17,7 @@ from torch.distributed import Store, distributed_c10d
 from megatron.documents import counted
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
 from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder, Residency
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
@@ -34,9 +34,8 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
-from megatron.pipeline.runtime.relay.input_stash import InputStash
+from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
-from megatron.pipeline.runtime.relay.ledger import RelayLedger
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import MoveQueue
 from megatron.pipeline.runtime.update.chain import Chain

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatron import backend
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.pipeline.runtime.relay.ledger import DEVICE_PEAK, HOST_PEAK
+from megatron.pipeline.runtime.relay.input_stash import DEVICE_PEAK, HOST_PEAK
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import (
     CLASS_LOSS,

@@ -105,7 +105,7 @@ def main() -> dict:
     from megatron.pipeline.program.weight_policies import FLUSH
     from megatron.pipeline.runtime.contract.trace import Tracer, timeline
     from megatron.pipeline.runtime.engine import PipelineEngine
-    from megatron.pipeline.runtime.stages.emulated.stage import EmulatedRelayUpdate, EmulatedStage, EmulatedTimes
+    from megatron.pipeline.runtime.stages.emulated import EmulatedRelayUpdate, EmulatedStage, EmulatedTimes
     from megatron.pipeline.schedules import Schedule
     from megatron.pipeline.schedules.pipeline_schedule import ProgramInSegments
     from megatron.pipeline.simulate import Costs, simulate

@@ -12,7 +12,7 @@ import torch
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import Edge
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedTimes
+from megatron.pipeline.runtime.stages.emulated import EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime import graph_cases
@@ -105,7 +105,7 @@ def run_emulated(preset, num_microbatches):
 
     from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
     from megatron.pipeline.runtime.engine import PipelineEngine
-    from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedUpdate
+    from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedUpdate
 
     rank, p = dist.get_rank(), dist.get_world_size()
     with registered():

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.pipeline.runtime.relay.ledger import RelayLedger
+from megatron.pipeline.runtime.relay.input_stash import RelayLedger
 
 
 def test_a_peak_is_that_since_the_last_report():

@@ -10,12 +10,12 @@ import torch
 from megatron.pipeline.check import check
 from megatron.pipeline.program.instruction import Instruction, Kind, Lane
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract import trace
 from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStore
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedUpdate
+from megatron.pipeline.runtime.stages.emulated import EmulatedUpdate
 from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule
 from tests import workers

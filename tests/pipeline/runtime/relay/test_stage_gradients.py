@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients, copied_back
+from megatron.pipeline.runtime.relay.host_update import NormsOnHost, StageGradients, copied_back
 
 
 class Rank:

@@ -1,19 +1,217 @@
-"""The base class of the weight updates over megatron.core: groups, decisions, and state in checkpoints."""
+"""The base class of the weight updates over megatron.core, and their decisions about a batch.
 
+The decisions must be equal on all ranks: loss scale, clipping, skipped steps, learning rate. `Decisions` serves updates
+with weights on the device and on the host. One float64 all-reduce gives all ranks the norm and the overflow of a batch.
+Then the step multiplies the gradients by one factor that unscales and clips, and learning rate and loss scale advance.
+"""
+
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.megatron.decisions import Decisions
-from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroups
-from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
-from megatron.pipeline.runtime.stages.megatron.router_tokens import RouterTokens
+from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
+from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroup, ChainGroups
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
+from megatron.pipeline.runtime.stages.megatron.routers import RouterTokens
+from megatron.pipeline.runtime.update.gradients import all_reduce_norm
+
+
+class Decisions:
+    """Makes the decisions on one rank.
+
+    Args:
+        optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
+        delay: how many batches old the weights of a batch are.
+        world: the group of all ranks of the job, used on the chain's thread; None for a single rank.
+        per_token: gradients are sums over tokens, to be divided by the number of tokens in the batch.
+
+    Attributes:
+        scales: the loss scales of the batches.
+        clip_grad: the norm to which gradients are clipped; 0: no clipping.
+        rank_metrics: as given; metrics may be added before the first batch.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        scheduler: OptimizerParamScheduler | None,
+        *,
+        delay: int,
+        world: ChainGroup | None,
+        loss_names: tuple[str, ...],
+        rank_metrics: Mapping[str, Callable[[], float]] | None,
+        per_token: bool = False,
+    ) -> None:
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._scaler = shared_scaler(optimizer)
+        self._world = world
+        self._loss_names = loss_names
+        self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
+        self.rank_metrics = dict(rank_metrics or {})
+        self.clip_grad = optimizers_of(optimizer)[0].config.clip_grad
+        self.scales = LossScales(self._scaler, delay=delay + 1)
+
+    def begin(self, info: BatchInfo) -> BatchReport:
+        """Return a new report of a batch that begins, with its loss scale."""
+        scale = self.scales.of_batch(info.index)
+        return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
+
+    def complete(
+        self,
+        report: BatchReport,
+        norm_squared: float,
+        stop_requests: int,
+        losses: Mapping[str, tuple[float, float]],
+        *,
+        layers_squared: Sequence[float] = (),
+        tokens: Sequence[float] = (),
+    ) -> None:
+        """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
+
+        Raises ValueError on all ranks if tokens are counted, and the loss function has returned none.
+
+        Args:
+            report: the report of the batch, which has its loss scale.
+            norm_squared: the squared norm of the scaled gradients that this rank counts.
+            stop_requests: bits, see `NormReduction`.
+            losses: name -> (numerator, denominator) on this rank; with `per_token` the tokens as `NUM_TOKENS`, too.
+            layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
+            tokens: this rank's counts of the tokens of experts (`RouterTokens.take`).
+        """
+        sums = all_reduce_norm(
+            norm_squared=norm_squared,
+            overflow=not math.isfinite(norm_squared),
+            stop_requests=stop_requests,
+            losses=losses,
+            loss_names=self._reduced,
+            group=self._world and self._world.process_group,
+            device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
+            layers_squared=[*layers_squared, *tokens],
+            rank_metrics={name: read() for name, read in self.rank_metrics.items()},
+        )
+        overflow = sums.num_overflows > 0
+        num_tokens, num_microbatches = sums.losses.pop(NUM_TOKENS, (1.0, 1.0))
+        if not num_microbatches:
+            raise ValueError(
+                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
+                "number of tokens, numbers), or leave it out."
+            )
+        report.num_tokens = max(num_tokens, 1.0)
+        report.grad_norm = sums.norm / report.gradient_scale
+        report.overflow = self._scaler is not None and overflow
+        report.stop_requests = sums.stop_requests
+        of_layers = sums.layers_squared[: len(layers_squared)]
+        report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
+        report.tokens_per_expert = sums.layers_squared[len(layers_squared) :]
+        report.rank_metrics = sums.rank_metrics
+        report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
+        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
+            self._scaler is None and overflow
+        )
+
+    def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
+        """The factor that unscales, averages and clips a batch's gradients. `norm` replaces the norm in the report."""
+        norm = report.grad_norm if norm is None else norm
+        coefficient = 1.0 / report.gradient_scale
+        if self.clip_grad > 0.0:
+            clip = self.clip_grad / (norm + 1.0e-6)
+            if clip < 1.0:
+                coefficient *= clip
+        return coefficient
+
+    def note(self, report: BatchReport) -> None:
+        """Write into the report the learning rate, and whether the step is skipped because of an overflow."""
+        report.learning_rate = self.learning_rate
+        report.skipped = report.overflow
+
+    def advance(self, report: BatchReport) -> None:
+        """Advance the loss scale and, unless the step was skipped, the learning rate."""
+        if not report.skipped and self._scheduler is not None:
+            self._scheduler.step(increment=report.num_samples)
+        self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step for the parameter groups that follow the schedule."""
+        groups = self._optimizer.param_groups
+        followers = [group for group in groups if group.get("default_config", True)] or groups
+        return float(followers[0]["lr"]) if followers else 0.0
+
+
+# --- loss scales of batches that begin before the step of the batch before
+
+
+class LossScales:
+    """The loss scale of each batch, from a scaler of megatron.core (None: the scale is always 1).
+
+    Under 2bw batch j begins before the step of batch j-1, so it cannot use the scale after that step. Batch j uses the
+    scale after the STEP of batch j-2 (`delay` 2); under flush it uses the scale after the STEP of batch j-1 (`delay`
+    1). The first batches use the initial scale. A drain executes steps early but must not change the scale of a batch,
+    so the scales after the last steps are stored.
+
+    Two batches in flight may overflow because of the same scale, which must be lowered only once. So if a batch
+    overflowed with a scale above the current one, the scale stays the same.
+
+    The scaler's tensors are moved to the host, because the main thread reads the scale at every step and would
+    otherwise wait for the device.
+    """
+
+    def __init__(self, scaler: MegatronGradScaler | None, *, delay: int) -> None:
+        self._scaler = scaler
+        _to_host(scaler)
+        self._delay = delay
+        self._after_step: dict[int, float] = {}
+        self._before_first = self.current
+
+    @property
+    def current(self) -> float:
+        """The scaler's present scale."""
+        return 1.0 if self._scaler is None else float(self._scaler.scale.item())
+
+    def of_batch(self, batch: int) -> float:
+        """The scale of a batch."""
+        return self._after_step.get(batch - self._delay, self._before_first)
+
+    def step(self, batch: int, *, scale: float, overflow: bool) -> None:
+        """Update the scaler after `batch`, which used `scale`. To be called in the order of the batches."""
+        if self._scaler is None:
+            return
+        if overflow and scale > self.current:
+            self._scaler._growth_tracker = 0
+        else:
+            self._scaler.update(overflow)
+        self._after_step[batch] = self.current
+        for old in [b for b in self._after_step if b <= batch - self._delay]:
+            self._before_first = self._after_step.pop(old)
+
+    def state_dict(self) -> dict:
+        """The scales after the last steps, which the state of megatron.core's scaler does not contain."""
+        return {"after_step": dict(self._after_step), "before_first": self._before_first}
+
+    def load_state_dict(self, state: dict | None) -> None:
+        """Restore the result of `state_dict`. None: batches use the present scale of the scaler.
+
+        To be called after each load of the scaler's own state, which puts the scaler's tensors on the device.
+        """
+        _to_host(self._scaler)
+        self._after_step = dict(state["after_step"]) if state else {}
+        self._before_first = state["before_first"] if state else self.current
+
+
+def _to_host(scaler: MegatronGradScaler | None) -> None:
+    for name, value in vars(scaler).items() if scaler is not None else ():
+        if isinstance(value, torch.Tensor):
+            setattr(scaler, name, value.cpu())
 
 
 class CoreUpdate:

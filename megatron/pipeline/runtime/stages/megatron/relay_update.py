@@ -41,11 +41,10 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
-from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate
-from megatron.pipeline.runtime.relay.ledger import RelayLedger
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
+from megatron.pipeline.runtime.relay.input_stash import RelayLedger
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
-from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, shares_out_experts, uses_nccl
 from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, is_dense, masters_of

@@ -40,7 +40,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
-from megatron.pipeline.runtime.stages.megatron.router_tokens import RouterTokens
+from megatron.pipeline.runtime.stages.megatron.routers import RouterTokens
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import WeightVersions

@@ -19,9 +19,8 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
-from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
-from megatron.pipeline.runtime.relay.stage_gradients import NormsOnHost, StageGradients
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.update.gradients import norm_of
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.contract.trace import COMPUTE, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import (
+from megatron.pipeline.runtime.stages.emulated import (
     EmulatedReduction,
     EmulatedStage,
     EmulatedTimes,

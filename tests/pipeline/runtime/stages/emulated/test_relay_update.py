@@ -8,7 +8,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.contract.trace import Tracer, timeline
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedRelayUpdate, EmulatedStage, EmulatedTimes
+from megatron.pipeline.runtime.stages.emulated import EmulatedRelayUpdate, EmulatedStage, EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 

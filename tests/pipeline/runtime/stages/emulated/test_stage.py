@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron.pipeline.runtime.activations.activation_memory import ActivationMemory
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.stages.emulated.stage import EmulatedStage, EmulatedTimes
+from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes
 from megatron.pipeline.schedules import Schedule
 from papers.ftpipe.asynchronous import Contender
 from tests import workers

@@ -1,1 +1,0 @@
-"""Stages that sleep instead of computing, to measure the schedule and the runtime."""
