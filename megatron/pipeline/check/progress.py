@@ -45,9 +45,7 @@ def prove_transfers(compact: CompactProgram) -> None:
             _raise_mismatch(compact, channel, sent.get(channel, []), microbatches)
 
 
-def list_channels(
-    compact: CompactProgram, ends: list[int]
-) -> tuple[dict[Ends, list[int]], dict[Ends, list[int]]]:
+def list_channels(compact: CompactProgram, ends: list[int]) -> tuple[dict[Ends, list[int]], dict[Ends, list[int]]]:
     """The microbatches that each channel sends and receives in the first `ends[rank]` instructions of each row.
 
     Returns (sent, received), each channel -> microbatches, counted from the program's first microbatch.

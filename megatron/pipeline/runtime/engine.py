@@ -37,8 +37,7 @@ from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
-from megatron.pipeline.runtime.transport.lane import MoveQueue
-from megatron.pipeline.runtime.update.chain import Chain
+from megatron.pipeline.runtime.transport.lane import Chain, MoveQueue
 from megatron.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
@@ -97,6 +96,7 @@ class PipelineEngine:
         self.stop_requests = 0
         self._stages = list(stage) if isinstance(stage, Sequence) else [stage]
         self._metrics_group = metrics_group
+        self._timeout = timeout
         self._device = torch.device(device)
         distributed = torch.distributed.is_initialized()
         ranks = list(range(torch.distributed.get_world_size() if distributed else 1)) if ranks is None else list(ranks)
@@ -342,8 +342,8 @@ class PipelineEngine:
         """Stop the threads. Call it on all ranks while the pipeline is drained. Not needed after a failure."""
         if self._guard is not None:
             self._guard.unwatch()
-        self._chain.close()
-        self._late_chain.close()
+        for chain in (self._chain, self._late_chain):
+            chain.close(self._timeout.total_seconds())
         if self._transfers is not None:
             self._transfers.close()
         if self._lanes is not None:
@@ -354,7 +354,7 @@ class PipelineEngine:
         reports = self._executor.reports
         taken = []
         for batch in sorted(batch for batch in reports if batch <= last_batch):
-            self._late_chain.wait(batch + 1)  # a norm reduction placed after the step completes the report
+            self._late_chain.wait_for(batch + 1)  # a norm reduction placed after the step completes the report
             taken.append(reports.pop(batch))
         return taken
 

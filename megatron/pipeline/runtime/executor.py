@@ -53,7 +53,7 @@ from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
-from megatron.pipeline.runtime.update.chain import Chain
+from megatron.pipeline.runtime.transport.lane import Chain
 
 
 @dataclass(slots=True)
@@ -440,7 +440,7 @@ class Executor:
 
     def _step(self, instruction: Instruction) -> None:
         stage, version = instruction.stage, instruction.version
-        self._chain.wait(version)
+        self._chain.wait_for(version)
         self._late_chain.raise_error()
         self._waited()
         if version in self._before_predictions and self._chain.is_done(version + 1):
@@ -486,7 +486,7 @@ class Executor:
         self._post_reduction(instruction, lambda: self._update.reduce_partial_embed(instruction.version))
 
     def _predict(self, instruction: Instruction) -> None:
-        self._chain.wait(instruction.version)
+        self._chain.wait_for(instruction.version)
         self._waited()
         num_done = self._num_done(instruction) if self._update.reads_gradients else 0
         self._update.predict(instruction.version, num_done)

@@ -1,18 +1,24 @@
 """A lane: calls in order on one thread, beside the computation.
 
-Problem: copies, moves of activations and updates on the host take time in which a rank should compute. Each kind has
-its own order.
+Problem: copies, moves of activations, updates on the host and reductions take time in which a rank should compute. Each
+kind has its own order.
 
 Solution: one background thread (on CUDA with its own stream) runs the calls in order. A request returns at once. A
 failure goes to `on_error` at once, since the compute thread may be blocked in a transfer. The next request or wait
 raises it, and later calls do not run.
 
-The queue of a rank's moves is such a lane. Evictions and loads have to run beside forwards and backwards. A move may
-take memory only when the move before has freed as much (see `program.lane_order`). A call that has begun is *posted*, a
-call that has returned is *complete*. The compute thread waits until the first n moves are complete. On CUDA a call
-returns when both hosts have reached the move and the move is queued on the device. The compute thread waits only for
-that. Its stream waits until the device has done the move (`follow`), and the tensors that the move reads are held until
-then.
+**The queue of a rank's moves** is such a lane. Evictions and loads have to run beside forwards and backwards. A move
+may take memory only when the move before has freed as much (see `program.lane_order`). A call that has begun is
+*posted*, a call that has returned is *complete*. The compute thread waits until the first n moves are complete. On CUDA
+a call returns when both hosts have reached the move and the move is queued on the device. The compute thread waits only
+for that. Its stream waits until the device has done the move (`follow`), and the tensors that the move reads are held
+until then.
+
+**The chain** is another: the reductions between the last backward of a batch and its step. They depend on other ranks,
+so the pipeline would stall after every batch if the main thread waited where the program posts them. All ranks run them
+in the order of the program, so all members of a group start its collectives in the same order. The main thread waits
+only where it needs the result, as in STEP. On CUDA the lane's stream waits before each reduction for the work that the
+compute stream had received when the reduction was posted.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import torch
 
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.program.instruction import Instruction
-from megatron.pipeline.runtime.contract.trace import MOVES, Tracer
+from megatron.pipeline.runtime.contract.trace import CHAIN, MOVES, Tracer
 
 _Call = Callable[[], Any]
 
@@ -85,7 +91,7 @@ class LaneThread:
 
         In a trace it begins when `ready` has returned. Raises the error of an earlier call.
         """
-        self._raise_error()
+        self.raise_error()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"pipeline {self._track}", daemon=True)
             self._thread.start()
@@ -101,7 +107,7 @@ class LaneThread:
         with self._progress:
             self._progress.wait_for(lambda: self.num_complete >= count or self.error is not None, timeout)
             if self.num_complete < count:
-                self._raise_error()
+                self.raise_error()
             return self.num_complete >= count
 
     def close(self, timeout: float) -> None:
@@ -111,7 +117,8 @@ class LaneThread:
             self._thread.join(timeout)
             self._thread = None
 
-    def _raise_error(self) -> None:
+    def raise_error(self) -> None:
+        """Raise the error of a call, if a call has failed."""
         if self.error is not None:
             raise self.error
 
@@ -214,3 +221,44 @@ class MoveQueue(LaneThread):
             if self._streams.runs_ahead:
                 self._given.append(_Given(self.num_complete + 1, event, result))
             super()._note_complete(result)
+
+
+# --- the chain of a rank's reductions ---------------------------------------------------------------------------------
+
+
+class Chain(LaneThread):
+    """Runs reductions in order on one thread. `timeout`: the seconds that `wait_for` waits at most."""
+
+    def __init__(self, *, timeout: float, **options: Any) -> None:
+        super().__init__(CHAIN, **options)
+        self._timeout = timeout
+        self._posted: dict[int, int] = {}  # version -> number of the last reduction posted for it
+        self._done: Event = None  # the end of the last reduction on the device
+
+    def post(self, instruction: Instruction, call: Callable[[], None]) -> None:
+        """Run `call` behind all reductions posted before. Raises the error of an earlier one."""
+        given = self._streams.record()
+        self.request(instruction, call, ready=lambda: self._streams.wait(given))
+        self._posted[instruction.version] = self.num_requested
+
+    def wait_for(self, version: int) -> None:
+        """Wait until the reductions posted for `version` are done; on CUDA the current stream waits for them as well.
+
+        Raises the error of a reduction that failed, or TimeoutError with the one that has not ended.
+        """
+        count = self._posted.pop(version, 0)
+        if self.num_complete < count and not self.wait(count, self._timeout):
+            raise TimeoutError(
+                f"{self.current} has not ended after {self._timeout:g} s: another rank has not joined it"
+            )
+        self.raise_error()
+        if count:
+            self._streams.wait(self._done)
+
+    def is_done(self, version: int) -> bool:
+        """Whether all reductions posted for `version` are done, so that `wait_for` would not wait."""
+        return self.num_complete >= self._posted.get(version, 0)
+
+    def _carry_out(self, *posted: Any) -> None:
+        super()._carry_out(*posted)
+        self._done = self._streams.record()

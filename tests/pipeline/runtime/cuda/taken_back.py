@@ -20,10 +20,9 @@ from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
 from megatron.pipeline.runtime.stages.megatron import core_update, relay_update, update
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
 from megatron.pipeline.runtime.transport.channels import Channels
-from megatron.pipeline.runtime.transport.lane import MoveQueue
+from megatron.pipeline.runtime.transport.lane import Chain, MoveQueue
 from megatron.pipeline.runtime.transport.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.transport.move_links import GlooMoveLink, HostStagedMoveLink
-from megatron.pipeline.runtime.update.chain import Chain
 from tests.pipeline.runtime.cuda.recording import Recorder
 
 
@@ -60,19 +59,21 @@ def received_tensors():
 
 def posted_reductions():
     """A reduction does not wait for the backwards before it."""
-    run = Chain._run
-    return mock.patch.object(Chain, "_run", lambda self, instruction, call, ready: run(self, instruction, call, None))
+    run = Chain._carry_out
+    return mock.patch.object(
+        Chain, "_carry_out", lambda self, instruction, call, ready, traced: run(self, instruction, call, None, traced)
+    )
 
 
 def awaited_reductions():
     """A step waits for the host of the chain alone."""
-    wait = Chain.wait
+    wait = Chain.wait_for
 
     def deaf(self, version):
         with self._streams.deaf():
             wait(self, version)
 
-    return mock.patch.object(Chain, "wait", deaf)
+    return mock.patch.object(Chain, "wait_for", deaf)
 
 
 def host_scale():
