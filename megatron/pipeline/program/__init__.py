@@ -1,1 +1,0 @@
-"""Pipeline programs: their words, rows and text form, and the rules that all consumers share. Without torch."""

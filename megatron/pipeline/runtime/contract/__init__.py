@@ -1,1 +1,0 @@
-"""The interfaces of stages and updates, their tensors, and traces of a run. All folders of the runtime use them."""

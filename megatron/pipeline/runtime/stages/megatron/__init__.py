@@ -1,1 +1,0 @@
-"""Stages that are model chunks of megatron.core, and weight updates over megatron.core's optimizers."""

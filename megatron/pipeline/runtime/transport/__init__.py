@@ -1,1 +1,0 @@
-"""Transport of tensors between ranks, and the background lanes on which it runs beside the computation."""
