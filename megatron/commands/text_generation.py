@@ -88,7 +88,7 @@ def load_model(args: TrainConfig) -> tuple:
     Raises ValueError if the checkpoint or the tokenizer cannot be loaded.
     """
     from megatron.core.utils import unwrap_model
-    from megatron.pipeline.runtime.stages.megatron.multi_token import predict_next_token_only
+    from megatron.pipeline.runtime.stages.megatron.auxiliary import predict_next_token_only
     from megatron.trainer.checkpoint.checkpoint import load_checkpoint
     from megatron.trainer.checkpoint.run_state import RunParts
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size

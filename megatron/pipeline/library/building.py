@@ -18,6 +18,7 @@ from megatron.documents import counted
 from megatron.pipeline.library.batches import MicrobatchFeed
 from megatron.pipeline.library.ranks import Groups, LossCounts, Ranks
 from megatron.pipeline.library.stages import ChainModule, LibraryStage, LossFunction, Specs, StageModule, edges_of
+from megatron.pipeline.program.edges import rank_of_stage
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
@@ -29,7 +30,6 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import PRESETS, Schedule, read_schedule
 from megatron.pipeline.schedules.compatibility import require_known_norm
 from megatron.pipeline.schedules.orders import MERGED
-from megatron.pipeline.schedules.placements import rank_of_stage
 
 
 def modules_of(module: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.pipeline.library import at_exit
 from megatron.pipeline.library.batches import Announcement, Announcements, BatchData, MicrobatchFeed, split_batch
 from megatron.pipeline.library.building import Tie, build_stage, place, stage_module, trained
-from megatron.pipeline.library.ranks import Groups, LossCounts, find_ranks
+from megatron.pipeline.library.ranks import Groups, LossCounts, close_at_exit, find_ranks, leave_at_exit
 from megatron.pipeline.library.stages import LossFunction, Specs, edges_of, find_specs
 from megatron.pipeline.library.state import load_state, require_loadable, state_of
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
@@ -276,7 +275,7 @@ class Pipeline:
         if not self.has_failed:
             self._settle()
         self._is_closed = True
-        at_exit.forget(self)
+        leave_at_exit(self)
         if not self.has_failed:
             self._stop()
         for update in self._updates.values():
@@ -368,7 +367,7 @@ class Pipeline:
             ]  # fmt: skip
             has_nccl = self._device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
             backend = "nccl" if has_nccl else "gloo"
-            at_exit.watch(self, needs_group=self._groups.job is not None)
+            close_at_exit(self, needs_group=self._groups.job is not None)
             self._engine = PipelineEngine(
                 self.schedule, stages, self._update, ranks=self._ranks.pipeline, timeout=self._timeout,
                 backend=backend, device=self._device, metrics_group=self._groups.job, tracer=self._tracer,

@@ -1,19 +1,27 @@
 """The place of a rank in a job of one or more pipelines, its groups, and the counts of losses that ranks exchange.
 
-Problem: if losses are sums, a step divides by the count of its batch. Only the last stage knows the count, and under
-`ftpipe` and `pipedream` the other stages step without taking part in a reduction.
+**Counts (`LossCounts`).** Problem: if losses are sums, a step divides by the count of its batch. Only the last stage
+knows the count, and under `ftpipe` and `pipedream` the other stages step without taking part in a reduction.
 
 Solution: the last stage's rank writes the count of each microbatch into the store at the microbatch's forward. A stage
 steps after the backwards of the batch, which run after these forwards, so the stage finds all counts in the store.
+
+**The end of a script.** A pipeline's thread that wakes up while the interpreter shuts down would abort the process, so
+pipelines are closed before (`close_at_exit`).
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, distributed_c10d, is_initialized
@@ -229,3 +237,42 @@ class LossCounts:
     @staticmethod
     def _key(batch: int, position: int, replica: int) -> str:
         return f"{batch}/{position}/{replica}"
+
+
+class Running(Protocol):
+    """A running pipeline. `has_failed`: whether the state of its work is unknown, so that it cannot be closed."""
+
+    has_failed: bool
+
+    def close(self) -> None: ...
+
+
+_running: dict[Running, bool] = {}  # pipeline -> whether closing it needs the process group
+
+
+def close_at_exit(pipeline: Running, *, needs_group: bool) -> None:
+    """Close `pipeline` when the script ends. `needs_group`: whether closing it needs the process group."""
+    _running[pipeline] = needs_group
+
+
+def leave_at_exit(pipeline: Running) -> None:
+    """Do not close `pipeline` when the script ends: it is closed already, or its failure ends the process."""
+    _running.pop(pipeline, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close all pipelines, unless the script ends by an uncaught exception, after which other ranks may not close.
+
+    After an exception the threads of a failed pipeline would abort the process, so the process ends at once.
+    """
+    if getattr(sys, "last_value", None) is not None:
+        if any(each.has_failed for each in _running):
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+    else:
+        for pipeline in [each for each, needs_group in _running.items() if dist.is_initialized() or not needs_group]:
+            with suppress(Exception):
+                pipeline.close()

@@ -19,9 +19,15 @@ two stages of a pair, then the pairs of a pipeline, then replicas:
 A job chooses its mapping once, when it starts, by the pairs of its first program. If the pipeline changes later,
 processes keep their ranks, and new `Degrees` assign a new place in the model to each rank. With frozen layers other
 ranks become pairs (`program.lane_order.Pairs`), and the moves between those ranks may cross nodes.
+
+**Owners (`owners_of`).** Problem: an optimizer that steps a whole matrix cannot have a part of the matrix's state on
+each replica.
+
+Solution: whole parameters are dealt out, the largest first, each to the replica with the fewest bytes so far. The
+result depends on sizes and order alone, so all replicas compute the same one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -134,3 +140,20 @@ def load_mapping(path: str | Path, world_size: int) -> Mapping:
     Raises ValueError, which names the file, if the file cannot be read or holds no mapping.
     """
     return check_mapping(read_document(path), world_size, source=str(path))
+
+
+def owners_of(sizes: Sequence[float], num_replicas: int, *, pinned: Collection[int] = ()) -> list[int]:
+    """The replica that owns each parameter.
+
+    Args:
+        sizes: the bytes of optimizer state of each parameter.
+        num_replicas: the number of replicas.
+        pinned: indices of parameters that belong to replica 0.
+    """
+    owners, held = [0] * len(sizes), [0.0] * num_replicas
+    for index in pinned:
+        held[0] += sizes[index]
+    for index in sorted(set(range(len(sizes))) - set(pinned), key=lambda each: (-sizes[each], each)):
+        owner = owners[index] = held.index(min(held))
+        held[owner] += sizes[index]
+    return owners

@@ -6,11 +6,11 @@ row whose condition holds raises its sentence as a ValueError. To refuse another
 
 from collections.abc import Callable, Iterable
 
+from megatron.pipeline.program.edges import round_robin
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
-from megatron.pipeline.schedules.placements import round_robin
 
 Condition = Callable[[PipelineSchedule, Order], object]
 

@@ -38,9 +38,9 @@ behind them.
 
 from collections.abc import Sequence
 
+from megatron.pipeline.program.edges import round_robin
 from megatron.pipeline.schedules.order import Order, backward, forward
 from megatron.pipeline.schedules.passes import Segment, Segments
-from megatron.pipeline.schedules.placements import round_robin
 
 
 class Interleaved(Order):

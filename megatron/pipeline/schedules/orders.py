@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
+from megatron.pipeline.program.edges import PLACEMENTS
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.schedules.interleaved import Interleaved, Relay
 from megatron.pipeline.schedules.merged import Asynchronous, MergedGPipe, MergedOneForwardOneBackward
 from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.pipeline.schedules.placements import PLACEMENTS
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 

@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import chain
 
-from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
+from megatron.pipeline.program.edges import (
+    Edge,
+    StageGraph,
+    rank_of_stage,
+    round_robin,
+    stages_by_rank,
+    validate_placement,
+)
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Row
 from megatron.pipeline.program.lane_order import Pairs, Residency
@@ -32,7 +39,6 @@ from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
 from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
-from megatron.pipeline.schedules.placements import rank_of_stage, round_robin, validate_placement
 
 
 @dataclass(frozen=True, kw_only=True)

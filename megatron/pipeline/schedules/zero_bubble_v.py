@@ -30,10 +30,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
 
+from megatron.pipeline.program.edges import v
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward
 from megatron.pipeline.schedules.passes import Segment, Segments
-from megatron.pipeline.schedules.placements import v
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
 
 _LOWER, _UPPER = 0, 1  # the two stages of a rank; gradients reach the upper one first

@@ -7,7 +7,7 @@ not listed: their part is that of an even division.
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from megatron.pipeline.placement.owners import owners_of
+from megatron.pipeline.placement.mapping import owners_of
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.parameters import TrainingState, normalized_widths
 

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from megatron.pipeline.placement.mapping import NAMES
+from megatron.pipeline.program.edges import rank_of_stage
 from megatron.pipeline.schedules import PRESETS, Preset, Schedule
-from megatron.pipeline.schedules.placements import rank_of_stage
 from megatron.planner.job.configuration import meaning
 from megatron.planner.memory.recompute import RecomputeScope
 

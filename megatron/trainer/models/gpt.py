@@ -38,7 +38,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import get_pg_rank
 from megatron.pipeline.runtime.relay.host_store import to_host_memory
-from megatron.pipeline.runtime.stages.megatron.multi_token import drop_unread_output_weight
+from megatron.pipeline.runtime.stages.megatron.auxiliary import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, copy_tied_embeddings
 from megatron.pipeline.runtime.stages.megatron.relay_update import RelayChunk
 from megatron.trainer.arguments.flags.config import TrainConfig

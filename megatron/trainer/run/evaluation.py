@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
-from megatron.pipeline.runtime.stages.megatron.routers import ROUTER_LOSSES
+from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.data import split_shares
 

@@ -10,8 +10,7 @@ import torch
 
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
-from megatron.pipeline.runtime.stages.megatron.routers import ROUTER_LOSSES
+from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import FieldsProvider, gpt_fields

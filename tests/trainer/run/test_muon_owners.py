@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megatron.pipeline.placement.owners import owners_of
+from megatron.pipeline.placement.mapping import owners_of
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
 from tests.trainer.run.run_case import joined_weights, numbered_names, table, train

@@ -19,9 +19,9 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
+from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroup, ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
-from megatron.pipeline.runtime.stages.megatron.routers import RouterTokens
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
 

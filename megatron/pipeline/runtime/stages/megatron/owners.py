@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.pipeline.placement.owners import owners_of
+from megatron.pipeline.placement.mapping import owners_of
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense, named_parameters, optimizers_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 

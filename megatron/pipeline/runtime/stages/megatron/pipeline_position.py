@@ -25,7 +25,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.runtime.stages.megatron.multi_token import stage_of_layers
+from megatron.pipeline.runtime.stages.megatron.auxiliary import stage_of_layers
 
 _RANK, _SIZE = "_MPU_PIPELINE_MODEL_PARALLEL_RANK", "_MPU_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"
 _NUM_VIRTUAL = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE"

@@ -29,17 +29,20 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturedActivations, NotCaptured
-from megatron.pipeline.runtime.activations.dropout import SeededDropout, UnseededDropout
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
-from megatron.pipeline.runtime.stages.megatron.drawn_data import DrawnData, Recorder
+from megatron.pipeline.runtime.stages.megatron.auxiliary import (
+    ROUTER_LOSSES,
+    MultiTokenLosses,
+    RouterLosses,
+    stage_of_layers,
+)
+from megatron.pipeline.runtime.stages.megatron.drawn import DrawnData, Recorder, SeededDropout, UnseededDropout
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
-from megatron.pipeline.runtime.stages.megatron.multi_token import MultiTokenLosses, stage_of_layers
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
-from megatron.pipeline.runtime.stages.megatron.routers import ROUTER_LOSSES, RouterLosses
 from megatron.pipeline.runtime.stages.megatron.split_linears import (
     putting_off,
     require_splits,

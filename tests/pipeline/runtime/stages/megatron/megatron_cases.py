@@ -20,7 +20,7 @@ from megatron.pipeline.program.weight_policies import predicting
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.megatron.multi_token import loss_names
+from megatron.pipeline.runtime.stages.megatron.auxiliary import loss_names
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PRESETS, Schedule

@@ -27,11 +27,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
-from megatron.pipeline.program.edges import stages_of
-from megatron.pipeline.runtime.stages.megatron.multi_token import drop_unread_output_weight
+from megatron.pipeline.program.edges import round_robin, stages_of
+from megatron.pipeline.runtime.stages.megatron.auxiliary import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
-from megatron.pipeline.schedules.placements import round_robin
 from megatron.trainer.models.bert import BertModel, bert_layer_specs
 from megatron.trainer.models.context_parallel import sharing_sequences
 from tests.pipeline.runtime.stages.megatron import bert_model, t5_model

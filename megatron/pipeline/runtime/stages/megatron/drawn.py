@@ -1,8 +1,16 @@
-"""Dropout masks that depend on the layer and the sample, not on the schedule or the cut into stages. So do the scores
-of routers that choose experts at random.
+"""What a stage draws for each microbatch: items of its data iterator, and random numbers.
 
-Problem: if a random-number generator runs on through a stage, its masks depend on how the layers are cut into stages,
-on the order in which a schedule runs the microbatches, on resumes, and on whether a forward is recomputed.
+**Items.** Problem: an iterator yields microbatches in order, but a program may have a stage compute them in another
+order. Then stages would use different samples for the same microbatch. In addition, a recompute needs the items of its
+forward.
+
+Solution: `DrawnData` draws the items of skipped microbatches ahead, one item per microbatch, and stores them until
+their forward. `Recorder` stores the items of a forward.
+
+**Random numbers.** Dropout masks depend on the layer and the sample, not on the schedule or the cut into stages. So do
+the scores of routers that choose experts at random. Problem: if a random-number generator runs on through a stage, its
+masks depend on how the layers are cut into stages, on the order in which a schedule runs the microbatches, on resumes,
+and on whether a forward is recomputed.
 
 Solution: seed before every layer. A hook seeds the device's generator and the states of megatron.core's tracker. The
 hook runs before every transformer layer, before the embedding, and before each module with a `dropout_place` (a stack's
@@ -17,6 +25,7 @@ see no change. A model that draws nothing gets no hooks.
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +37,48 @@ from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_n
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+
+class DrawnData:
+    """The training data of one stage. Each microbatch may be requested once."""
+
+    def __init__(self) -> None:
+        self._next: int | None = None  # the microbatch that the iterator yields next
+        self._ahead: dict[int, Any] = {}  # microbatch -> its item
+
+    def of(self, microbatch: int, source: Iterator | None, *, first: int) -> Iterator | None:
+        """An iterator over the items of a microbatch.
+
+        Args:
+            microbatch: its index over the whole run.
+            source: the data iterator; None if the stage reads no data.
+            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch.
+        """
+        if source is None:
+            return None
+        if microbatch in self._ahead:
+            return iter([self._ahead.pop(microbatch)])
+        for passed_over in range(first if self._next is None else self._next, microbatch):
+            self._ahead[passed_over] = next(source)
+        self._next = microbatch + 1
+        return source
+
+
+class Recorder:
+    """An iterator over `source` that appends each item to `drawn`, so that a recompute can use the same data."""
+
+    def __init__(self, source: Iterator, drawn: list[Any]) -> None:
+        self._source = source
+        self._drawn = drawn
+
+    def __iter__(self) -> "Recorder":
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._source)
+        self._drawn.append(item)
+        return item
+
 
 _DEFAULT_STATE = "default-rng"  # the tracker's name for the generator outside of every fork
 _EMBEDDING_NUMBER = 0  # layers count from 1
