@@ -19,7 +19,7 @@ from megatron.pipeline.program.lane_order import DEVICE, Residency
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStore, to_host_memory
-from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.rank_update import ModuleRelayUpdate
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.versions import WeightVersions

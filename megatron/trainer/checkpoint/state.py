@@ -51,8 +51,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import of_own_replica
-from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
-from megatron.pipeline.runtime.stages.megatron.owners import owners
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, owners
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ranged_optimizer_state
 

@@ -25,8 +25,8 @@ from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
+from megatron.pipeline.runtime.stages.megatron.core_update import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
-from megatron.pipeline.runtime.stages.megatron.optimizers import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate

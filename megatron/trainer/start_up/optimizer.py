@@ -42,8 +42,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
-from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense, optimizers_of
-from megatron.pipeline.runtime.stages.megatron.owners import Owners
+from megatron.pipeline.runtime.stages.megatron.optimizers import Owners, is_dense, optimizers_of
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
 from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.models import core_config

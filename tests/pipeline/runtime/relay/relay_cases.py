@@ -17,7 +17,7 @@ from megatron.pipeline.runtime.contract.trace import RankTrace, Tracer, gather_t
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.host_store import HostStore
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.rank_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.stages.module import module_cases, reference
 from tests.pipeline.runtime.stages.module.reference import Training

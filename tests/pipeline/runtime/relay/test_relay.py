@@ -16,7 +16,7 @@ from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStore
 from megatron.pipeline.runtime.stages.emulated import EmulatedUpdate
-from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.rank_update import ModuleRelayUpdate
 from megatron.pipeline.schedules import Schedule
 from tests import workers
 from tests.pipeline.runtime.stages.module import reference

@@ -11,7 +11,7 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, Residency
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.host_store import HostStore
-from megatron.pipeline.runtime.stages.module.relay_update import ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.rank_update import ModuleRelayUpdate
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.relay.device_meter import DeviceMeter

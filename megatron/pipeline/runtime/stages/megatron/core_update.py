@@ -11,12 +11,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
 
 from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
@@ -315,3 +319,38 @@ class CoreUpdate:
         """
         self._decisions.scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
+
+
+# --- norms of layers
+
+
+class LayersOfParameters:
+    """The transformer layer of each trainable parameter of `chunks`, in a model of `num_layers` layers.
+
+    Parameters outside of the layers (embeddings, heads) belong to no layer.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._numbers = {
+            parameter: module.layer_number - 1
+            for chunk in chunks
+            for module in unwrap_model(chunk).modules()
+            if isinstance(module, BaseTransformerLayer)
+            for parameter in module.parameters()
+            if parameter.requires_grad
+        }
+        assert all(0 <= number < num_layers for number in self._numbers.values()), "layers are numbered over the model"
+
+    def squared_norms(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
+        """The squared norm of each layer, float64 [num_layers], from the norms of the gradients of parameters.
+
+        It is 0 for a layer without parameters in `norms`.
+        """
+        result = torch.zeros(self.num_layers, dtype=torch.float64, device=backend.device())
+        own = [(self._numbers[parameter], norm) for parameter, norm in norms.items() if parameter in self._numbers]
+        if own:
+            numbers = torch.tensor([number for number, _ in own], device=result.device)
+            squares = torch.stack([norm for _, norm in own]).double().square()
+            result.index_add_(0, numbers, squares)
+        return result

@@ -39,13 +39,12 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     is_distributed,
     named_parameters,
     optimizers_of,
+    owners,
     separate_masters,
 )
-from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, tensor_parallel_parameters
-from megatron.pipeline.runtime.update.gradients import norm_squared
+from megatron.pipeline.runtime.update.gradients import Partial, norm_squared
 from megatron.pipeline.runtime.update.provisional_step import LastUpdate, ProvisionalStep, is_scale_invariant
-from megatron.pipeline.runtime.update.update import Partial
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, prediction_factor
 
 

@@ -42,13 +42,13 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 )
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     GradientSlot,
+    Owners,
     bucket_of,
     is_dense,
     is_distributed,
     named_parameters,
     optimizers_of,
 )
-from megatron.pipeline.runtime.stages.megatron.owners import Owners
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import tied_embeddings
 from megatron.pipeline.runtime.update.gradients import norms_of, sum_of_squares
 

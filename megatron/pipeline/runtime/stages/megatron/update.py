@@ -26,23 +26,22 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
-from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
+from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate, LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     CoreGradientBuffers,
-    LayersOfParameters,
     copy_gradients,
     gradients_of,
     is_distributed,
     optimizers_of,
+    owners,
     shared_scaler,
     steps_parameters_in_place,
     weight_versions,
 )
-from megatron.pipeline.runtime.stages.megatron.owners import owners
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
+from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.muon import Muon
-from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
 

@@ -2,6 +2,12 @@
 
 Stages that step together share one `ModuleUpdate` and its versions. Under stale weights (FTPipe) each stage steps
 separately and has its own.
+
+**Weights on the host.** `ModuleRelayUpdate` computes the same as `ModuleUpdate`: the mean over microbatches and
+replicas, sums of the gradients of tied parameters, the exact global norm, and clipping. If a gradient is not finite on
+any rank, no rank steps. The norm of a rank is summed in the order in which one stage with all parameters would sum it.
+
+Eager updates are made before STEP, so STEP cannot clip or skip. Then a gradient that is not finite ends the run.
 """
 
 from __future__ import annotations
@@ -11,12 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.runtime.contract.stage import BatchInfo
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
+from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
+from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
+from megatron.pipeline.runtime.update.gradients import norm_of
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
@@ -133,3 +146,126 @@ class StageUpdates(FrozenUpdate):
     def show_newest(self) -> None:
         for update in self._updates.values():
             update.show_newest()
+
+
+class ModuleRelayUpdate(HostUpdate):
+    """The weight update of one rank. Its stages are built with `weights.of_stage(index)` in place of weight versions.
+
+    Args:
+        modules: stage -> module, for all stages of this rank in ascending order.
+        store: made from the parameters of the modules.
+        residency: the residency of the schedule.
+        optimizer: made from the parameters of `store`.
+        scheduler, clip_grad, data_parallel_group, counts_in_norm, job_group, tied, loss_names, device: as for
+            `ModuleUpdate`.
+
+    Attributes:
+        weights: the weights on the device.
+
+    Raises:
+        ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that
+            share `store` without a `data_parallel_group`.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, torch.nn.Module],
+        store: HostStore,
+        *,
+        residency: Residency,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        clip_grad: float = 0.0,
+        data_parallel_group: Any = None,
+        counts_in_norm: bool = True,
+        job_group: Any = None,
+        tied: TiedParameter | None = None,
+        loss_names: tuple[str, ...] = ("loss",),
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if residency.is_eager and clip_grad:
+            raise ValueError(
+                f"an eager update is made before the norm is known, and gradients are clipped to {clip_grad:g}; use "
+                "deferred updates, or do not clip"
+            )
+        if store.is_shared and data_parallel_group is None:
+            raise ValueError(
+                f"replicas on {store.replicas.host} share the store, of which each steps a part, and their gradients "
+                "are not averaged; give their data_parallel_group, or each a store of its own"
+            )
+        self.store = store
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.residency = residency
+        self._clip_grad = clip_grad
+        self._host = HostOptimizer(optimizer, store)
+        parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
+        self.weights = self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
+        self.gradients = StageGradients(store.stages, parameters, device=device)
+        names = [name for named in parameters.values() for name in named]
+        self._norms = NormsOnHost(names, dtype=torch.float64, device=device)
+        self._tied = tied
+        self._reduction = ModuleReduction(
+            data_parallel_group=data_parallel_group,
+            job_group=job_group,
+            tied=tied,
+            counts_in_norm=counts_in_norm,
+            loss_names=loss_names,
+            device=torch.device(device),
+        )
+        self.reduces_stages = data_parallel_group is not None
+        self._keep_tied(has_tied=tied is not None, device=self._reduction.device)
+        self._reduction.warm_up()
+
+    def _new_report(self, info: BatchInfo) -> BatchReport:
+        return BatchReport(batch=info.index, num_samples=info.num_samples)
+
+    def _reduce(self, stage: int) -> None:
+        self._reduction.average(self.gradients.flat(stage).values())
+
+    def _norms_of(self, stage: int) -> dict[str, Tensor]:
+        return self.gradients.norms(stage)
+
+    def _places_of_tied(self) -> dict[str, tuple[str, HostStage]]:
+        names = () if self._tied is None else self._tied.names
+        return {
+            name: (name, place) for place in self.store.stages.values() for name in place.gradients if name in names
+        }
+
+    def _add_tied(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        self._reduction.add_copies(gradients)
+        return {name: norm_of(each) for name, each in gradients.items()}
+
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        batch = self._batches[version]
+        taken = self._norms.take(version)
+        norms = [norm for name, norm in taken.items() if name not in self._reduction.uncounted]
+        local = torch.stack(norms).square().sum().item() if norms else 0.0
+        count = self._reduction.reduce_norm(batch.report, local, stop_requests, losses)
+        batch.mean_count = count / batch.info.num_microbatches
+        batch.report.grad_norm /= batch.mean_count or 1.0
+        if self.residency.is_eager and batch.mean_count != 1.0:
+            raise ValueError(
+                f"the losses of batch {version - 1} are sums, and eager updates are made before it is known what they "
+                "count; use deferred updates, or return means"
+            )
+
+    def _decide(self, batch: HostBatch) -> None:
+        report = batch.report
+        report.learning_rate = batch.settings[0]["lr"]
+        report.skipped = report.overflow or not batch.mean_count
+        if not report.skipped:
+            batch.factor = clip_factor(self._clip_grad, report.grad_norm) / batch.mean_count
+            self._host.note_step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def _require_steppable(self, stage: int) -> None:
+        if not self.residency.is_eager:
+            return
+        gradients = [own for _, own in self.store.stages[stage].own_gradients().values() if own.numel()]
+        if not all(torch.linalg.vector_norm(each, ord=float("inf")).isfinite() for each in gradients):
+            raise RuntimeError(
+                f"the gradients of stage {stage} are not finite, and an eager update cannot leave the batch out: other "
+                "stages have made theirs; use deferred updates"
+            )

@@ -27,7 +27,14 @@ from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
-from megatron.pipeline.runtime.update.gradients import GradientBuffer, GradientBuffers, norm_squared
+from megatron.pipeline.runtime.update.gradients import (
+    Batch,
+    DeviceUpdate,
+    GradientBuffer,
+    GradientBuffers,
+    Partial,
+    norm_squared,
+)
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
 from megatron.pipeline.runtime.update.provisional_step import (
     LastUpdate,
@@ -35,7 +42,6 @@ from megatron.pipeline.runtime.update.provisional_step import (
     ProvisionalStep,
     is_scale_invariant,
 )
-from megatron.pipeline.runtime.update.update import Batch, DeviceUpdate, Partial
 from megatron.pipeline.runtime.update.versions import AheadVersions, Make, Slot, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions, WeightPredictor, prediction_factor
 
