@@ -132,7 +132,7 @@ class EmulatedRank(Rank):
                     for contender in order.sample(contenders, len(contenders)):
                         self._measure(contender, made[contender.name], results[contender.name])
                 for name, engine in made.items():
-                    peaks = gathered(engine.saved_microbatches_peak[self.stage])
+                    peaks = gathered(engine.saved.peaks[self.stage])
                     results[name].saved_peak = peaks[: self.job.num_stages]
                 measurements += [vars(result) for result in results.values()]
         return {"latencies": latencies, "measurements": measurements}

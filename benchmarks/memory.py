@@ -6,8 +6,8 @@
 A tiny GPT of megatron.core trains on 4 stages under each schedule. Counted on every rank while it runs:
 
 microbatches  microbatches from the start of a forward to the end of its backward
-              (`PipelineEngine.saved_microbatches_peak`)
-deferred      the microbatches between I and W, if backwards are split (`PipelineEngine.deferred_microbatches_peak`)
+              (`PipelineEngine.saved`)
+deferred      the microbatches between I and W, if backwards are split (`PipelineEngine.saved`)
 bytes         bytes that autograd saves for these microbatches, by torch's saved-tensor hooks: distinct storages without
               parameters; between I and W the bytes that W needs (`MegatronStage.deferred_bytes`)
 versions      weight versions alive at a time (`WeightVersions.peak_live`)
@@ -165,11 +165,11 @@ def count(schedule, batches: Sequence[int]) -> dict:
     dist.barrier()
     engine.close()
     return {
-        "microbatches": engine.saved_microbatches_peak[rank],
+        "microbatches": engine.saved.peaks[rank],
         "versions": update.versions.peak_live,
         "bytes": stage.peak_bytes,
         "microbatch_bytes": sorted(stage.microbatch_bytes),
-        "deferred": engine.deferred_microbatches_peak[rank],
+        "deferred": engine.saved.deferred_peaks[rank],
         "kept_bytes": sorted(stage.kept_bytes),
     }
 

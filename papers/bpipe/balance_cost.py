@@ -141,7 +141,7 @@ class BalanceRank(Rank):
                     for each in order + [SYNCHRONOUS] * (repeat < self.job.synchronous_repeats):
                         self._turn(each, made[each.name], turns[each.name])
                 for name, engine in made.items():
-                    turns[name].saved_peak = gathered(engine.saved_microbatches_peak[self.stage])
+                    turns[name].saved_peak = gathered(engine.saved.peaks[self.stage])
                 found += [vars(each) for each in turns.values() if each.seconds]
         return {"turns": found}
 

@@ -24,8 +24,8 @@ enough to prove their absence. Each proof is about one claim:
 Every proof is one pass over the rows, so its time is linear in the number of instructions. Two more proofs depend on
 the job and its GPUs and are called separately:
 
-    hardware_queues     no deadlock if streams share FIFO hardware queues, at given tensor and data parallel degrees
-    queue_environment   the environment gives a job over NCCL as many hardware queues as it needs
+    hardware_queues     no deadlock if streams share FIFO hardware queues, at given tensor and data parallel degrees,
+                        and the environment gives a job over NCCL as many hardware queues as it needs
 
 The proofs do not cover the contents of tensors, the agreement of the programs of several replicas, and failures of
 ranks.

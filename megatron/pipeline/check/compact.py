@@ -25,7 +25,7 @@ arrow:
                                                   ^^^^^
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -177,6 +177,10 @@ class CompactProgram:
             ValueError: if the pair stages of a rank's stages live on several ranks.
         """
         return tuple(map(self.program.pairs.of_rank, range(len(self.codes))))
+
+    def row(self, rank: int) -> Iterator[tuple[int, tuple[int, int, int | None]]]:
+        """Position, and (code, place, version), of each instruction of a rank."""
+        return enumerate(zip(self.codes[rank], self.places[rank], self.versions[rank], strict=True))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank in ascending order."""

@@ -264,8 +264,8 @@ def prove_balance(compact: CompactProgram) -> None:
     pairs, partners = compact.program.pairs, compact.partners
     num_places = compact.num_stages * compact.num_microbatches
     own, lent = bytearray(num_places), bytearray(num_places)
-    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
-        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
+    for rank in range(len(compact.codes)):
+        for position, (code, place, _) in compact.row(rank):
             if code == F:
                 own[place] = _SAVED
             elif code in _MUST_FIND:

@@ -146,8 +146,7 @@ class _Lowering:
 
     def lower(self) -> RankOperations:
         compact, rank = self.compact, self.rank
-        rows = zip(compact.codes[rank], compact.places[rank], compact.versions[rank], strict=True)
-        for self.position, (code, place, version) in enumerate(rows):
+        for self.position, (code, place, version) in compact.row(rank):
             if code < FIRST_TRANSFER:
                 self._compute(code, place)
             elif code < FIRST_MOVE:

@@ -18,34 +18,29 @@ with tensor and data ranks. The meaning of one execution depends on the sharing 
 
 The driver chooses which streams share a queue. So fewer queues than streams are treated as one queue.
 
-**The message for a deadlock** names the circle of waits. The head of a hardware queue waits for an operation. Either
-that operation is behind the head of another queue, of the same rank or of a rank that has not joined the collective; or
-a thread has not launched it, because the thread waits on the host for an operation or for another thread. Each of these
-waits leads to the next one, and the search ends at the first wait that was visited before.
+**The environment of a job** sets the number of queues. Problem: Megatron's scripts export 1. If reductions or moves of
+activations run beside computations, streams that share a hardware queue block one another, and the job may hang.
+
+Solution: 1 is refused for such a schedule, and so is any number below a rank's number of streams if the job may hang.
+With weights on the host, CUDA's largest number is required. The program shows which of these cases applies. The
+functions are pure: the environment is an argument.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
-from megatron.pipeline.check.compact import CompactProgram, ProgramError, compact
-from megatron.pipeline.check.device_operations import (
-    AWAIT,
-    BEGIN,
-    CHAIN,
-    HOST_WAIT,
-    LAUNCH,
-    MAIN,
-    MEET,
-    MOVES,
-    NONE,
-    POST,
-    THREADS,
-    RankOperations,
-    lower,
-)
-from megatron.pipeline.check.device_queues import IsEarly, QueueExecution, QueueingDevice, RankCoordinates
+from megatron.pipeline.check.compact import compact
+from megatron.pipeline.check.device_operations import AWAIT, LAUNCH, MAIN, POST, RankOperations, lower
+from megatron.pipeline.check.device_queues import IsEarly, QueueExecution, RankCoordinates, explain
 from megatron.pipeline.program.program import Program
+
+if TYPE_CHECKING:
+    from megatron.pipeline.schedules import PipelineSchedule
+
 
 PROVED, NOT_PROVED = "proved", "not proved"
 _MOST_EXHAUSTIVE = 6  # ranks: 64 interleavings
@@ -91,7 +86,7 @@ def prove_hardware_queues(
         execution = job.execution(shares, is_early)
         num_looked_at += 1
         if not execution.run():
-            raise _explain(job.compact, execution, _where(max(streams), num_queues))
+            raise explain(job.compact, execution, _where(max(streams), num_queues))
     verdict = PROVED if job.has_fixed_order(shares) else NOT_PROVED
     return HardwareQueuesReport(verdict, streams, num_looked_at)
 
@@ -233,140 +228,102 @@ def _num_meeting_threads(operations: RankOperations) -> int:
     )
 
 
-# --- the message for a deadlock
-
-_QUEUE, _THREAD = "queue", "thread"
-_Node = tuple[str, QueueingDevice, int]  # the head of a queue, or a thread
-
-
-def _explain(compact: CompactProgram, execution: QueueExecution, where: str) -> ProgramError:
-    """The error that names the circle of queues and threads. `where`: a description of the devices."""
-    story = _Story(compact, execution)
-    path: list[_Node] = []
-    sentences: list[str] = []
-    node: _Node | None = story.first()
-    while node is not None and node not in path:
-        path.append(node)
-        sentence, node = story.waits_for(node)
-        sentences.append(sentence)
-    start = 0 if node is None else path.index(node)
-    device, position = story.where(path[start])
-    reason = f"deadlock {where}: {'; '.join(sentences[start:])}"
-    return compact.error(device.coordinates.pipeline, position, reason)
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+IMPLICIT_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+MOST = 32  # CUDA's largest number
+_DEFAULT = 8  # CUDA's number if the variable is not set
+_LOSS = (
+    "Megatron's scripts set 1 to have tensor-parallel communication launched ahead of the GEMM that it overlaps, and "
+    "some of that overlap is lost"
+)
 
 
-class _Story:
-    """The description of an execution that is stuck, one wait at a time."""
+def require_hardware_queues(
+    schedule: PipelineSchedule,
+    environment: Mapping[str, str],
+    *,
+    flag: str,
+    tensor: int,
+    data: int,
+    pipeline: int,
+    distributed_optimizer: bool,
+    max_microbatches: int,
+    moves_activations: bool,
+    reduces_scales: bool = False,
+) -> None:
+    """Refuse an environment with too few hardware queues for a job over NCCL.
 
-    def __init__(self, compact: CompactProgram, execution: QueueExecution) -> None:
-        self._rows = compact.program.rows
-        self._execution = execution
+    Args:
+        environment: environment variables, of which `VARIABLE` and `IMPLICIT_ORDER` are read.
+        flag: the flag that chose the schedule, for messages, such as `--pipeline-schedule 2bw`.
+        tensor, data, pipeline: the job's degrees.
+        distributed_optimizer: whether a STEP gathers the parameters over the replicas.
+        max_microbatches: number of microbatches of the job's largest batch.
+        moves_activations: whether some batch of the job moves activations.
+        reduces_scales: computations reduce scales of FP8 over tensor and data ranks, on a stream of their own. No
+            proof shows which queue that may share with others.
 
-    def first(self) -> _Node:
-        """The node at which the search starts: a blocked queue, or else a waiting thread."""
-        devices = self._execution.devices.values()
-        for device in devices:
-            for queue in range(len(device.queues)):
-                if self._execution.blocked_by(device, queue) != NONE:
-                    return _QUEUE, device, queue
-        return next(
-            (_THREAD, device, thread)
-            for device in devices
-            for thread in range(len(THREADS))
-            if device.step[thread] < len(device.operations.steps[thread])
+    Raises:
+        ValueError: for too few queues, with reason and remedy.
+    """
+    if pipeline * tensor * data == 1:
+        return
+    degrees = {"tensor": tensor, "data": data, "distributed_optimizer": distributed_optimizer}
+    num_queues = _number(environment[VARIABLE]) if VARIABLE in environment else _DEFAULT
+    implicit_order = environment.get(IMPLICIT_ORDER, "0")
+    in_one_order = (
+        f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
+        "of this job launch it in different orders and may hang; unset it"
+    )
+    if schedule.residency is not None:
+        # No proof shows which queues the copies between device and host may share with reductions and transfers.
+        if implicit_order != "0":
+            raise ValueError(in_one_order)
+        if num_queues < MOST:
+            raise ValueError(
+                f"{VARIABLE} is {num_queues}, but {flag} copies weights and "
+                "gradients beside computations, and streams that share a hardware queue block each other; export "
+                f"{MOST} ({_LOSS})"
+            )
+        return
+    program = _smallest_program(schedule, max_microbatches, moves_activations=moves_activations)
+    if implicit_order != "0" and (program.num_ranks > 1 or may_deadlock(program, **degrees)):
+        raise ValueError(in_one_order)
+    if not launches_beside(program):
+        return
+    beside = "moves of activations" if any(program.num_evictions) else "reductions"
+    why = f"{flag} runs {beside} beside computations"
+    reduces_scales = reduces_scales and tensor * data > 1
+    needed = max(num_streams(program, **degrees)) + reduces_scales
+    if num_queues == 1:
+        raise ValueError(
+            f"{VARIABLE} is 1, but {why}: streams that share one hardware queue block each other, and the job may "
+            f"hang; export {MOST} ({_LOSS})"
+        )
+    if num_queues < needed and (reduces_scales or may_deadlock(program, **degrees)):
+        remedy = f"export {MOST}" if needed <= MOST else "CUDA gives at most 32, so put fewer stages on each rank"
+        raise ValueError(
+            f"{VARIABLE} is {num_queues}, but {why}, and a rank has {needed} streams: those that share a hardware "
+            f"queue block each other, and the job may hang; {remedy}"
         )
 
-    def where(self, node: _Node) -> tuple[QueueingDevice, int]:
-        """The rank of a node, and the position of its instruction in the row."""
-        what, device, index = node
-        if what == _QUEUE:
-            return device, device.operations.position[device.queues[index][device.head[index]]]
-        steps = device.operations.steps[index]
-        ahead = (argument for action, argument in steps[device.step[index] :] if action == LAUNCH)
-        return device, device.operations.position[next(ahead, -1)]
 
-    def waits_for(self, node: _Node) -> tuple[str, _Node | None]:
-        """A sentence about the wait of a node, and the node that it waits for; None if there is no such node."""
-        what, device, index = node
-        return self._queue_waits_for(device, index) if what == _QUEUE else self._thread_waits_for(device, index)
-
-    def _queue_waits_for(self, device: QueueingDevice, queue: int) -> tuple[str, _Node | None]:
-        head = device.queues[queue][device.head[queue]]
-        needed = self._execution.blocked_by(device, queue)
-        sentence = (
-            f"{_name(device)} has {self._word(device, head)} at the head of a queue, which waits for "
-            f"{self._word(device, needed)}"
-        )
-        return self._until(device, needed, sentence)
-
-    def _until(self, device: QueueingDevice, operation: int, sentence: str) -> tuple[str, _Node | None]:
-        """The sentence about a wait for an operation, and who keeps it from being issued."""
-        member = self._missing_member(device, operation)
-        if member is None:
-            return sentence, None
-        if member is not device:
-            sentence += f", which {_name(member)} has not joined"
-        return sentence, self._holder(member, device, operation)
-
-    def _missing_member(self, device: QueueingDevice, operation: int) -> QueueingDevice | None:
-        """The rank that has not issued the operation: the rank itself, or a member of its collective."""
-        execution, joint = self._execution, device.operations.joint[operation]
-        if joint is None or device not in execution.joined(device, operation):
-            return device
-        joined = execution.joined(device, operation)
-        for member in execution.devices.values():
-            if member not in joined and self._counterpart(member, device, operation) is not None:
-                return member
-        return None
-
-    def _counterpart(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> int | None:
-        """The operation with which a member takes part in the collective of another rank's operation."""
-        key = self._execution.key(device, operation)
-        parts = enumerate(member.operations.joint)
-        return next((each for each, joint in parts if joint and self._execution.key(member, each) == key), None)
-
-    def _holder(self, member: QueueingDevice, device: QueueingDevice, operation: int) -> _Node | None:
-        """The queue in which a member's operation waits, or the thread that has not launched it."""
-        own = operation if member is device else self._counterpart(member, device, operation)
-        for queue, launched in enumerate(member.queues):
-            if own in launched[member.head[queue] :]:
-                return _QUEUE, member, queue
-        for thread, steps in enumerate(member.operations.steps):
-            if (LAUNCH, own) in steps:
-                return _THREAD, member, thread
-        raise AssertionError("every operation is launched by a thread")
-
-    def _thread_waits_for(self, device: QueueingDevice, thread: int) -> tuple[str, _Node | None]:
-        action, argument = device.operations.steps[thread][device.step[thread]]
-        here = f"{_name(device)} has its {THREADS[thread]} thread wait"
-        if action == HOST_WAIT:
-            return self._until(device, argument, f"{here} for {self._word(device, argument)}")
-        if action == AWAIT:
-            awaited, _ = argument
-            what = "chain of reductions" if awaited == CHAIN else f"{THREADS[awaited]} thread"
-            return f"{here} for its {what}", (_THREAD, device, awaited)
-        if action == BEGIN:
-            return f"{here} until its main thread has posted more", (_THREAD, device, MAIN)
-        assert action == MEET, "nothing else waits"
-        partner = self._partner(device, argument)
-        return f"{here} for the host of {_name(partner)}", (_THREAD, partner, thread)
-
-    def _partner(self, device: QueueingDevice, meeting: tuple) -> QueueingDevice:
-        """The other host of a meeting."""
-        others = (
-            other
-            for other in self._execution.devices.values()
-            if other is not device and other.coordinates[1:] == device.coordinates[1:]
-        )
-        return next(other for other in others if (MEET, meeting) in other.operations.steps[MOVES])
-
-    def _word(self, device: QueueingDevice, operation: int) -> str:
-        """The text of an operation, such as `0F4@1 (tensor group)`."""
-        operations = device.operations
-        instruction = self._rows[device.coordinates.pipeline][operations.position[operation]]
-        return f"{instruction} ({operations.stream_names[operations.stream[operation]]})"
+def _number(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= MOST:
+        raise ValueError(f"{VARIABLE} is '{text}', not a whole number from 1 to {MOST}; export {MOST}")
+    return int(text)
 
 
-def _name(device: QueueingDevice) -> str:
-    pipeline, tensor, data = device.coordinates
-    return f"rank {pipeline} (tensor {tensor}, data {data})"
+def _smallest_program(schedule: PipelineSchedule, max_microbatches: int, *, moves_activations: bool) -> Program:
+    """A short program with the kinds of launches of the job: two of the smallest batches that the schedule accepts.
+
+    The program moves activations if the job does.
+    """
+    for num_microbatches in range(1, max_microbatches + 1):
+        try:
+            schedule.validate(num_microbatches)
+        except ValueError:
+            continue
+        if bool(schedule.evicting_ranks((num_microbatches,))) == moves_activations:
+            return schedule.build((num_microbatches,) * 2)
+    raise AssertionError("the job's own batches are among them")

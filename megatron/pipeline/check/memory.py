@@ -132,8 +132,8 @@ def prove_stash(compact: CompactProgram) -> None:
     if residency is None:
         return  # `require_residency` has refused OFFLOAD and RELOAD
     state = bytearray(compact.num_stages * compact.num_microbatches)
-    for rank, (codes, places) in enumerate(zip(compact.codes, compact.places, strict=True)):
-        for position, (code, place) in enumerate(zip(codes, places, strict=True)):
+    for rank in range(len(compact.codes)):
+        for position, (code, place, _) in compact.row(rank):
             if code == F:
                 state[place] = _HERE
             elif code in _MUST_FIND:
@@ -182,7 +182,7 @@ def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
     away = offloaded_before(compact, rank)
     keeps = not compact.program.forward_only
     held = peak = 0
-    for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+    for position, (code, place, _) in compact.row(rank):
         held -= len(away.get(position, ()))
         if code < FIRST_TRANSFER:
             stage = place // width
@@ -212,7 +212,7 @@ def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]
     known: list[int] = []  # by position: OFFLOADs that are complete when the instruction is (a computation: starts)
     of_lane = dict.fromkeys(Lane, 0)
     found: dict[int, list[int]] = {}
-    for position, (code, place) in enumerate(zip(codes, compact.places[rank], strict=True)):
+    for position, (code, place, _) in compact.row(rank):
         lane = KIND_OF_CODE[code].row.lane
         before = of_lane[lane]
         count = max([before, *(known[each] for each in awaited.get(position, ()))])

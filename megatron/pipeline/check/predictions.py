@@ -145,8 +145,7 @@ class _RankPredictions:
     def prove(self) -> None:
         compact, program, width = self.compact, self.program, self.compact.num_microbatches
         batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
-        codes, places, versions = compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank]
-        for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+        for position, (code, place, version) in compact.row(self.rank):
             reason = ""
             if code == F:
                 batch = batch_of[place % width]
@@ -169,7 +168,7 @@ class _RankPredictions:
                 raise compact.error(self.rank, position, reason)
         if self.num_predicted < len(program.batches):
             reason = f"{self._word(PREDICT, self.num_predicted + 1)} is missing: what follows begins with it"
-            raise compact.error(self.rank, len(codes), reason)
+            raise compact.error(self.rank, len(compact.codes[self.rank]), reason)
 
     def _prediction(self, code: int, index: int) -> str:
         """The reason why an instruction for the prediction of version `index` is out of place; "" if it is not."""
@@ -253,14 +252,13 @@ def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tup
     if program.weights.ahead is not Ahead.PREDICTION:
         return tuple(live_versions)
     version_of_backward: dict[int, int] = {}  # by place
-    for codes, places, versions in zip(compact.codes, compact.places, compact.versions, strict=True):
-        row = zip(codes, places, versions, strict=True)
+    for rank in range(len(compact.codes)):
         version_of_backward.update(
-            (place, version) for code, place, version in row if code != F and code < FIRST_TRANSFER
+            (place, version) for _, (code, place, version) in compact.row(rank) if code != F and code < FIRST_TRANSFER
         )
     predicted = set()
     for rank, row in enumerate(program.rows):
-        for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+        for position, (code, place, _) in compact.row(rank):
             if code != F:
                 continue
             forward, stage = row[position], place // width
@@ -302,7 +300,7 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
     end_done = [0] * compact.num_stages  # one past their last microbatch, including those with only I
     stepped_ahead = set()
     for rank, row in enumerate(program.rows):
-        for position, (code, place) in enumerate(zip(compact.codes[rank], compact.places[rank], strict=True)):
+        for position, (code, place, _) in compact.row(rank):
             stage, index = divmod(place, width)
             if code in (B, I, W):
                 done[stage] += code != I

@@ -111,8 +111,7 @@ class _RankResidency:
 
     def prove(self) -> None:
         compact, width = self.compact, self.compact.num_microbatches
-        row = zip(compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank], strict=True)
-        for position, (code, place, version) in enumerate(row):
+        for position, (code, place, version) in compact.row(self.rank):
             stage, reason = place // width, ""
             if code < FIRST_TRANSFER:
                 reason = self._compute(stage, version)
@@ -210,8 +209,7 @@ class _RankUpdates:
     def prove(self) -> None:
         compact, width = self.compact, self.compact.num_microbatches
         batch_of = [batch for batch, size in enumerate(self.program.batches) for _ in range(size)]
-        row = zip(compact.codes[self.rank], compact.places[self.rank], compact.versions[self.rank], strict=True)
-        for position, (code, place, version) in enumerate(row):
+        for position, (code, place, version) in compact.row(self.rank):
             stage, reason = place // width, ""
             if code in (B, W):
                 batch = batch_of[place % width]

@@ -120,7 +120,7 @@ def prove_updates(compact: CompactProgram) -> None:
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     num_buffers = program.weights.max_gradient_buffers
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
-    for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
+    for rank, codes in enumerate(compact.codes):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
         ends = (F,) if program.is_frozen(rank) else (B, W)
         owners = [
@@ -128,7 +128,7 @@ def prove_updates(compact: CompactProgram) -> None:
             for stages in program.owners(rank)
         ]
         owner_of = {stage: owner for owner in owners for stage in owner.stages}
-        for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+        for position, (code, place, version) in compact.row(rank):
             if FIRST_TRANSFER <= code < FIRST_UPDATE:
                 continue
             if code in (B, I, W):
@@ -217,9 +217,9 @@ def prove_versions(compact: CompactProgram) -> tuple[int, ...]:
     forward_version = [0] * (compact.num_stages * num_microbatches)
     stages = [_StageVersions(program, stage, batch_of) for stage in range(compact.num_stages)]
     refreshes = program.weights.refreshes
-    for rank, (codes, places, versions) in enumerate(zip(compact.codes, compact.places, compact.versions, strict=True)):
+    for rank in range(len(compact.codes)):
         made_for = {owned[0]: [stages[stage] for stage in owned] for owned in program.owners(rank)}
-        for position, (code, place, version) in enumerate(zip(codes, places, versions, strict=True)):
+        for position, (code, place, version) in compact.row(rank):
             reason = ""
             if version is None:
                 if code < FIRST_TRANSFER:
@@ -318,8 +318,8 @@ def prove_evaluation(compact: CompactProgram) -> tuple[int, ...]:
         ProgramError: for the first instruction that updates weights or uses another version.
     """
     entry = compact.program.entry_versions
-    for rank, (codes, versions) in enumerate(zip(compact.codes, compact.versions, strict=True)):
-        for position, (code, version) in enumerate(zip(codes, versions, strict=True)):
+    for rank in range(len(compact.codes)):
+        for position, (code, _, version) in compact.row(rank):
             if code >= FIRST_UPDATE and code not in (FETCH, FREE):
                 raise compact.error(rank, position, "a program that evaluates updates nothing")
             if code == F and version != max(entry):

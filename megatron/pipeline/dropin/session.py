@@ -228,7 +228,7 @@ class Session:
         self._rank = None
 
     def _say_saved(self) -> None:
-        mine = self._rank.engine.saved_microbatches_peak
+        mine = self._rank.engine.saved.peaks
         peaks = [None] * parallel_state.get_pipeline_model_parallel_world_size()
         torch.distributed.all_gather_object(
             peaks, (mine, self._rank.memory.peak_bytes), group=parallel_state.get_pipeline_model_parallel_group()

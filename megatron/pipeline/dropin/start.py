@@ -9,7 +9,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from megatron import backend
 from megatron.documents import counted
-from megatron.pipeline.check.queue_environment import require_hardware_queues
+from megatron.pipeline.check.hardware_queues import require_hardware_queues
 from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options, batches_of, prove, schedule_of
 from megatron.pipeline.dropin.sentences import say
 from megatron.pipeline.placement.cost import describe_crossing

@@ -65,6 +65,10 @@ class PipelineEngine:
         ledger: the ledger of the update, where weights live on the host and bytes are counted.
         deferred_bytes: counter of the bytes saved between I and W, for callers that read it, too.
 
+    Attributes:
+        saved: counter of the saved microbatches, by stage and on the rank, with their peaks over the run.
+        stash: the stash of inputs on the host; None where inputs stay on the device.
+
     For a checkpoint, read `next_batch` and `next_microbatch` while the pipeline is drained. Set `stop_requests` (bits)
     to send them with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
 
@@ -146,13 +150,12 @@ class PipelineEngine:
             moves_activations=activation_memory is not None,
             on_error=failure_guard.report,
         )
-        self._activation_memory = activation_memory
         own = self._channels.name_of(self._stages[0].index)
-        self._saved = SavedMicrobatches(due, deferred_bytes)
-        self._lanes = self._stash = None
+        self.saved = SavedMicrobatches(due, deferred_bytes)
+        self._lanes = self.stash = None
         if schedule.residency is not None:
             if schedule.residency.stashes_on_host:
-                self._stash = InputStash(self._saved, device=self._device, ledger=ledger)
+                self.stash = InputStash(self.saved, device=self._device, ledger=ledger)
             self._lanes = Lanes(
                 LaneOrder(schedule.num_stages),
                 device=self._device,
@@ -160,7 +163,7 @@ class PipelineEngine:
                 tracer=tracer,
                 on_error=failure_guard.report,
                 annotate=lambda error, word: annotate(error, word, self._channels.name_of(word.stage)),
-                on_awaited=(lambda word: None) if self._stash is None else self._stash.note_awaited,
+                on_awaited=(lambda word: None) if self.stash is None else self.stash.note_awaited,
             )
         self._chain, self._late_chain = (
             Chain(
@@ -183,7 +186,7 @@ class PipelineEngine:
             self._transfers = ActivationTransfers(
                 self._channels,
                 activation_memory,
-                self._saved,
+                self.saved,
                 queue,
                 order=MoveOrder(num_frozen=schedule.num_frozen),
                 pairs=schedule.pairs,
@@ -200,12 +203,12 @@ class PipelineEngine:
             self._channels,
             self._chain,
             self._late_chain,
-            self._saved,
+            self.saved,
             graph=schedule.graph,
             weights=schedule.weights,
             transfers=self._transfers,
             lanes=self._lanes,
-            stash=self._stash,
+            stash=self.stash,
             tracer=tracer,
             stop_requests=lambda: self.stop_requests,
             **({} if ledger is None else {"on_boundary": ledger.note_on_device}),
@@ -227,36 +230,6 @@ class PipelineEngine:
     @property
     def is_drained(self) -> bool:
         return self._drained
-
-    @property
-    def saved_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches saved at once, over the run so far."""
-        return dict(self._saved.peaks)
-
-    @property
-    def saved_microbatches_peak_on_rank(self) -> int:
-        """The most microbatches saved at once, summed over the stages of this rank."""
-        return self._saved.peak_on_rank
-
-    @property
-    def deferred_microbatches_peak(self) -> dict[int, int]:
-        """stage -> the most microbatches between I and W at once. `saved_microbatches_peak` counts them, too."""
-        return dict(self._saved.deferred_peaks)
-
-    @property
-    def deferred_bytes_peak(self) -> int:
-        """The most bytes saved at once between I and W, over all stages of this rank."""
-        return self._saved.deferred_bytes.peak
-
-    @property
-    def saved_activation_bytes_peak(self) -> int | None:
-        """The most bytes of activations saved at once on this rank; None without an `ActivationMemory`."""
-        return None if self._activation_memory is None else self._activation_memory.peak_bytes
-
-    @property
-    def input_stash(self) -> InputStash | None:
-        """The stash of inputs on the host; None where inputs stay on the device."""
-        return self._stash
 
     @property
     def num_instructions_executed(self) -> int:
@@ -294,8 +267,8 @@ class PipelineEngine:
             self._transfers.settle()
         if self._lanes is not None:
             self._lanes.settle()
-        if self._stash is not None:
-            self._stash.require_empty()
+        if self.stash is not None:
+            self.stash.require_empty()
         self._drained = True
         return self._take_reports(self._stream.next_batch - 1)
 

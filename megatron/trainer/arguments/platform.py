@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from packaging.version import InvalidVersion
 
-from megatron.pipeline.check import queue_environment
+from megatron.pipeline.check import hardware_queues
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.start_up.late_weights import (
@@ -240,9 +240,9 @@ def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, 
 
     Args:
         args: validated.
-        environment: see `queue_environment`.
+        environment: see `hardware_queues`.
     """
-    queue_environment.require_hardware_queues(
+    hardware_queues.require_hardware_queues(
         args.schedule,
         environment,
         flag=choice_of(args).flag,

@@ -404,6 +404,6 @@ def _weights_and_biases(args: TrainConfig):
 def configure_logging(level: int | None) -> None:
     """Set Python's logging to warnings, or to `--logging-level`."""
     # megatron.core demands 1 with tensor parallelism, but then a job whose reductions run beside computations may hang
-    # (pipeline/check/queue_environment.py); docs/gpu.md describes which jobs may set it.
+    # (pipeline/check/hardware_queues.py); docs/gpu.md describes which jobs may set it.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
     logging.basicConfig(level=logging.WARNING if level is None else level, format="%(name)s: %(message)s")

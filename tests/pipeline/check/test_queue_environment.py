@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.check.queue_environment import require_hardware_queues
+from megatron.pipeline.check.hardware_queues import require_hardware_queues
 from megatron.pipeline.schedules import Schedule
 
 JOB = {"tensor": 2, "data": 2, "distributed_optimizer": False, "max_microbatches": 16, "moves_activations": False}

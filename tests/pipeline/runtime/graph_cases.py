@@ -476,7 +476,7 @@ def run(shape: Shape, *, batches: Sequence[int], evaluate: int = 0, **options) -
         reports,
         {name: each.clone() for of in {*built.versions.values()} for name, each in of.newest_tensors().items()},
         evaluations,
-        engine.saved_microbatches_peak,
+        engine.saved.peaks,
         (len(engine._executor._exchange), sum(len(stage.activations) for stage in built.stages)),
         gather_traces(engine.trace()) if engine.tracer is not None else None,
         {stage: each.num_made for stage, each in built.versions.items() if isinstance(each, AheadVersions)},

@@ -122,7 +122,7 @@ def run_emulated(preset, num_microbatches):
     for span in engine.trace().spans:
         if span.track == COMPUTE:
             seconds.setdefault(span.instruction.kind.value, []).append(span.end - span.start)
-    peaks = engine.saved_microbatches_peak, engine.deferred_microbatches_peak, engine.deferred_bytes_peak
+    peaks = engine.saved.peaks, engine.saved.deferred_peaks, engine.saved.deferred_bytes.peak
     dist.barrier()
     engine.close()
     return seconds, peaks

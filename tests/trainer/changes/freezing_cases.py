@@ -58,7 +58,7 @@ def watch(run):
     run.reporter.iteration = watching
     return lambda: {"batches": reports, "digests": [*digests, _frozen(run)], "moments": moments(run),
                     "num_frozen": _num_frozen(run),
-                    "saved_by_frozen": [run.engine.saved_microbatches_peak.get(stage.index, 0)
+                    "saved_by_frozen": [run.engine.saved.peaks.get(stage.index, 0)
                                         for stage in run.stages if stage.is_frozen]}  # fmt: skip
 
 

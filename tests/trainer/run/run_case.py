@@ -121,7 +121,7 @@ def train_case(
             "iteration": run.iteration,
             "weights": whole_weights(run.chunks),
             "gradients": gradients,
-            "saved_microbatches": run.engine.saved_microbatches_peak,
+            "saved_microbatches": run.engine.saved.peaks,
             "moved_bytes": {stage.index: _moved_bytes(stage) for stage in run.stages},
             "resources": resources,
             "mappings": {file: size for file, size in shared_files().items() if file not in mapped},

@@ -39,9 +39,9 @@ class Balanced:
 
 def outcome_of(engine: PipelineEngine, memory: ActivationMemory | None, num_buffers: list[int]) -> Balanced:
     return Balanced(
-        peak_saved=engine.saved_microbatches_peak,
-        peak_on_rank=engine.saved_microbatches_peak_on_rank,
-        peak_bytes=engine.saved_activation_bytes_peak,
+        peak_saved=engine.saved.peaks,
+        peak_on_rank=engine.saved.peak_on_rank,
+        peak_bytes=None if memory is None else memory.peak_bytes,
         num_buffers=num_buffers,
         num_incomplete=engine.num_unread_sends(),
     )

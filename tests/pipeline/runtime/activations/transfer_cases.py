@@ -61,8 +61,8 @@ def gradients(*, moves: bool, num_batches: int, device: str = "cpu") -> dict:
             wait_until(lambda: pipeline.engine.num_unread_sends() == 0)
             result["buffers"].append(memory.pool.num_buffers)
             result["at_end"].append(memory.current_bytes)
-    result["peak_saved"] = pipeline.engine.saved_microbatches_peak[stage.index]
-    result["peak_bytes"] = pipeline.engine.saved_activation_bytes_peak
+    result["peak_saved"] = pipeline.engine.saved.peaks[stage.index]
+    result["peak_bytes"] = None if memory is None else memory.peak_bytes
     if moves and stage.index == 0:
         result["layout"] = stage._captured.layout
     dist.barrier()

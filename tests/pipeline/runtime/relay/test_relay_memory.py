@@ -44,7 +44,7 @@ class Run:
                 meter.set_host_aside()  # what the batch before has mapped for inputs
                 self.reports += engine.run_batch(size, size)
             engine.drain()
-            self.stash = engine.input_stash
+            self.stash = engine.stash
             engine.close()
         self.peak = meter.peak
 

@@ -233,7 +233,7 @@ def train(**options) -> dict:
         engine.close()
         result = _result(case, stages, update, reports)
         result["evaluations"] = evaluations
-        result["saved_peak"] = engine.saved_microbatches_peak
+        result["saved_peak"] = engine.saved.peaks
         return result
 
 

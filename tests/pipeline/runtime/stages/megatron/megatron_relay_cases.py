@@ -121,8 +121,8 @@ def train(
                     outcome.device_peaks += map(int, report.rank_metrics["device_peak_bytes"])
                     outcome.host_peaks += map(int, report.rank_metrics["host_peak_bytes"])
             engine.drain()
-            if engine.input_stash is not None:
-                outcome.num_offloaded = engine.input_stash.num_offloaded
+            if engine.stash is not None:
+                outcome.num_offloaded = engine.stash.num_offloaded
             engine.close()
         outcome.peak_bytes = meter.peak
         update.close()

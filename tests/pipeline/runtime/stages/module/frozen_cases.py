@@ -111,8 +111,8 @@ def run(preset: str, training: Training, *, num_frozen: int, rank_of_stage: tupl
     engine.close()
     groups.destroy()
     return RankOutcome(
-        reports, final, evaluations, engine.saved_microbatches_peak, most_unread[0],
-        engine.saved_microbatches_peak_on_rank, moves, memory.pool.allocated_bytes if memory else 0,
+        reports, final, evaluations, engine.saved.peaks, most_unread[0],
+        engine.saved.peak_on_rank, moves, memory.pool.allocated_bytes if memory else 0,
     )  # fmt: skip
 
 

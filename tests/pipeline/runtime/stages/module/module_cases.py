@@ -241,7 +241,7 @@ def run(preset: str, training: Training, *, drains: tuple[int, ...] = (), evalua
     return RankOutcome(
         reports=reports,
         parameters={name: tensor.cpu().clone() for name, tensor in versions.newest_tensors().items()},
-        peak_saved=engine.saved_microbatches_peak,
+        peak_saved=engine.saved.peaks,
         peak_versions=versions.peak_live,
         num_slots=versions.num_slots,
         num_unread_sends=engine.num_unread_sends(),
