@@ -99,16 +99,6 @@ def _where(num_streams: int, num_queues: int) -> str:
     return f"with {num_queues} hardware queues for {num_streams} streams, any of which may share one"
 
 
-def count_deadlocks(
-    program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, distributed_optimizer: bool = False
-) -> tuple[int, int]:
-    """The number of interleavings of `prove_hardware_queues` that deadlock, and the number of all interleavings."""
-    job = _Job(program, tensor, data, distributed_optimizer)
-    shares = [each.num_streams > num_queues for each in job.ranks]
-    ends = [job.execution(shares, is_early).run() for is_early in job.interleavings(shares)]
-    return ends.count(False), len(ends)
-
-
 def num_streams(
     program: Program, *, tensor: int = 1, data: int = 1, distributed_optimizer: bool = False
 ) -> tuple[int, ...]:

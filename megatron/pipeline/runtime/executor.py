@@ -184,7 +184,8 @@ class Executor:
         self._update.begin_evaluation()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
-            self.add_batch(BatchInfo(EVALUATION_BATCH, self._count_forwards(row), 0), self._first_microbatch(row))
+            forwards = {each.microbatch for each in row if each.kind is Kind.FORWARD}
+            self.add_batch(BatchInfo(EVALUATION_BATCH, len(forwards), 0), min(forwards, default=0))
             self._run(self._resolve(row, self._evaluation), tracer=None)
         finally:
             self._microbatches = training_microbatches
@@ -207,14 +208,6 @@ class Executor:
     def settle(self) -> None:
         """Drop the tensors kept for later microbatches. Call it only while nothing is in flight."""
         self._exchange.settle()
-
-    @staticmethod
-    def _count_forwards(row: Sequence[Instruction]) -> int:
-        return len({instruction.microbatch for instruction in row if instruction.kind is Kind.FORWARD})
-
-    @staticmethod
-    def _first_microbatch(row: Sequence[Instruction]) -> int:
-        return min((instruction.microbatch for instruction in row if instruction.kind is Kind.FORWARD), default=0)
 
     @staticmethod
     def _resolve(row: Sequence[Instruction], table: Mapping[Kind, Callable[[Instruction], None]]):

@@ -27,7 +27,7 @@ from megatron.pipeline.check.device_operations import (
     RankOperations,
     lower,
 )
-from megatron.pipeline.check.hardware_queues import prove_hardware_queues
+from megatron.pipeline.check.hardware_queues import _Job, prove_hardware_queues
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
@@ -125,3 +125,11 @@ def ends(ranks: Sequence[RankOperations], *, tensor: int, data: int, one_queue: 
 def key(joint: tuple, place: tuple) -> tuple:
     who, which, _ = joint
     return which, *(place[axis] for axis in _TOLD_APART_BY[who])
+
+
+def count_deadlocks(program: Program, *, tensor: int = 1, data: int = 1, num_queues: int, **options) -> tuple[int, int]:
+    """The number of interleavings of `prove_hardware_queues` that deadlock, and the number of all of them."""
+    job = _Job(program, tensor, data, options.get("distributed_optimizer", False))
+    shares = [each.num_streams > num_queues for each in job.ranks]
+    ends = [job.execution(shares, is_early).run() for is_early in job.interleavings(shares)]
+    return ends.count(False), len(ends)

@@ -13,7 +13,6 @@ from megatron.pipeline.check.device_queues import QueueExecution
 from megatron.pipeline.check.hardware_queues import (
     NOT_PROVED,
     PROVED,
-    count_deadlocks,
     launches_beside,
     may_deadlock,
     num_streams,
@@ -23,7 +22,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from tests.draws import draws
 from tests.pipeline.check.examples import cases, written
-from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
+from tests.pipeline.check.queue_oracle import MANY, build, count_deadlocks, ends, lowered, refused
 
 
 def without_norm(program: Program) -> Program:

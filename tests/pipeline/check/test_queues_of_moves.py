@@ -19,13 +19,13 @@ from megatron.pipeline.check.device_operations import (
     RankOperations,
 )
 from megatron.pipeline.check.device_queues import QueueExecution
-from megatron.pipeline.check.hardware_queues import PROVED, count_deadlocks, prove_hardware_queues
+from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.instruction import MOVES as MOVE_WORDS
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from tests.draws import draws
 from tests.pipeline.check.examples import with_row
-from tests.pipeline.check.queue_oracle import MANY, build, ends, lowered, refused
+from tests.pipeline.check.queue_oracle import MANY, build, count_deadlocks, ends, lowered, refused
 
 
 @pytest.mark.parametrize("name", ["flush", "2bw"])

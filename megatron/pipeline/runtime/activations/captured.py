@@ -198,29 +198,6 @@ class SavedActivations:
     random_state: RandomState | None = None
 
 
-class ActivationStore:
-    """The saved activations of microbatches. `peak` is the largest number saved at once."""
-
-    def __init__(self) -> None:
-        self._saved: dict[int, SavedActivations] = {}
-        self.peak = 0
-
-    def __len__(self) -> int:
-        return len(self._saved)
-
-    def put(self, microbatch: int, saved: SavedActivations) -> None:
-        assert microbatch not in self._saved, f"microbatch {microbatch} is saved already"
-        self._saved[microbatch] = saved
-        self.peak = max(self.peak, len(self._saved))
-
-    def get(self, microbatch: int) -> SavedActivations:
-        return self._saved[microbatch]
-
-    def take(self, microbatch: int) -> SavedActivations:
-        """Remove and return the saved activations of a microbatch."""
-        return self._saved.pop(microbatch)
-
-
 class NotCaptured:
     """The interface of `CapturedActivations` where activations stay in the graph and are never evicted."""
 

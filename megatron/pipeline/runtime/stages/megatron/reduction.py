@@ -302,10 +302,7 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
             dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
         dist.broadcast(_probe(num_bytes, 1), dist.get_process_group_ranks(group)[0], group=group)
         if sequence_parallel:
-            whole = _probe(num_bytes, group.size())
-            share = whole.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(whole, share, group=group)
-            dist.reduce_scatter_tensor(share, whole, group=group)
+            _exchange_shares(group, num_bytes)
 
 
 def _warm_up_context_group() -> None:
@@ -314,11 +311,7 @@ def _warm_up_context_group() -> None:
     if group.size() == 1:
         return
     for num_bytes in probes():
-        whole = _probe(num_bytes, group.size())
-        share = whole.chunk(group.size())[group.rank()].clone()
-        dist.all_gather_into_tensor(whole, share, group=group)
-        dist.reduce_scatter_tensor(share, whole, group=group)
-        dist.all_to_all_single(whole, whole.clone(), group=group)
+        _exchange_shares(group, num_bytes, all_to_all=True)
     dist.all_reduce(_probe(_BYTES[0], 1), group=group)
 
 
@@ -330,12 +323,18 @@ def _warm_up_expert_groups() -> None:
         parallel_state.get_expert_tensor_parallel_group(),
     ):
         for num_bytes in probes():
-            whole = _probe(num_bytes, group.size())
-            share = whole.chunk(group.size())[group.rank()].clone()
-            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-            dist.all_gather_into_tensor(whole, share, group=group)
-            dist.reduce_scatter_tensor(share, whole, group=group)
+            _exchange_shares(group, num_bytes, all_to_all=True)
         dist.all_reduce(_probe(_BYTES[0], 1), group=group)  # of the norms of predictions
+
+
+def _exchange_shares(group: dist.ProcessGroup, num_bytes: int, *, all_to_all: bool = False) -> None:
+    """Use a group for a gather and a reduction of shares, and with `all_to_all` for an exchange of them."""
+    whole = _probe(num_bytes, group.size())
+    share = whole.chunk(group.size())[group.rank()].clone()
+    dist.all_gather_into_tensor(whole, share, group=group)
+    dist.reduce_scatter_tensor(share, whole, group=group)
+    if all_to_all:
+        dist.all_to_all_single(whole, whole.clone(), group=group)
 
 
 def _probe(num_bytes: int, parts: int) -> Tensor:

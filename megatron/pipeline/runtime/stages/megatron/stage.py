@@ -200,11 +200,6 @@ class MegatronStage:
         outputs = 1 + (config.mtp_num_layers if stage_of_layers(config, self.num_stages) == source else 0)
         return TensorSpec((outputs * (seq_length // parts), micro_batch_size, config.hidden_size), dtype)
 
-    @property
-    def num_saved(self) -> int:
-        """The number of microbatches between their forward and their backward."""
-        return len(self._saved)
-
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters."""
         self._versions.load(version)

@@ -110,7 +110,7 @@ class GraphModuleStage(AnyModuleStage):
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         saved = _SavedInputs(inputs)
-        self.activations.put(microbatch.index, saved)
+        self.activations[microbatch.index] = saved
         if self._recompute:
             saved.random_state = RandomState.capture(self._device)
             with torch.no_grad():
@@ -122,7 +122,7 @@ class GraphModuleStage(AnyModuleStage):
         return self._handed_on(outputs)
 
     def backward(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:
-        saved = self.activations.take(microbatch.index)
+        saved = self.activations.pop(microbatch.index)
         roots, grads = [], []
         for target, edges in sorted(saved.roots, reverse=True, key=lambda pair: pair[0]):
             for edge, grad in zip(edges, output_grads[target], strict=True):

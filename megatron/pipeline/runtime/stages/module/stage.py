@@ -29,7 +29,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.pipeline.runtime.activations.captured import (
     ActivationMemory,
-    ActivationStore,
     CapturedActivations,
     NotCaptured,
     RandomState,
@@ -80,7 +79,7 @@ class AnyModuleStage:
         self.index = index
         self.num_stages = num_stages
         self.loss_names = (loss_name,)
-        self.activations = ActivationStore()
+        self.activations: dict[int, Any] = {}  # microbatch -> what is saved between its forward and its backward
         self._versions = versions
         self._has_loss = has_loss
         self._recompute = recompute
@@ -92,7 +91,7 @@ class AnyModuleStage:
         self._versions.load(version)
 
     def recompute(self, microbatch: Microbatch) -> None:
-        saved = self.activations.get(microbatch.index)
+        saved = self.activations[microbatch.index]
         now = RandomState.capture(self._device)
         saved.random_state.restore(self._device)
         self._run_saving(microbatch, saved)
@@ -182,7 +181,7 @@ class ModuleStage(AnyModuleStage):
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
-        self.activations.put(microbatch.index, saved)
+        self.activations[microbatch.index] = saved
         with self._captured.capture(microbatch.index):
             if self._recompute:
                 saved.random_state = RandomState.capture(self._device)
@@ -198,13 +197,13 @@ class ModuleStage(AnyModuleStage):
         return self._handed_on(None if self._has_loss else output)
 
     def recompute(self, microbatch: Microbatch) -> None:
-        saved = self.activations.get(microbatch.index)
+        saved = self.activations[microbatch.index]
         if saved.input is not None:
             saved.input = self._captured.kept(saved.context).detach().requires_grad_(self._input_needs_gradient)
         super().recompute(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        saved = self.activations.take(microbatch.index)
+        saved = self.activations.pop(microbatch.index)
         if self._loss is None:
             torch.autograd.backward((saved.root,), (output_grad,))
         else:
@@ -219,12 +218,12 @@ class ModuleStage(AnyModuleStage):
         self._captured.load(microbatch.index, buffer)
 
     def release_input(self, microbatch: Microbatch) -> Tensor:
-        saved = self.activations.get(microbatch.index)
+        saved = self.activations[microbatch.index]
         input, saved.input, saved.context = saved.input.detach(), None, None
         return input
 
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        saved = self.activations.get(microbatch.index)
+        saved = self.activations[microbatch.index]
         saved.input = saved.context = input
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
