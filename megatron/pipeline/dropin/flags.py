@@ -62,6 +62,11 @@ def weights_of(args: argparse.Namespace) -> WeightPolicy:
     return _read(args.pipeline_program).weights
 
 
+def updated_by_megatron(weights: WeightPolicy) -> bool:
+    """Whether Megatron-LM makes the updates, between batches, and not the engine, beside them."""
+    return weights.drains
+
+
 def schedule_of(args: argparse.Namespace, *, tied_embeddings: bool) -> Schedule | ProgramSchedule:
     """The schedule that `args` name, for the number of stages in `args`.
 
@@ -96,7 +101,7 @@ def schedule_of(args: argparse.Namespace, *, tied_embeddings: bool) -> Schedule 
 
 def _schedule_of_file(args: argparse.Namespace, *, tied_embeddings: bool) -> ProgramSchedule:
     facts = {"tensor": args.tensor_model_parallel_size, "data": args.data_parallel_size, "recompute": False}
-    if not weights_of(args).drains:
+    if not updated_by_megatron(weights_of(args)):
         facts |= {"tied_embeddings": tied_embeddings, "data_parallel": args.data_parallel_size > 1}
     schedule, named = _read(args.pipeline_program, **facts), flag_of(args)
     if reason := _reason_against_weights(schedule.weights):

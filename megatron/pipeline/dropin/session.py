@@ -26,7 +26,7 @@ from megatron.backend.fixes import follow_shown_gradients
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.documents import counted
-from megatron.pipeline.dropin.flags import Options, batches_of, prove, schedule_of
+from megatron.pipeline.dropin.flags import Options, batches_of, prove, schedule_of, updated_by_megatron
 from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
@@ -110,12 +110,12 @@ class Session:
         if "overlap_grad_reduce" in overlaps_off(self._args, self._options, self._schedule):
             for chunk in self._chunks:  # the buckets stay: they decide the order of norms and checkpoints' layout
                 chunk.ddp_config.overlap_grad_reduce = False
-        if self._schedule.splits_backward or not self._schedule.weights.drains:
+        if self._schedule.splits_backward or not updated_by_megatron(self._schedule.weights):
             follow_shown_gradients()
         if self._schedule.splits_backward:
             for chunk in self._chunks:
                 require_splits(chunk, get_model_config(chunk))
-        if self._schedule.weights.drains:
+        if updated_by_megatron(self._schedule.weights):
             self._theirs = MegatronUpdate(self._chunks, get_model_config(self._chunks[0]))
         else:
             self._ours = EngineUpdate(

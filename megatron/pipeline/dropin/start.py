@@ -10,7 +10,15 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron import backend
 from megatron.documents import counted
 from megatron.pipeline.check.hardware_queues import require_hardware_queues
-from megatron.pipeline.dropin.flags import PAIR_ADJACENT, STANDARD, Options, batches_of, prove, schedule_of
+from megatron.pipeline.dropin.flags import (
+    PAIR_ADJACENT,
+    STANDARD,
+    Options,
+    batches_of,
+    prove,
+    schedule_of,
+    updated_by_megatron,
+)
 from megatron.pipeline.dropin.sentences import say
 from megatron.pipeline.placement.cost import describe_crossing
 from megatron.pipeline.placement.mapping import Degrees, load_mapping, pair_adjacent
@@ -44,13 +52,18 @@ def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
         if name == "overlap_param_gather":  # `Session` turns overlap_grad_reduce off after the buckets are laid out
             args.overlap_param_gather = False
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
-        _require_queues(args, options, schedule, max(batches))
+        require_hardware_queues(
+            schedule, os.environ, flag=options.flag, tensor=args.tensor_model_parallel_size,
+            data=args.data_parallel_size, pipeline=args.pipeline_model_parallel_size,
+            distributed_optimizer=args.use_distributed_optimizer, max_microbatches=max(batches),
+            moves_activations=bool(schedule.evicting_ranks((max(batches),))),
+        )  # fmt: skip
     if schedule.splits_backward and getattr(args, "transformer_impl", "local") == "transformer_engine":
         raise ValueError(
             f"{options.flag} splits backwards, and the linears of --transformer-impl "
             "transformer_engine compute both halves at once; give --transformer-impl local, or use flush"
         )
-    if not schedule.weights.drains:
+    if not updated_by_megatron(schedule.weights):
         _require_engine_that_follows(args, options)
     if options.rank_mapping != STANDARD:
         _map_ranks(args, options, schedule, max(batches))
@@ -64,7 +77,7 @@ def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineS
     Megatron-LM's hooks reduce each bucket within the last backward of a batch (`OverlappedStage`), and parameters are
     gathered before the forwards as usual.
     """
-    if not schedule.weights.drains:
+    if not updated_by_megatron(schedule.weights):
         why = {
             "overlap_grad_reduce": "reduces gradients beside the next batch anyway",
             "overlap_param_gather": "gathers weights in its step",
@@ -76,22 +89,6 @@ def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineS
     else:
         why = {}
     return {name: reason for name, reason in why.items() if getattr(args, name, False)}
-
-
-def _require_queues(
-    args: argparse.Namespace, options: Options, schedule: PipelineSchedule, max_microbatches: int
-) -> None:
-    require_hardware_queues(
-        schedule,
-        os.environ,
-        flag=options.flag,
-        tensor=args.tensor_model_parallel_size,
-        data=args.data_parallel_size,
-        pipeline=args.pipeline_model_parallel_size,
-        distributed_optimizer=args.use_distributed_optimizer,
-        max_microbatches=max_microbatches,
-        moves_activations=bool(schedule.evicting_ranks((max_microbatches,))),
-    )
 
 
 def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> None:

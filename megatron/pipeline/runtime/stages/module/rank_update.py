@@ -42,7 +42,7 @@ OfStage = Mapping[int, Mapping[str, nn.Parameter]]
 
 def make_versions(weights: WeightPolicy, of_stage: OfStage, *, num_stages: int, first_version: int) -> dict[int, Any]:
     """Stage -> its weight versions; stages that step together share them."""
-    if weights.refreshes:
+    if TOGETHER not in steps_of(weights, of_stage):
         plain = partial(WeightVersions, window=1)
         make = partial(AheadVersions, ahead=weights.ahead) if weights.ahead else plain
         return {index: make(own, first_version=first_version) for index, own in of_stage.items()}
