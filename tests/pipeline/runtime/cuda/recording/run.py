@@ -8,7 +8,6 @@ from unittest import mock
 from megatron.backend import streams
 from megatron.pipeline.runtime.stages.megatron import groups, reduction
 from megatron.pipeline.runtime.transport import lane, links, move_links
-from megatron.pipeline.runtime.update import chain
 from tests.pipeline.runtime.cuda.recording.device import Recorder
 from tests.pipeline.runtime.cuda.recording.groups import HostGroup
 from tests.pipeline.runtime.cuda.recording.operations import Operations, Values
@@ -29,7 +28,7 @@ def recording(*, seed: int = 0, backend: str = "nccl"):
         for module in (groups, reduction):
             stack.enter_context(mock.patch.object(module, "uses_nccl", lambda: backend == "nccl"))
         stack.enter_context(mock.patch.object(reduction, "_BYTES", (8, 4096)))
-        stack.enter_context(watched_threads(recorder, (chain, lane, links)))
+        stack.enter_context(watched_threads(recorder, (lane, links)))
         watched_pair = _watched(recorder, links.gloo_pair)
         for module in (links, move_links):
             stack.enter_context(mock.patch.object(module, "gloo_pair", watched_pair))
