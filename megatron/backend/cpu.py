@@ -16,10 +16,14 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch.utils import _device as torch_device
+
+from megatron.backend.triton_stand_in import stand_in_for_triton
 
 _CPU = torch.device("cpu")
 
@@ -83,6 +87,7 @@ def install_stand_ins() -> None:
 def import_stand_ins():
     """A block with the replacements that megatron.core needs only while it is imported."""
     compile_function = torch.compile
+    added = stand_in_for_triton() if _core_imports_triton() else ()
     # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
     torch.compile = _identity_compile
     try:
@@ -97,6 +102,14 @@ def import_stand_ins():
             yield
     finally:
         torch.compile = compile_function
+        for name in added:
+            del sys.modules[name]
+
+
+def _core_imports_triton() -> bool:
+    """Whether this megatron.core cannot be imported without triton, as is so from 0.18 on."""
+    (folder,) = find_spec("megatron.core").submodule_search_locations
+    return (Path(folder) / "transformer" / "moe" / "paged_stash.py").exists()
 
 
 def _identity_compile(model=None, **kwargs):

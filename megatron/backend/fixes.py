@@ -24,6 +24,7 @@ def apply() -> None:
     from megatron.core.optimizer import distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import dot_product_attention, mlp, multi_latent_attention, torch_norm
+    from megatron.core.transformer import multi_token_prediction as further_tokens
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not distrib_optimizer.HAVE_APEX_OR_TE:
@@ -40,7 +41,7 @@ def apply() -> None:
     _repair_experts(moe_utils, token_dispatcher, mlp.MLP)
     repair_attention(dot_product_attention.DotProductAttention, multi_latent_attention, has_engine=bool(random.HAVE_TE))
     _repair_parts_of_unequal_size(mappings)
-    _repair_numbers_of_further_tokens(gpt_model)
+    _repair_numbers_of_further_tokens(gpt_model if hasattr(gpt_model, "roll_tensor") else further_tokens)
     follow_shown_gradients()
 
 
@@ -334,7 +335,7 @@ def _repair_parts_of_unequal_size(mappings) -> None:
     mappings._reduce_scatter_along_first_dim = reduce_scatter_filled
 
 
-def _repair_numbers_of_further_tokens(gpt_model) -> None:
+def _repair_numbers_of_further_tokens(losses) -> None:
     """Divide the losses of multi-token prediction by the number of tokens of whole sequences.
 
     The fault: where ranks share sequences, each divides the losses of its tokens by their number alone, and gradients
@@ -342,7 +343,7 @@ def _repair_numbers_of_further_tokens(gpt_model) -> None:
     and masks leave unequal numbers, too. So the mean is not that over tokens. A rank, or a microbatch, without any
     token with such a loss divides by 0.
     """
-    roll = gpt_model.roll_tensor
+    roll = losses.roll_tensor
 
     @functools.wraps(roll)
     def roll_and_count(tensor, *args, cp_group=None, **options):
@@ -350,9 +351,9 @@ def _repair_numbers_of_further_tokens(gpt_model) -> None:
         if tensor.is_floating_point() and cp_group is not None and cp_group.size() > 1:  # the mask, and no labels
             torch.distributed.all_reduce(count, group=cp_group)
             count = count / cp_group.size()  # a rank's part of the gradient is one of so many
-        return rolled, count.masked_fill(count == 0, 1)
+        return rolled, None if count is None else count.masked_fill(count == 0, 1)
 
-    gpt_model.roll_tensor = roll_and_count
+    losses.roll_tensor = roll_and_count
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

@@ -1,6 +1,7 @@
 """The repairs of megatron.core's wheel, each with the behaviour that it restores."""
 
 import copy
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
 from megatron.core.tensor_parallel.random import HAVE_TE, CheckpointWithoutOutput
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from tests import workers
@@ -35,8 +37,9 @@ def norm_config(sequence_parallel: bool) -> SimpleNamespace:
 
 def test_a_mask_without_later_tokens_divides_by_one():
     """The last token of a sequence has no later one; where no other counts, megatron.core divides 0 by 0."""
+    losses = gpt_model if hasattr(gpt_model, "roll_tensor") else multi_token_prediction
     for mask, expected in (([0.0, 0.0, 1.0], 1), ([1.0, 1.0, 1.0], 2), ([0.0, 1.0, 1.0], 2)):
-        rolled, count = gpt_model.roll_tensor(torch.tensor([mask]), shifts=-1, dims=-1, cp_group=None)
+        rolled, count = losses.roll_tensor(torch.tensor([mask]), shifts=-1, dims=-1, cp_group=None)
         assert rolled.tolist() == [[*mask[1:], 0.0]] and count == expected
 
 
@@ -75,6 +78,10 @@ def test_numbers_of_tokens_are_numbers_where_they_are_asked_for():
     assert token_dispatcher.maybe_move_tensor_to_cpu(counts) is counts
 
 
+LATER_ARGUMENTS = [1, None][: len(signature(LinearWithGradAccumulationAndAsyncCommunication.forward).parameters) - 10]
+"""Of newer versions: the size of a group that shares weights, and the dtype of the output."""
+
+
 class OwnLinear(LinearWithGradAccumulationAndAsyncCommunication):
     """A user's, which inherits both directions."""
 
@@ -90,7 +97,7 @@ def test_fused_accumulation_adds_to_the_gradient_that_the_parameter_shows(linear
     input = torch.randn(5, 4, requires_grad=True)
     with stand_in(), torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
         weight.main_grad = at_forward
-        output = linear.apply(input, weight, None, True, False, False, None, 0, None)
+        output = linear.apply(input, weight, None, True, False, False, None, 0, None, *LATER_ARGUMENTS)
         weight.main_grad = at_backward
         output.sum().backward()
     assert weight.main_grad is at_backward and not at_forward.any()

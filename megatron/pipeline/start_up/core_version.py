@@ -4,24 +4,57 @@ The schedules in a user's own Megatron-LM ask for less (`megatron.pipeline.dropi
 """
 
 import ast
+from collections.abc import Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-TRAINED = ((0, 16),)
-"""Versions whose parts the trainer has been run with."""
+
+class Core(NamedTuple):
+    """What another version of megatron.core calls, or counts, otherwise."""
+
+    null_tokenizer: tuple[str, int] = ("null-text", 1)
+    """The library of a tokenizer of numbers, and whether its size has to count the end of a document."""
+
+    whole_sequences: Mapping[str, bool] = {"is_hybrid_cp": False}
+    """What says that ranks share whole sequences."""
+
+
+TRAINED = {
+    (0, 16): Core(null_tokenizer=("null", 0), whole_sequences={}),
+    (0, 17): Core(null_tokenizer=("null-text", 0), whole_sequences={}),
+    (0, 18): Core(),
+    (0, 19): Core(),
+    (0, 20): Core(),
+}
+"""Versions whose parts the trainer has been run with, and how they differ."""
 
 
 def require_trained_core() -> None:
     """Raise ValueError where the megatron.core on Python's path is one that the trainer cannot be run with."""
-    spec = find_spec("megatron.core")
-    folder = Path(next(iter(spec.submodule_search_locations or ()), "")) if spec else None
+    folder = _folder()
     version = folder and core_version(folder)
     if version and version[:2] not in TRAINED:
         raise ValueError(
             f"megatron.core {dotted(version)} of {folder.parents[1]} is not supported by this project's own programs, "
-            f"which are for {' and '.join(map(dotted, TRAINED))}; pip install '.[core]' and take that folder from "
-            "PYTHONPATH, or train in a Megatron-LM checkout of that version through python -m megatron.pipeline.dropin"
+            f"which are for {dotted(min(TRAINED))} to {dotted(max(TRAINED))}; pip install '.[core]' and take that "
+            "folder from PYTHONPATH, or train in a Megatron-LM checkout of that version through "
+            "python -m megatron.pipeline.dropin"
         )
+
+
+@cache
+def installed_core() -> Core:
+    """How the megatron.core on Python's path differs; of an unknown version, as the newest known one."""
+    folder = _folder()
+    version = folder and core_version(folder)
+    return TRAINED[version[:2]] if version and version[:2] in TRAINED else TRAINED[max(TRAINED)]
+
+
+def _folder() -> Path | None:
+    spec = find_spec("megatron.core")
+    return Path(next(iter(spec.submodule_search_locations or ()), "")) if spec else None
 
 
 def core_version(core: Path) -> tuple[int, ...] | None:

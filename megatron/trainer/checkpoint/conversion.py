@@ -31,6 +31,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.arguments import saved_arguments
 from megatron.trainer.checkpoint.directory import (
+    COMMON_FILE,
     MANIFEST,
     CheckpointLocation,
     begin,
@@ -44,7 +45,7 @@ from megatron.trainer.checkpoint.directory import (
     write_synced,
 )
 from megatron.trainer.checkpoint.hugging_face import Weights, blocks, box_of, copy_common
-from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, COMMON_FILE, INDEX_FILE
+from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, INDEX_FILE
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
     FURTHER_LAYERS,

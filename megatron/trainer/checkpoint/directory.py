@@ -31,6 +31,7 @@ from megatron.pipeline.runtime.failure.errors import CheckpointError
 # --- completeness of a checkpoint -------------------------------------------------------------------------------------
 
 MANIFEST = "checksums.json"
+COMMON_FILE = "common.pt"
 _CHUNK_BYTES = 16 * 1024 * 1024
 
 

@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
 )
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.directory import (
+    COMMON_FILE,
     MANIFEST,
     CheckpointLocation,
     find_damage,
@@ -41,7 +42,6 @@ from megatron.trainer.checkpoint.tensor_table import SAME_KEYS
 
 unpickling.install()
 
-COMMON_FILE = "common.pt"
 INDEX_FILE = ".metadata"
 CHECKSUMS_ENTRY = "has_checksums"
 _BESIDE_WEIGHTS = (

@@ -14,23 +14,23 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_group, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.directory import (
+    COMMON_FILE,
     MANIFEST,
     begin,
     checksum,
@@ -44,6 +44,9 @@ from megatron.trainer.checkpoint.directory import (
 from megatron.trainer.checkpoint.ownership import OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
 
+# Newer versions of megatron.core write through another package unless they are told to use their own files' writer.
+_OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
+
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
 
@@ -51,32 +54,14 @@ _BYTES_AROUND_A_TENSOR = 2048
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
     """megatron.core's strategy up to the plan: it keeps the file writer and the index instead of starting the save."""
 
-    def async_save(self, sharded_state_dict, checkpoint_dir):
+    def async_save(self, sharded_state_dict, checkpoint_dir, *from_wrapper):
         # A queue within this process replaces megatron.core's queue, which a spawned process would serve.
         if filesystem_async._results_queue is None:
             filesystem_async._results_queue = queue.Queue()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *_OWN_WRITER)
 
-    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret):
+    def _get_save_and_finalize_callbacks(self, writer, save_state_dict_ret, *own_writer):
         self.file_writer, self.index = writer, save_state_dict_ret[1]
-        return AsyncRequest(None, (), [])
-
-
-class _AgreeingStrategy(AsyncSaveShardedStrategy):
-    """A strategy that enters the collectives of a plan only after rank 0 has written the checkpoint's common part."""
-
-    def __init__(self, strategy: AsyncSaveShardedStrategy):
-        super().__init__(strategy.backend, strategy.version)
-        self.strategy, self.entered = strategy, False
-
-    def async_save(self, sharded_state_dict, checkpoint_dir):
-        self.entered = True
-        agree(None)  # matches the report of a rank 0 that could not write
-        return self.strategy.async_save(without_copies(sharded_state_dict), checkpoint_dir)
-
-    @property
-    def can_handle_sharded_objects(self):
-        return True
 
 
 class CheckpointWriter:
@@ -171,25 +156,20 @@ class CheckpointWriter:
             self._owner_mark.require()
 
     def _plan(self, state: dict, staging: Path, content_metadata: dict, fully_parallel: bool) -> _PlanningStrategy:
-        planning = _PlanningStrategy("torch_dist", 1)
-        strategy = planning
+        state["content_metadata"] = dict(content_metadata)
+        sharded, common = save_preprocess(state, preprocess_common_before_consistancy_check=_without_arguments)
+        problem, path = None, staging / COMMON_FILE
+        if dist.get_rank() == 0:
+            try:
+                torch.save(common, path)
+            except (OSError, RuntimeError) as error:
+                problem = f"cannot write {path}: {error}"
+        agree(problem)  # before any rank enters the collectives of a plan
+        strategy = planning = _PlanningStrategy("torch_dist", 1, thread_count=2)
         if fully_parallel and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(planning, group)
-        strategy = _AgreeingStrategy(strategy)
-        try:
-            save(
-                state,
-                str(staging),
-                strategy,
-                async_sharded_save=True,
-                preprocess_common_before_consistancy_check=_without_arguments,
-                content_metadata=dict(content_metadata),
-            )
-        except (OSError, RuntimeError) as error:
-            if strategy.entered:
-                raise
-            agree(f"cannot write {staging / 'common.pt'}: {error}")
+        strategy.async_save(without_copies(sharded), str(staging))
         return planning
 
     def _require_space(self, buckets: list) -> None:

@@ -21,6 +21,7 @@ from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.documents import counted
 from megatron.documents.files import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.pipeline.start_up import dataset_helpers
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.microbatches import gpt_fields
 from megatron.trainer.files.indexed_files import BinReader, blends, check_indexed_dataset, damaged_index_cache
@@ -116,6 +117,7 @@ def build_blended(
     Raises ValueError for files that are missing, empty or truncated, for a training split without documents, and for a
     cache of sample indices that cannot be written.
     """
+    dataset_helpers.provide()
     blend, per_split = blends(args)
     prefixes = [prefix for each in (blend, *(per_split or ())) if each for prefix in each[0]]
     sizes = [num_elements(contents_of(prefix)) for prefix in prefixes]

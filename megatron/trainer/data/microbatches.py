@@ -21,6 +21,7 @@ from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.runtime.failure.errors import name_cut_files
+from megatron.pipeline.start_up.core_version import installed_core
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
@@ -220,7 +221,11 @@ class MicrobatchIterator:
         )
         if batch is not None:
             self._check(batch, first)
-        return get_batch_on_this_cp_rank({field.name: self._share(field, batch) for field in self.fields})
+        shared = {field.name: self._share(field, batch) for field in self.fields}
+        if parallel_state.get_context_parallel_world_size() == 1:
+            return shared
+        group = parallel_state.get_context_parallel_group()
+        return get_batch_on_this_cp_rank(shared, cp_group=group, **installed_core().whole_sequences)
 
     def close(self) -> None:
         """End the processes that load samples; torch would report an error if they were killed at the exit."""

@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.pipeline.start_up.core_version import installed_core
 from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
@@ -170,7 +171,7 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
             return SentinelTokenizer(args.vocab_file, core, num_extra_ids=args.vocab_extra_ids)
         return WordPieceTokenizer(args.vocab_file, core)
     if kind == "NullTokenizer":
-        return MegatronTokenizer.from_pretrained(metadata_path={"library": "null"}, vocab_size=args.vocab_size)
+        return _null(args.vocab_size)
     if kind == "ByteLevelTokenizer":
         return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"})
     if kind == "TikTokenizer":
@@ -188,8 +189,16 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
             from tokenizers import Tokenizer
 
             return FastTokenizer(path, Tokenizer.from_file(path))
-        return MegatronTokenizer.from_pretrained(path, {"library": "huggingface"}, use_fast=True)
+        return MegatronTokenizer.from_pretrained(
+            path, {"library": "huggingface"}, use_fast=True, include_special_tokens=False
+        )
     return MegatronTokenizer.from_pretrained(path, {"library": "sentencepiece"}, legacy=False)
+
+
+def _null(num_ids: int) -> MegatronTokenizerBase:
+    """A tokenizer of whole numbers below `num_ids`, which is the end of a document."""
+    library, num_beside = installed_core().null_tokenizer
+    return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=num_ids + num_beside)
 
 
 def _gpt2(vocab_file: str, merge_file: str) -> FastTokenizer:

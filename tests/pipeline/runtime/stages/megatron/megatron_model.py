@@ -31,6 +31,7 @@ from megatron.pipeline.program.edges import round_robin, stages_of
 from megatron.pipeline.runtime.stages.megatron.auxiliary import drop_unread_output_weight
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage, embedding_ranks
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS
+from megatron.pipeline.start_up.core_version import installed_core
 from megatron.trainer.models.bert import BertModel, bert_layer_specs
 from megatron.trainer.models.context_parallel import sharing_sequences
 from tests.pipeline.runtime.stages.megatron import bert_model, t5_model
@@ -402,7 +403,10 @@ def forward_step(case: Case):
         places = torch.arange(SEQUENCE).expand_as(data["tokens"])
         own = {"tokens": data["tokens"], "labels": data["labels"], "mask": data["mask"], "places": places}
         own = {name: each.contiguous() for name, each in own.items()}
-        tokens, labels, counted, position_ids = (each.to(device) for each in get_batch_on_this_cp_rank(own).values())
+        parts = get_batch_on_this_cp_rank(
+            own, cp_group=parallel_state.get_context_parallel_group(), **installed_core().whole_sequences
+        )
+        tokens, labels, counted, position_ids = (each.to(device) for each in parts.values())
         mask = causal_mask().to(device) if case.cp == 1 else None
         packed = {"packed_seq_params": documents(int(data["tokens"].sum()))} if case.packed else {}
         output = model(tokens, position_ids, None if packed else mask, labels=labels, loss_mask=counted, **packed)
