@@ -67,6 +67,7 @@ WITHOUT_IT = {
     "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
     "mtp_num_layers": 0,
+    "hybrid_layer_pattern": "",
 }
 _LISTS = {flag.dest for flag in EXPERTS.flags if flag.nargs == "+"}
 _GPT_LAYERS = "megatron.core.models.gpt.gpt_layer_specs"
@@ -81,7 +82,6 @@ _NOT_BUILT_HERE = {
     "moe_latent_size": (None,),
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None, ""),
-    "hybrid_layer_pattern": (None, ""),
     "heterogeneous_layers_config_path": (None, ""),
     "heterogeneous_layers_config_encoded_json": (None, ""),
     "spec": (
@@ -137,6 +137,7 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     ]
     return {
         **{name: _value(args, name) for name in as_they_stand},
+        "hybrid_layer_pattern": _value(args, "hybrid_layer_pattern") and _hybrid_layers(args),
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
@@ -146,6 +147,11 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
         **_biases(args),
         **attention,
     }
+
+
+def _hybrid_layers(args: TrainConfig | argparse.Namespace) -> str:
+    """The layers of a HybridModel, wherever stages divide them."""
+    return args.hybrid_layer_pattern.replace("|", "")
 
 
 def _attention(args: TrainConfig | argparse.Namespace | None, positions: object) -> dict[str, object]:

@@ -17,6 +17,7 @@ import torch
 from megatron import backend
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -134,7 +135,7 @@ def gpt_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
-) -> GPTModel:
+) -> LanguageModule:
     """Build the part of the GPT for the stage that `config` describes.
 
     `args.padded_vocab_size` gives the size of the embedding. At the end the random states are reset by
@@ -142,9 +143,10 @@ def gpt_model(
     """
     set_seeds(args.seed)
     tied = not args.untie_embeddings_and_output_weights
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=block_spec(args, config),
+    build = _as_gpt_model if args.hybrid_layer_pattern is None else _as_hybrid_model
+    model = build(
+        args,
+        config,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,
@@ -152,11 +154,8 @@ def gpt_model(
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=args.position_embedding_type,
-        mtp_block_spec=further_layers_spec(args, config) if config.mtp_num_layers else None,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
     )
     if post_process and not tied:
@@ -166,6 +165,23 @@ def gpt_model(
         model.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
     set_seeds(args.seed)
     return model
+
+
+def _as_gpt_model(args: TrainConfig, config: TransformerConfig, **shape) -> GPTModel:
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(args, config),
+        mtp_block_spec=further_layers_spec(args, config) if config.mtp_num_layers else None,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        **shape,
+    )
+
+
+def _as_hybrid_model(args: TrainConfig, config: TransformerConfig, **shape) -> LanguageModule:
+    from megatron.trainer.models import hybrid  # megatron.core has its parts from 0.18 on
+
+    return hybrid.build(layer_spec(args), config=config, seed=layer_stream(args, 0), distance=_STREAM, **shape)
 
 
 def draw_output_weight(args: TrainConfig, config: TransformerConfig, weight: torch.Tensor) -> None:

@@ -11,6 +11,11 @@ class Model:
     """The shape of the network."""
 
     num_layers: int = option(None, "Number of transformer layers, over all pipeline stages.")
+    hybrid_layer_pattern: str | None = option(
+        None,
+        "Build the GPT as megatron.core's HybridModel, from core 0.18 on: `*-`, attention and MLP, for each layer, in "
+        "the place of --num-layers; `|` divides stages.",
+    )
     hidden_size: int = option(None, "Width of the residual stream.")
     ffn_hidden_size: int = option(
         None,

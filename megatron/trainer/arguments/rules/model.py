@@ -2,6 +2,7 @@
 
 import argparse
 
+from megatron.planner.job.configuration import layout_text
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.rules.ranges import ranges
 
@@ -13,6 +14,51 @@ REQUIRED = (
     "max_position_embeddings",
     "micro_batch_size",
 )
+
+
+_OTHER_LAYERS = {
+    "M": "Mamba layers",
+    "G": "gated delta nets",
+    "D": "DeepSeek's sparse attention",
+    "+": "latent attention",
+    "E": "experts",
+    "/": "layers that predict further tokens",
+}
+_NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sft", "use_rope_scaling", "load_hf",
+                  "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
+                  "window_attn_skip_freq")  # fmt: skip
+"""Flags that a HybridModel is not built with."""
+
+
+def hybrid(args: argparse.Namespace) -> None:
+    """--hybrid-layer-pattern gives the number of layers, and with `|` those of each stage, as layers of a GPT."""
+    pattern = args.hybrid_layer_pattern
+    if pattern is None:
+        return
+    asked = f"--hybrid-layer-pattern {pattern}"
+    other = next((symbol for symbol in pattern if symbol not in "*-|"), None)
+    if other is not None:
+        named = f", which is for {_OTHER_LAYERS[other]}," if other in _OTHER_LAYERS else ""
+        raise ValueError(f"{asked} has {other!r}{named} and only attention (*) and MLPs (-) are built; give *-*-...")
+    stages = pattern.split("|")
+    if not all(stage == "*-" * (len(stage) // 2) and stage for stage in stages):
+        raise ValueError(
+            f"{asked} has to be *- for each layer, in each stage, as a GPT has attention and an MLP; give *-*-..., and "
+            "divide stages behind an MLP"
+        )
+    num_symbols = len(pattern) - pattern.count("|")
+    if args.num_layers not in (None, num_symbols):
+        raise ValueError(f"{asked} has {num_symbols} layers, and --num-layers says {args.num_layers}; leave it out")
+    given = [name_of(name) for name in _NOT_IN_HYBRID if getattr(args, name, None)]
+    if args.context_parallel_size > 1:
+        given.append("--context-parallel-size")
+    if args.recompute_granularity == "full" or args.recompute_activations:
+        given.append("--recompute-granularity full" if args.recompute_granularity else "--recompute-activations")
+    if given:
+        raise ValueError(f"{' and '.join(given)} cannot be used with --hybrid-layer-pattern; leave one of them out")
+    args.num_layers = num_symbols // 2
+    if len(stages) > 1:
+        args.pipeline_model_parallel_layout = layout_text([len(stage) // 2 for stage in stages])
 
 
 def required(args: argparse.Namespace) -> None:
@@ -227,6 +273,7 @@ def multi_token(args: argparse.Namespace) -> None:
 
 
 RULES = (
+    hybrid,
     required,
     ranges,
     degrees,

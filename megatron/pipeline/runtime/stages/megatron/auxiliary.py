@@ -283,7 +283,8 @@ class MultiTokenLosses:
 
         All tensor ranks compute the same losses, and the first of them counts. Evaluations have none.
         """
-        taken = MTPLossLoggingHelper.tracker.pop("values", None) if self._names else None
+        table = MTPLossLoggingHelper.tracker if self._names else {}
+        taken = table.pop("values", table.pop("loss_values", None))  # the name from core 0.19 on
         if taken is None or parallel_state.get_tensor_model_parallel_rank() != 0:
             return {}
         pairs = torch.stack([taken, torch.ones_like(taken)], dim=1)
