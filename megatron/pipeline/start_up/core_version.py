@@ -19,11 +19,12 @@ class Core(NamedTuple):
 
     whole_sequences: Mapping[str, bool] = {"is_hybrid_cp": False}
     """What says that ranks share whole sequences."""
+    has_hybrid_model: bool = True
 
 
 TRAINED = {
-    (0, 16): Core(null_tokenizer=("null", 0), whole_sequences={}),
-    (0, 17): Core(null_tokenizer=("null-text", 0), whole_sequences={}),
+    (0, 16): Core(null_tokenizer=("null", 0), whole_sequences={}, has_hybrid_model=False),
+    (0, 17): Core(null_tokenizer=("null-text", 0), whole_sequences={}, has_hybrid_model=False),
     (0, 18): Core(),
     (0, 19): Core(),
     (0, 20): Core(),

@@ -30,6 +30,7 @@ class Platform:
     """What a machine offers.
 
     Attributes:
+        has_hybrid_model: megatron.core has the HybridModel.
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
         engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
         without_fp8: by the recipes of FP8 that the machine does not have, why not.
@@ -39,6 +40,7 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     has_deep_ep: bool = False
+    has_hybrid_model: bool = True
     engine_keeps_main_grad: bool = False
     engine_puts_off: bool = True
     without_fp8: Mapping[str, str] = field(default_factory=dict)
@@ -97,6 +99,11 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         )
     if args.num_experts and args.moe_token_dispatcher_type == FLEX and not (platform.is_cuda and platform.has_deep_ep):
         raise ValueError("--moe-token-dispatcher-type flex needs CUDA and the package deep_ep; use alltoall")
+    if args.hybrid_layer_pattern is not None and not platform.has_hybrid_model:
+        raise ValueError(
+            f"--hybrid-layer-pattern {args.hybrid_layer_pattern} needs megatron.core 0.18 or later, which has the "
+            f"HybridModel; give --num-layers {args.num_layers} in its place for the same GPT"
+        )
     if args.profile and not platform.is_cuda and not args.use_pytorch_profiler:
         raise ValueError("--profile marks ranges for nsys, which needs CUDA; add --use-pytorch-profiler")
     if args.distributed_backend == "nccl" and not platform.is_cuda:

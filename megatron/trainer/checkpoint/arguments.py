@@ -88,6 +88,7 @@ _NOT_BUILT_HERE = {
         None,
         [_GPT_LAYERS, "get_gpt_layer_local_spec"],
         [_GPT_LAYERS, "get_gpt_layer_with_transformer_engine_spec"],
+        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ),
     "qk_l2_norm": (None, False),
     "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "none"),

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime.failure import agreement
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
+from megatron.pipeline.start_up.core_version import installed_core
 from megatron.pipeline.start_up.late_weights import (
     engine_keeps_main_grad,
     engine_puts_off,
@@ -40,6 +41,7 @@ def this_platform() -> Platform:
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_deep_ep=importlib.util.find_spec("deep_ep") is not None,
+        has_hybrid_model=installed_core().has_hybrid_model,
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
         engine_puts_off=engine_puts_off(installed_version()),

@@ -144,7 +144,7 @@ PASSES |= {
 }  # fmt: skip
 REFUSED = {
     "llama3_8b_fsdp": "--ckpt-format --init-model-with-meta-device --use-megatron-fsdp",
-    "mamba_800m": "--hybrid-layer-pattern --spec",
+    "mamba_800m": "--hybrid-layer-pattern",
 }
 """Recipes, and the flags that the one message has to name."""
 PASSES |= {

@@ -113,7 +113,7 @@ def test_dry_run_passes(bare, capsys, name, schedule):
 def test_all_that_is_refused_is_named_at_once(name):
     """One message names every flag that has to go, and no other."""
     with pytest.raises(ValueError) as error:
-        parse_args([*recipe(name).split(), "--pipeline-schedule", "flush"])
+        validate_args(parse_args([*recipe(name).split(), "--pipeline-schedule", "flush"]), world_size=8)
     lines = str(error.value).splitlines()
     lines = lines if len(lines) == 1 else lines[1:]
     assert sorted(re.match(r" *(--[\w-]+)", line)[1] for line in lines) == sorted(REFUSED[name].split())

@@ -90,8 +90,11 @@ REFUSED = Group(
         ),
         *_list("all replicas start from the same weights; leave the flag out.", "--data-parallel-random-init"),
         *_list("only megatron.core models are built; leave the flag out.", "--use-legacy-models"),
-        *_list(
-            "layer specifications from files are not loaded; edit megatron/trainer/models/gpt.py.", "--spec", takes="+"
+        refused(
+            "--spec",
+            "layer specifications from files are not loaded; edit megatron/trainer/models/gpt.py.",
+            takes="+",
+            neutral=(None, ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]),
         ),
         *_list(
             "validation always takes --eval-iters batches; leave the flag out.",

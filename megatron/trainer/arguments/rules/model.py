@@ -34,6 +34,8 @@ def hybrid(args: argparse.Namespace) -> None:
     """--hybrid-layer-pattern gives the number of layers, and with `|` those of each stage, as layers of a GPT."""
     pattern = args.hybrid_layer_pattern
     if pattern is None:
+        if args.spec is not None:
+            raise ValueError(f"--spec {' '.join(args.spec)} is for --hybrid-layer-pattern; give both, or neither")
         return
     asked = f"--hybrid-layer-pattern {pattern}"
     other = next((symbol for symbol in pattern if symbol not in "*-|"), None)
