@@ -5,11 +5,13 @@ other arguments (see `arguments`), damaged or missing files (each rank checks a 
 needs and the checkpoint lacks or has in another shape.
 """
 
+import io
 import pickle
 import warnings
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -65,7 +67,7 @@ def read_common_state(location: CheckpointLocation) -> dict:
     if files is not None:
         _raise_damage(location, find_damage(location.path, files, [COMMON_FILE]))
     try:
-        common = torch.load(path, map_location="cpu", weights_only=True)
+        common = _common_beside_tensors(location) or torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(_with_hint(location, f"checkpoint file {path} is missing")) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
@@ -75,6 +77,22 @@ def read_common_state(location: CheckpointLocation) -> dict:
         missing = location.path / MANIFEST
         raise CheckpointError(_with_hint(location, f"checkpoint file {missing} is missing"))
     return common
+
+
+def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
+    """The common state of a checkpoint of Megatron-LM that has no file of its own for it, as from core 0.19 on."""
+    if (location.path / COMMON_FILE).exists() or not (location.path / INDEX_FILE).exists():
+        return None
+    entry = "common_state/shard_0_1"
+    if entry not in FileSystemReader(str(location.path)).read_metadata().state_dict_metadata:
+        return None
+    found: dict = {entry: io.BytesIO()}
+    torch.distributed.checkpoint.load(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
+    loaded = found[entry]
+    if isinstance(loaded, io.BytesIO):
+        loaded.seek(0)
+        loaded = torch.load(loaded, map_location="cpu", weights_only=True)
+    return loaded[0]
 
 
 class CheckpointReader:

@@ -155,7 +155,8 @@ def scale_other_losses(factor: float) -> None:
 
 def take_further_losses() -> list[float]:
     """The losses of further tokens of the microbatch whose forward was the last, out of megatron.core's table."""
-    return MTPLossLoggingHelper.tracker.pop("values", torch.zeros(0)).tolist()
+    table = MTPLossLoggingHelper.tracker
+    return table.pop("values", table.pop("loss_values", torch.zeros(0))).tolist()
 
 
 def means(losses: list[list[float]]) -> list[float]:
