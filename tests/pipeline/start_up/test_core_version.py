@@ -1,6 +1,8 @@
 """Which megatron.core serves this project's own programs: others are refused by name, before they are imported.
 
-Opt-in for other versions: MEGATRON_CORES=/path/to/one:/path/to/another, folders that hold `megatron/core`.
+With others small models train as with the installed one: two versions of the package registry, the newest where
+MEGATRON_LM=/path/to/Megatron-LM names a checkout, and MEGATRON_CORES=/path/to/one:/path/to/another, folders that hold
+`megatron/core`.
 """
 
 import os
@@ -17,6 +19,7 @@ from megatron.pipeline.start_up import core_version
 
 ROOT = Path(__file__).parents[3]
 CORES = [Path(each) for each in os.environ.get("MEGATRON_CORES", "").split(os.pathsep) if each]
+CHECKOUT = os.environ.get("MEGATRON_LM")
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 4 --train-iters 3 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
@@ -25,11 +28,16 @@ MODEL = (
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 CASES = {
     "flush": "--pipeline-schedule flush",
+    "interleaved": "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    "zb-h1": "--pipeline-schedule zb-h1",
     "2bw": "--pipeline-schedule 2bw",
+    "predictions": "--pipeline-schedule 2bw --2bw-provisional stage",
     "experts, latents and further tokens": "--pipeline-schedule 2bw --num-experts 4 --mtp-num-layers 1 "
     "--position-embedding-type rope --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 16 "
     "--qk-pos-emb-head-dim 8 --v-head-dim 16",
 }
+UNMASKED = "--pipeline-schedule 2bw --hidden-dropout 0 --attention-dropout 0"
+HYBRID = f"{UNMASKED} --num-layers 8 --hybrid-layer-pattern *-*-|*-*-"
 
 
 def core_of(folder: Path, version: str) -> Path:
@@ -78,16 +86,60 @@ def test_a_start_says_so(tmp_path, flags):
     assert status != 0 and "error: megatron.core 0.15.3 of" in said
 
 
+@pytest.fixture(scope="module")
+def fetched(request, tmp_path_factory) -> Path:
+    """A folder with a megatron.core: one that is there, or a version of the package registry."""
+    if isinstance(request.param, Path):
+        return request.param
+    folder = tmp_path_factory.mktemp("core")
+    command = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder))
+    wanted = f"megatron-core=={request.param}"
+    done = subprocess.run([sys.executable, *command, wanted], capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"{wanted} cannot be had from the package registry: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+NEWEST = pytest.param(
+    Path(CHECKOUT or "."), id="newest",
+    marks=pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+)  # fmt: skip
+OF_CORES = pytest.mark.parametrize("fetched", ["0.16.0", "0.16.1", NEWEST, *CORES], indirect=True, ids=str)
+
+
 @pytest.mark.full
-@pytest.mark.skipif(not CORES, reason="MEGATRON_CORES names no folders with another megatron.core")
+@OF_CORES
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("core", CORES, ids=str)
-def test_a_core_trains_alike_or_is_refused(core, case):
+def test_a_core_trains_alike_or_is_refused(fetched, case):
     """Losses are those with the installed version."""
-    status, said, losses = trained(CASES[case], core)
-    version = core_version.core_version(core / "megatron" / "core")
+    status, said, losses = trained(CASES[case], fetched)
+    version = core_version.core_version(fetched / "megatron" / "core")
     if version[:2] not in core_version.TRAINED:
         assert status != 0 and f"megatron.core {core_version.dotted(version)} of" in said
         return
     assert (status, len(losses)) == (0, 3), said
     assert losses == pytest.approx(trained(CASES[case])[2], rel=1e-6)
+
+
+@pytest.mark.full
+@OF_CORES
+def test_a_run_goes_on_from_its_checkpoint(fetched, tmp_path):
+    """The third iteration has the loss that it had without an interruption."""
+    flags = f"{CASES['experts, latents and further tokens']} --save {tmp_path} --save-interval 2 --exit-interval 2"
+    first = trained(flags, fetched)
+    assert (first[0], len(first[2])) == (0, 2), first[1]
+    status, said, losses = trained(flags.replace("--save ", f"--load {tmp_path} --save "), fetched)
+    assert (status, losses) == (0, trained(CASES["experts, latents and further tokens"], fetched)[2][2:]), said
+
+
+@pytest.mark.full
+@OF_CORES
+def test_a_hybrid_model_trains_as_the_gpt(fetched):
+    """Where the core has it; else the flag is refused by name."""
+    version = core_version.core_version(fetched / "megatron" / "core")
+    status, said, losses = trained(HYBRID, fetched)
+    if not core_version.TRAINED[version[:2]].has_hybrid_model:
+        assert status != 0 and "needs megatron.core 0.18 or later" in said
+        return
+    assert status == 0, said
+    assert losses == trained(UNMASKED, fetched)[2] and len(losses) == 3
