@@ -373,8 +373,10 @@ def in_order(stages: networkx.DiGraph) -> dict[int, int]:
 
 
 def without_circles(units: networkx.DiGraph) -> list[int]:
-    """The group of each of the units 0, 1, ..., if all units on a circle form one group. Groups are numbered in an order
-    of computation, in which groups with low units come first."""
+    """The group of each of the units 0, 1, ..., if all units on a circle form one group.
+
+    Groups are numbered in an order of computation, in which groups with low units come first.
+    """
     condensed = networkx.condensation(units)
     first = {each: min(data["members"]) for each, data in condensed.nodes(data=True)}
     order = networkx.lexicographical_topological_sort(condensed, key=first.__getitem__)
