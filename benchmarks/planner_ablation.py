@@ -27,8 +27,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import ConstantsFit, fit_runs
-from megatron.planner.published.prediction import Question
+from megatron.planner.published.prediction import ConstantsFit, Question, fit_runs
 from megatron.planner.published.validation import judge_facts, load_facts, row_errors
 from megatron.planner.time import first_principles, iteration
 from megatron.planner.time.calibration import FITTED, START, load_calibration

@@ -21,7 +21,7 @@ from megatron.commands.grid_search_commands import note_unread
 from megatron.documents.tables import print_table
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import ConstantsFit, fit_entries, fit_profile, is_timed
+from megatron.planner.published.prediction import ConstantsFit, fit_entries, fit_profile, is_timed
 from megatron.planner.time.calibration import FITTED, Calibration, constants_as_dict
 
 _MUCH = 0.1

@@ -24,11 +24,10 @@ from megatron.commands.grid_search_commands.model_config import (
 )
 from megatron.documents.tables import print_table
 from megatron.planner import Architecture
-from megatron.planner.intervals import LEVEL, Interval, NotValidated
-from megatron.planner.intervals.interval import Intervals, interval_record, interval_text
 from megatron.planner.memory.memory import GIB
 from megatron.planner.published.entries import REMARKS, Entry, Unpredictable, load_entries
-from megatron.planner.published.entry_model import ModelRecord
+from megatron.planner.published.entry_parts import ModelRecord
+from megatron.planner.published.interval import LEVEL, Interval, Intervals, NotValidated, interval_record, interval_text
 from megatron.planner.published.prediction import Prediction, predict
 from megatron.planner.time.calibration import DEFAULT_NAME, Constants, load_calibration
 

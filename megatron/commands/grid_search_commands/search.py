@@ -34,9 +34,9 @@ from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.planner import Architecture, Cluster
-from megatron.planner.intervals.interval import Intervals
 from megatron.planner.job.refusals import refuse_recipe
 from megatron.planner.planner import Planner
+from megatron.planner.published.interval import Intervals
 from megatron.planner.search import (
     SCOPES,
     Outcome,

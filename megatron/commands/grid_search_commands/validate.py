@@ -18,10 +18,9 @@ from pathlib import Path
 
 from megatron.commands.grid_search_commands import note_unread
 from megatron.documents.tables import print_table
-from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import is_timed
-from megatron.planner.published.prediction import predict
+from megatron.planner.published.interval import Interval, NotValidated
+from megatron.planner.published.prediction import is_timed, predict
 from megatron.planner.published.validation import (
     FEWEST_OTHERS,
     RowError,

@@ -16,10 +16,10 @@ from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.job.configuration import CHOSEN, KINDS, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
+from megatron.planner.published.interval import Interval, NotValidated
 from megatron.planner.search.space import preset_of
 
 _DAY, _HOUR, _MILLION = 86_400, 3_600, 1_000_000

@@ -5,20 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planner.intervals import (
+from megatron.planner.published.entries import Entry, load_entries, read_entry
+from megatron.planner.published.interval import (
     Interval,
-    Kind,
+    Intervals,
     NotValidated,
+    interval_of,
+    interval_record,
+    interval_text,
+    without_run,
+    without_source,
+)
+from megatron.planner.published.prediction import predict
+from megatron.planner.published.residuals import (
+    BESIDE,
+    Kind,
     Residual,
     Residuals,
-    interval_of,
     kind_of,
+    load_others,
     load_residuals,
+    read_residuals,
 )
-from megatron.planner.intervals.interval import Intervals, interval_record, interval_text, without_run, without_source
-from megatron.planner.intervals.residuals import BESIDE, load_others, read_residuals
-from megatron.planner.published.entries import Entry, load_entries, read_entry
-from megatron.planner.published.prediction import predict
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 from tests.planner.published.measured import KORTHIKANTI
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 
-from megatron.planner.intervals import Kind, kind_of
-from megatron.planner.intervals import residuals as kinds
 from megatron.planner.job.cluster import Cluster
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import MEGATRON_2021, MEGATRON_V3, Software
+from megatron.planner.published import residuals as kinds
+from megatron.planner.published.residuals import Kind, kind_of
 from tests.planner.search.helper import a100, gpt3
 
 MODEL = gpt3(8, 1024, 16)

@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.intervals import LEVEL, Interval, Kind, NotValidated, Residual, interval_of
-from megatron.planner.intervals.interval import (
+from megatron.planner.published.interval import (
     FEWEST,
     FEWEST_SOURCES,
+    LEVEL,
+    Interval,
+    NotValidated,
     error_of_sources,
+    interval_of,
     quantiles,
     without_run,
     without_source,
 )
+from megatron.planner.published.residuals import Kind, Residual
 
 FLUSH = Kind(device="A100", attention="unfused attention", precision="16 bits", strategy="flush", several_nodes=True)
 ONE_NODE = replace(FLUSH, several_nodes=False)

@@ -21,7 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.planner.intervals.residuals import (
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import Software
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.published.residuals import (
     BESIDE,
     PRESSED,
     Kind,
@@ -32,10 +36,6 @@ from megatron.planner.intervals.residuals import (
     read_residuals,
     source_of,
 )
-from megatron.planner.job.cluster import Cluster
-from megatron.planner.job.estimate import Estimate
-from megatron.planner.job.software import Software
-from megatron.planner.memory.architecture import Architecture
 
 LEVEL = 0.8
 """How likely a measured time lies in the interval."""
