@@ -24,7 +24,7 @@ from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
-from megatron.planner.sharded.iteration import sharded_costs, sharded_time
+from megatron.planner.sharded import sharded_costs, sharded_time
 from megatron.planner.time.calibration import FITTED, START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced

@@ -1,4 +1,4 @@
-"""The part `config` of an entry: how the run was parallelized, and its training software with that software's defaults."""
+"""The part `config` of an entry: how a run was parallelized, and its training software with its defaults."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,12 +11,12 @@ from pydantic_core import PydanticCustomError
 from megatron.documents.faults import Boolean, Number, shown
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE
 from megatron.pipeline.schedules import PRESETS
-from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.configuration import Configuration, Sharding
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.job.refusals import FP8_RECIPES, refuse_recipe
-from megatron.planner.job.sharding import DEEPSPEED, Sharding
 from megatron.planner.job.software import (
     BIGSCIENCE,
+    DEEPSPEED,
     FLEX,
     MEGATRON_2020,
     MEGATRON_2021,

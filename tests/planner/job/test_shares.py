@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Cluster, Configuration
+from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.refusals import refuse_shares
-from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.architecture import Latents, Windows
 from megatron.planner.planner import Planner

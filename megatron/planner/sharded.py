@@ -1,8 +1,9 @@
-"""The time of an iteration whose weights are split over replicas (FSDP, ZeRO), from shapes and a data sheet.
+"""Weights, gradients and optimizer state split over replicas (FSDP, ZeRO-2 and 3): time and memory without a pipeline.
 
-A GPU has two lanes, each in order: one computes, the other one gathers and reduces. A task starts when its lane has
-done the one before it and when all that it waits for is done. So tasks are listed in the order in which the software
-issues them, and what overlaps can be read off the list:
+Other systems train so; this project's trainer does not. Times are from shapes and a data sheet. A GPU has two lanes,
+each in order: one computes, the other one gathers and reduces. A task starts when its lane has done the one before it
+and when all that it waits for is done. So tasks are listed in the order in which the software issues them, and what
+overlaps can be read off the list:
 
     root             embedding, final norm and head together, gathered before the first layer and kept to the end
     forward          a layer is gathered while the one before it is computed, and released behind its forward
@@ -11,11 +12,22 @@ issues them, and what overlaps can be read off the list:
     the end          the root's gradients, which nothing hides
 
 With stage 2 weights are gathered for the first forward of a batch, or of each microbatch, and kept; gradients go as
-above.
+above. Products share the processor with a collective that runs beside them: they lose `contention` of its time, or of
+their own if that is less. A microbatch is issued behind the one before, so from the second to the third on each takes
+as long, and a batch of many is extrapolated from two and three.
 
-Products share the processor with a collective that runs beside them: they lose `contention` of its time, or of their
-own if that is less. A microbatch is issued behind the one before, so from the second to the third on each takes as
-long, and a batch of many is extrapolated from two and three.
+The memory of a GPU:
+
+    shards           masters and moments in FP32, gradients as they are reduced, and what software keeps of the weights
+                     in the type of products; of each the part of one replica
+    gathered         embedding, norm and head, and two layers: the one that is computed and the one that comes, which
+                     lies there twice where weights are copied out of a buffer; with stage 2 all weights, a layer
+                     twice likewise, and their copies in FP8
+    gradients        of embedding and head, and of two layers: one that is computed, in the type of products, and one
+                     that is reduced
+    activations      of one microbatch, as without a pipeline
+
+Where each matrix is gathered by itself, its size takes a layer's place, and as many live as DeepSpeed lets live.
 """
 
 from collections.abc import Sequence
@@ -23,9 +35,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.sharding import Sharding
-from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters, stage_parameters
+from megatron.planner.job.configuration import Configuration, Sharding
+from megatron.planner.job.software import ShardingRuntime, Software
+from megatron.planner.memory.activations import Activations
+from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.memory import MemoryParts, RankMemory
+from megatron.planner.memory.parameters import (
+    FP8_COPY_BYTES,
+    largest_parameter,
+    layer_parameters,
+    matrix_parameters,
+    stage_parameters,
+)
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import CostModel, IterationTime
@@ -287,3 +308,69 @@ class _Network:
 
     def _ring(self, ring: Ring, num_bytes: float, matrices: int) -> float:
         return ring.seconds(num_bytes, collectives=matrices if self._runtime.by_matrix else 1)
+
+
+_FP32 = 4
+_MOMENTS = 2
+_MOST_LIVE = 1_000_000_000
+_REDUCED_TOGETHER = 500_000_000
+"""DeepSpeed's `stage3_max_live_parameters` and `reduce_bucket_size`, by default; a larger parameter is alone."""
+
+
+def sharded_memory(shape: Architecture, software: Software, configuration: Configuration) -> tuple[RankMemory, ...]:
+    """The memory of a GPU; all GPUs need the same."""
+    sharding, runtime = configuration.sharding, software.sharding
+    assert sharding is not None
+    setting = software.activation_setting(configuration)
+    activations, tensor, layers = Activations(shape, setting), configuration.tensor, shape.num_layers
+    (total,) = stage_parameters(shape, tensor, (layers,))
+    of_layer = layer_parameters(shape, tensor)
+    root, own, ends = total - layers * of_layer, total / sharding.shards, {"is_first": True, "is_last": True}
+    element, gradient = software.element_bytes, software.gradient_bytes
+    copies = _FP32 if gradient < _FP32 else 0  # the optimizer steps with FP32 ones
+    matrices = matrix_parameters(shape, tensor, layers) if software.fp8 else 0
+    state = software.training_state(configuration)
+    kept = state.gathered(total, matrices) / sharding.shards if runtime.keeps_shards and element < _FP32 else 0.0
+    stays = sharding.stage == 2
+    casts = state.fp8_copies(matrices) if stays else 0.0
+    gathered = _gathered(shape, tensor, root, of_layer, runtime, stays=stays)
+    saved = activations.saved(layers, **ends)
+    parts = MemoryParts(
+        weights=kept + element * gathered + casts,
+        gradients=gradient * own + _unsharded(shape, tensor, root, of_layer, runtime, element, gradient),
+        optimizer=_FP32 * (1 + _MOMENTS) * own,
+        step=copies * own,
+        activations=saved,
+        workspace=activations.workspace(layers, **ends),
+        transfers=0.0,
+    )
+    return (
+        RankMemory(
+            rank=0, stages=(0,), layers=(layers,), num_parameters=total, saved_microbatches=1,
+            bytes_per_microbatch=saved, parts=parts,
+        ),
+    )  # fmt: skip
+
+
+def _gathered(
+    shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime, *, stays: bool
+) -> float:
+    """The number of parameters that are gathered at once: all, if they stay gathered. If they are copied out of a
+    buffer, one unit counts twice."""
+    total, unit = root + shape.num_layers * of_layer, of_layer
+    live = root + min(2, shape.num_layers) * of_layer
+    if runtime.by_matrix:
+        unit = largest_parameter(shape, tensor, is_first=True, is_last=True)
+        live = min(total, max(unit, _MOST_LIVE))
+    return (total if stays else live) + runtime.copies * unit
+
+
+def _unsharded(
+    shape: Architecture, tensor: int, root: int, of_layer: int, runtime: ShardingRuntime, element: int, gradient: int
+) -> float:
+    """Bytes of gradients that are not scattered yet, and of a gradient that is copied to be scattered."""
+    if runtime.by_matrix:
+        largest = largest_parameter(shape, tensor, is_first=True, is_last=True)
+        reduced = min(root + shape.num_layers * of_layer, max(largest, _REDUCED_TOGETHER))
+        return gradient * (reduced + runtime.copies * largest)
+    return element * root + (element + gradient) * of_layer
