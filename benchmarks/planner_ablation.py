@@ -33,7 +33,7 @@ from megatron.planner.time import first_principles, iteration
 from megatron.planner.time.calibration import FITTED, START, load_calibration
 from megatron.planner.time.closed_forms import end_of_batch
 from megatron.planner.time.first_principles import FirstPrinciples
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from megatron.planner.time.work import LayerWork, Work
 
 _costs, _softmax = FirstPrinciples.costs, LayerWork.softmax_is_fused

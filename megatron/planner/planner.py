@@ -22,8 +22,7 @@ from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, jud
 from megatron.planner.memory.schedule_demand import closed_form_demand, schedule_demand
 from megatron.planner.sharded import sharded_memory, sharded_time
 from megatron.planner.time.iteration import CostModel, IterationTime, priced, simulated
-from megatron.planner.time.microbatch_flow import round_trips
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes, round_trips
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:

@@ -42,14 +42,20 @@ from megatron.planner.search import (
     Outcome,
     Space,
     Training,
-    delay,
     offered,
-    rules,
     search,
 )
 from megatron.planner.search.comparisons import note_on_fewer_nodes
-from megatron.planner.search.outcome import Budget, without_pipeline_record, without_pipeline_sentence
-from megatron.planner.search.search import Progress, sentences_on_layers
+from megatron.planner.search.notes import (
+    beside_ranking,
+    delay_sentences,
+    notes_on_hosted,
+    sentences_on_layers,
+    without_pipeline_record,
+    without_pipeline_sentence,
+)
+from megatron.planner.search.outcome import Budget
+from megatron.planner.search.search import Progress
 from megatron.planner.search.space import delayed, offer, schedules_on_device
 from megatron.planner.search.table import expectation, kept_record, unvalidated, write_csv, write_jsonl
 from megatron.planner.time.calibration import load_calibration
@@ -109,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         _print(outcome, options.top, notes, seconds)
     if outcome.best is None:
         said = filter(
-            None, (delay.beside(outcome), nearest_miss(outcome), without_pipeline_sentence(outcome, has_script=False))
+            None, (beside_ranking(outcome), nearest_miss(outcome), without_pipeline_sentence(outcome, has_script=False))
         )
         which = (
             "the only choice cannot" if len(outcome.rejected) == 1 else f"none of {len(outcome.rejected)} choices can"
@@ -304,10 +310,10 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
     others = without_pipeline_sentence(outcome, has_script=outcome.best is not None)
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
-        *filter(None, [delay.beside(outcome)]),
-        *delay.sentences(outcome.kept),
+        *filter(None, [beside_ranking(outcome)]),
+        *delay_sentences(outcome.kept),
         *sentences_on_layers(outcome.kept),
-        *rules.notes_on_hosted(outcome),
+        *notes_on_hosted(outcome),
         *unvalidated(outcome.kept),
         *((fixed,) if outcome.objective == "cost" else ()),
         *filter(None, [others]),
@@ -370,7 +376,7 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     if outcome.best is not None:
         command = shlex.join(["tools/grid_search.py", *sys.argv[1:]])
         others = [
-            delay.beside(outcome),
+            beside_ranking(outcome),
             *sentences_on_layers(outcome.kept),
             without_pipeline_sentence(outcome, has_script=True),
         ]

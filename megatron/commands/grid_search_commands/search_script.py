@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron.documents.files import write_whole
 from megatron.planner import Cluster, Configuration
 from megatron.planner.job.configuration import SETTINGS
-from megatron.planner.search import Kept, delay
+from megatron.planner.search import Kept
+from megatron.planner.search.notes import delay_sentence
 from megatron.planner.search.table import describe, expectation
 from megatron.trainer.plan.command import SOURCES, Job
 
@@ -42,7 +43,7 @@ def script_text(
         f"{kept.memory_gib:.1f} of {cluster.device.memory_gib:g} GiB on the fullest, beside "
         f"{verdict.free_gib - verdict.spare_gib:.1f} GiB that no tensor gets (docs/planner.md)"
     )
-    delayed = delay.sentence([kept])
+    delayed = delay_sentence([kept])
     training = [*_others(job), *chosen, *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers

@@ -38,10 +38,8 @@ from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search import delay
-from megatron.planner.search.outcome import amount
-from megatron.planner.search.search import sentences_on_layers
-from megatron.planner.search.sweep import Sweep, SweepPoint
+from megatron.planner.search.notes import beside_ranking, delay_sentences, sentences_on_layers
+from megatron.planner.search.outcome import Sweep, SweepPoint, amount
 from megatron.planner.search.table import unvalidated
 
 TAKES_FLAGS = True  # those of the training programs
@@ -212,7 +210,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay.sentences(best), *sentences_on_layers(best), *unvalidated(best))
+    yield from (*delay_sentences(best), *sentences_on_layers(best), *unvalidated(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:
@@ -259,7 +257,7 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
             name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
             job, cluster = each.searched.model.job, each.searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"
-            others = [*filter(None, [delay.beside(each.searched.outcome)])]
+            others = [*filter(None, [beside_ranking(each.searched.outcome)])]
             text = script_text(job, best, cluster, command=command, others=others, topology=topology)
             write_whole(folder / name, text)
             scripts.add(name)

@@ -293,8 +293,8 @@ class Configuration:
             return
         if self.pipeline > 1:
             raise ValueError(
-                f"weights are split over replicas (fully sharded, ZeRO-{self.sharding.stage}) and p is {self.pipeline}, "
-                "of which the time of both together is not modelled; give p 1"
+                f"weights are split over replicas (fully sharded, ZeRO-{self.sharding.stage}) and p is "
+                f"{self.pipeline}, of which the time of both together is not modelled; give p 1"
             )
         if self.data % self.sharding.shards:
             raise ValueError(

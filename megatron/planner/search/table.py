@@ -19,8 +19,7 @@ from megatron.planner.job.configuration import CHOSEN, SETTINGS, Configuration, 
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.memory import GIB
 from megatron.planner.published.interval import LEVEL, Interval, NotValidated, interval_text, short_number
-from megatron.planner.search.outcome import Bill, Choice, Kept, Outcome, Rejected, amount, money
-from megatron.planner.search.sweep import Sweep, SweepPoint
+from megatron.planner.search.outcome import Bill, Choice, Kept, Outcome, Rejected, Sweep, SweepPoint, amount, money
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.planner import Configuration
 from megatron.planner.search import Training
-from megatron.planner.search.delay import clause, known_share, sentence, sentences
+from megatron.planner.search.notes import clause, known_share, sentence, sentences
 from tests.planner import made_up
 from tests.planner.search.test_search import SMALL, cluster, run
 
