@@ -26,8 +26,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.commands.common import command_line
-from megatron.commands.common.command_line import add_flags, count, positive
+from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count, positive
 from megatron.documents.files import write_whole
 from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from megatron.commands import grid_search as tool
-from megatron.commands.grid_search_commands.model_config import FAMILIES, NAMED, model_of_config, named_model
+from megatron.commands.grid_search.model_config import FAMILIES, NAMED, model_of_config, named_model
 from megatron.planner import Architecture
 from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.parameters import stage_parameters

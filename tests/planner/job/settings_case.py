@@ -40,8 +40,8 @@ def change(path: Path) -> None:
 
 def seen(folder: Path) -> dict:
     """Where the fields of a search's best show."""
-    from megatron.commands.grid_search_commands.measure import _configuration
-    from megatron.commands.grid_search_commands.search_script import script_text
+    from megatron.commands.grid_search.measure import _configuration
+    from megatron.commands.grid_search.search_script import script_text
     from megatron.planner import Architecture
     from megatron.planner.search.report import html_report
     from megatron.planner.search.table import records, write_csv, write_jsonl

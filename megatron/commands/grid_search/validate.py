@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron.commands.grid_search_commands import note_unread
+from megatron.commands.grid_search import note_unread
 from megatron.documents.tables import print_table
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.interval import Interval, NotValidated

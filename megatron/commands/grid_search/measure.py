@@ -20,8 +20,8 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
+from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv
+from megatron.documents import command_line
 from megatron.documents.tables import console
 from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile

@@ -20,16 +20,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search_inputs import (
+from megatron.commands.grid_search.search_inputs import (
     ModelInput,
     add_search_arguments,
     progress_bars,
     read_cluster,
     read_model,
 )
-from megatron.commands.grid_search_commands.search_script import ROOT, remove_script, script_text, write_topology
-from megatron.documents import counted
+from megatron.commands.grid_search.search_script import ROOT, remove_script, script_text, write_topology
+from megatron.documents import command_line, counted
 from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.pipeline.program.weight_policies import TWO_BW

@@ -2,17 +2,23 @@
 
     python tools/grid_search.py COMMAND --help
 
-COMMAND is listed below; each command is a file in grid_search_commands/. Only `measure` needs torch.
+COMMAND is listed below; each command is a module here, with what they share. Only `measure` needs torch.
 
 Exit status: 0; 1 if a file or a combination of options is wrong; 2 if the command line is wrong or a
 file cannot be opened; 130 after Ctrl-C.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
+
+if TYPE_CHECKING:
+    from megatron.planner.published.entries import Entry
 
 COMMANDS = {
     "search": "find the fastest configuration of a model on a cluster",
@@ -22,7 +28,7 @@ COMMANDS = {
     "calibrate": "fit the time model to measured runs",
     "measure": "run configurations, and put measured beside predicted",
 }
-"""Name of a command -> its summary. `grid_search_commands/NAME.py` has add_arguments(parser) and run(options).
+"""Name of a command -> its summary. `grid_search/NAME.py` has add_arguments(parser) and run(options).
 
 If that module sets TAKES_FLAGS, unknown words are flags of the training programs and are put into `options.flags`.
 """
@@ -37,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name != wanted:  # importing an unused command would take time
             commands.add_parser(name, help=summary)
             continue
-        command = importlib.import_module(f"megatron.commands.grid_search_commands.{name}")
+        command = importlib.import_module(f"megatron.commands.grid_search.{name}")
         subparser = commands.add_parser(
             name, help=summary, description=command.__doc__, allow_abbrev=False,
             formatter_class=command_line.argparse.RawDescriptionHelpFormatter,
@@ -53,3 +59,10 @@ def _parsed(parser, argv: list[str]) -> tuple:
     if rest and not options.takes_flags:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options, [word for word in rest if word != "--"]
+
+
+def note_unread(entries: Sequence[Entry]) -> None:
+    """Print to standard error which measurements of published entries are not read."""
+    for entry in entries:
+        for text in entry.unread:
+            print(f"note: {entry.id}: {text}, and left out", file=sys.stderr)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands import note_unread
+from megatron.commands.grid_search import note_unread
+from megatron.documents import command_line
 from megatron.documents.tables import print_table
 from megatron.planner.job.devices import DEVICES
 from megatron.planner.published.entries import Entry, load_entries

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 
 from pydantic import ValidationError
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands import note_unread
-from megatron.commands.grid_search_commands.model_config import (
+from megatron.commands.grid_search import note_unread
+from megatron.commands.grid_search.model_config import (
     ConfiguredModel,
     add_configured_arguments,
     read_configured,
     refuse_several_models,
 )
+from megatron.documents import command_line
 from megatron.documents.tables import print_table
 from megatron.planner import Architecture
 from megatron.planner.memory.memory import GIB

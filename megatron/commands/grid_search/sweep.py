@@ -17,15 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search import (
+from megatron.commands.grid_search.search import (
     Searched,
     docs_url,
     nearest_miss,
     refuse_without_price,
     search_for,
 )
-from megatron.commands.grid_search_commands.search_inputs import (
+from megatron.commands.grid_search.search_inputs import (
     ClusterInput,
     ModelInput,
     add_search_arguments,
@@ -33,7 +32,8 @@ from megatron.commands.grid_search_commands.search_inputs import (
     read_cluster,
     read_model,
 )
-from megatron.commands.grid_search_commands.search_script import remove_script, script_text, write_topology
+from megatron.commands.grid_search.search_script import remove_script, script_text, write_topology
+from megatron.documents import command_line
 from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.planner import Cluster

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.common.command_line import add_flags, count, count_from_0, positive, time, times
+from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count, count_from_0, positive, time, times
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, EAGER, HOST, Residency
 from megatron.pipeline.program.program import Program

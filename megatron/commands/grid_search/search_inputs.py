@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.model_config import (
+from megatron.commands.grid_search.model_config import (
     add_configured_arguments,
     read_configured,
     refuse_several_models,
 )
+from megatron.documents import command_line
 from megatron.documents.files import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster
 from megatron.planner.job.cluster import CLUSTERS, MOST, MOST_PRICE, make_cluster
