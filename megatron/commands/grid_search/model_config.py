@@ -1,8 +1,9 @@
 """A Hugging Face model as flags of the training programs: from its `config.json`, or by its name.
 
 A row of `FAMILIES` says under which key a family's configuration holds each fact, and which facts all models of the
-family share without a key. Unknown families are refused by name, and so is a key that changes the model and has no
-flag. A configuration limits the length of sequences and does not say the trained length, so `--seq-length` is the
+family share without a key. Families without a row here are read as a run reads them, without defaults
+(`trainer.arguments.hugging_face`). Unknown families are refused by name, and so is a key that changes the model and has
+no flag. A configuration limits the length of sequences and does not say the trained length, so `--seq-length` is the
 user's.
 
 `--model` knows models by name, from the `config.json` of each. GPT-3 has GPT-2's layers; its sizes are those of Brown
@@ -17,6 +18,8 @@ from typing import Any
 
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
+from megatron.trainer.arguments.hugging_face import model_of
+from megatron.trainer.arguments.model_families import FAMILIES as TRAINED
 
 _LAYERS = {"num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
            "num_attention_heads": "--num-attention-heads", "vocab_size": "--vocab-size"}  # fmt: skip
@@ -106,7 +109,10 @@ FAMILIES: dict[str, Family] = {
         activations=_GELU, ties=None, architecture="bert",
     ),
 }  # fmt: skip
-"""By `model_type`."""
+"""By `model_type`, of families whose configurations are read with their defaults."""
+CONVERTED = tuple(name for name in TRAINED if name not in FAMILIES)
+"""Further families, whose configurations are read as a run reads them: no default is assumed."""
+KNOWN = (*FAMILIES, *CONVERTED)
 
 _REFUSED = {
     "quantization_config": "weights that are quantized are not trained here",
@@ -156,7 +162,7 @@ def model_of_config(path: str, *, sequence_length: int | None) -> ConfiguredMode
 def add_configured_arguments(model: argparse.ArgumentParser) -> None:
     """How a model may be given that others have described."""
     model.add_argument("--model-config", metavar="FILE",
-                       help=f"config.json of Hugging Face: {', '.join(FAMILIES)}; --seq-length besides")  # fmt: skip
+                       help=f"config.json of Hugging Face: {', '.join(KNOWN)}; --seq-length besides")  # fmt: skip
     model.add_argument("--model", metavar="NAME", help="one that is known by name; --seq-length besides")
     model.add_argument("--list-models", action=_ListModels, help="the names that --model takes")
 
@@ -190,12 +196,15 @@ def read_configured(options: argparse.Namespace, *, sequence_length: int | None)
 
 
 def _read(config: Mapping[str, object], source: str, *, sequence_length: int | None) -> ConfiguredModel:
+    if config.get("model_type") in CONVERTED:
+        model = model_of(config, source)
+        return ConfiguredModel(model.argv(), model.family.architecture, [])
     config = {key: value for key, value in config.items() if value is not None}  # null: the family's default
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         kind = f"{shown(config['model_type'])} is not" if "model_type" in config else "is missing, which has to be"
         raise ValueError(
-            f"{source}: model_type {kind} among {', '.join(FAMILIES)}; give the model by flags, or by --model-yaml"
+            f"{source}: model_type {kind} among {', '.join(KNOWN)}; give the model by flags, or by --model-yaml"
         )
     for key, reason in _REFUSED.items():
         if config.get(key):

@@ -76,9 +76,9 @@ def test_what_a_model_does_not_allow(model, changes, software, reason):
 @pytest.mark.parametrize(
     ("model", "gathers", "reason"),
     [
-        ({"sinks": True}, True, "by trading heads"),
-        ({"windows": Windows(before=7)}, False, "windows by gathered keys; give --cp-comm-type all_gather"),
-        ({"latents": Latents(query_rank=0, key_rank=8, head=8, rotated=4, value=8)}, True, "latents by a ring"),
+        ({"sinks": True}, True, "sinks by a2a alone, which has no price"),
+        ({"windows": Windows(before=7)}, False, "windows by all_gather; give --cp-comm-type all_gather"),
+        ({"latents": Latents(query_rank=0, key_rank=8, head=8, rotated=4, value=8)}, True, "latents by p2p; give"),
     ],
 )
 def test_attention_that_shares_sequences_in_one_way(model, gathers, reason):
