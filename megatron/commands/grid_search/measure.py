@@ -21,11 +21,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv
-from megatron.documents import command_line
-from megatron.documents.tables import console
-from megatron.planner.job.configuration import KINDS, Configuration
-from megatron.planner.time.profile import Profile, load_profile
-from megatron.planner.trial.results import (
+from megatron.commands.grid_search.trial_results import (
     Result,
     ResultsFile,
     Status,
@@ -36,7 +32,11 @@ from megatron.planner.trial.results import (
     read_entries,
     table_of,
 )
-from megatron.planner.trial.runs import Runs, collect, measure
+from megatron.commands.grid_search.trial_runs import Runs, collect, measure
+from megatron.documents import command_line
+from megatron.documents.tables import console
+from megatron.planner.job.configuration import KINDS, Configuration
+from megatron.planner.time.profile import Profile, load_profile
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.plan.command import PROGRAMS, missing_flags, model_argv

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from megatron.planner.trial.results import Status, table_of
-from tests.planner.trial.test_results import result
+from megatron.commands.grid_search.trial_results import Status, table_of
+from tests.commands.trial.test_results import result
 
 
 def test_a_sentence_is_shown_as_it_stands():

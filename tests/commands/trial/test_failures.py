@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.planner.trial.results import Status
-from megatron.planner.trial.runs import classify
+from megatron.commands.grid_search.trial_results import Status
+from megatron.commands.grid_search.trial_runs import classify
 from megatron.processes.job import End
 
 LAUNCHER = """

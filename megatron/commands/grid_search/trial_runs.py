@@ -12,8 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.commands.grid_search.trial_results import (
+    Result,
+    ResultsFile,
+    Settings,
+    Status,
+    TrialEntry,
+    configuration_fields,
+)
 from megatron.planner.time.profile import Spread
-from megatron.planner.trial.results import Result, ResultsFile, Settings, Status, TrialEntry, configuration_fields
 from megatron.processes.job import End, end_left, run_job
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"

@@ -5,8 +5,7 @@ import json
 import pytest
 from hypothesis import given
 
-from megatron.planner import Configuration
-from megatron.planner.trial.results import (
+from megatron.commands.grid_search.trial_results import (
     Result,
     ResultsFile,
     Settings,
@@ -15,7 +14,8 @@ from megatron.planner.trial.results import (
     configuration_fields,
     read_entries,
 )
-from tests.planner.trial.strategies import configurations
+from megatron.planner import Configuration
+from tests.commands.trial.strategies import configurations
 
 
 def configuration(**changes):
