@@ -49,7 +49,7 @@ def test_stages_load_what_a_model_saved(model, graph, tmp_path, shards):
     stages = fresh(graph)
     for stage in stages.values():
         assert load_stage(stage, tmp_path) == ()
-        assert not any(is_fake(each) for each in cut.parameters())
+        assert not any(is_fake(each) for each in stage.parameters())
     assert torch.equal(train_in_turn(stages, StageData(BATCH))[0], model(**BATCH).loss)
 
 
@@ -58,7 +58,7 @@ def test_a_stage_reads_no_file_of_others(model, graph, tmp_path, monkeypatch):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     stage = fresh(graph)[1]
     places = tensor_files(tmp_path)
-    needed = {places[name] for name, _ in cut.named_parameters()}
+    needed = {places[name] for name, _ in stage.named_parameters()}
     others = set(places.values()) - needed
     assert others
     for path in others:
@@ -72,8 +72,8 @@ def test_a_stage_reads_no_file_of_others(model, graph, tmp_path, monkeypatch):
 
     monkeypatch.setattr(tensors.FolderTensors, "read", noted)
     load_stage(stage, tmp_path)
-    assert sorted(read) == sorted(name for name, _ in cut.named_parameters())
-    assert all(torch.equal(each, model.get_parameter(name)) for name, each in cut.named_parameters())
+    assert sorted(read) == sorted(name for name, _ in stage.named_parameters())
+    assert all(torch.equal(each, model.get_parameter(name)) for name, each in stage.named_parameters())
     with pytest.raises(ValueError, match="is no safetensors file that can be read"):
         load_stage(fresh(graph)[0], tmp_path)
 
@@ -85,8 +85,8 @@ def test_what_a_folder_lacks(model, graph, tmp_path):
     with pytest.raises(ValueError, match=r"has no tensor for transformer.*; give the folder"):
         load_stage(stage, tmp_path)
     made = load_stage(stage, tmp_path, initial=lambda name, shape, dtype: torch.full(shape, 2.0, dtype=dtype))
-    assert sorted(made) == sorted(name for name, _ in cut.named_parameters())
-    assert all((each == 2).all() for each in cut.parameters())
+    assert sorted(made) == sorted(name for name, _ in stage.named_parameters())
+    assert all((each == 2).all() for each in stage.parameters())
 
 
 def test_an_index_of_other_files(model, graph, tmp_path):
@@ -107,7 +107,7 @@ def test_bf16_from_fp32(model, tmp_path):
     stage = fresh(graph)[2]
     exact = {}
     load_stage(stage, tmp_path, exact=exact)
-    parameters = dict(cut.named_parameters())
+    parameters = dict(stage.named_parameters())
     assert parameters.keys() <= exact.keys()
     for name, each in parameters.items():
         assert each.dtype is torch.bfloat16 and torch.equal(each, model.get_parameter(name).bfloat16())
@@ -182,7 +182,7 @@ def test_stages_with_values_compute():
     loss, _ = train_in_turn(stages, StageData(batch))
     expected = eager_loss("plain", model, batch)
     assert torch.equal(loss, expected)
-    found = {name: each.grad for stage in stages.values() for name, each in cut.named_parameters()}
+    found = {name: each.grad for stage in stages.values() for name, each in stage.named_parameters()}
     for name, gradient in gradients(expected, model).items():
         assert torch.equal(found[name], gradient)
 
