@@ -37,7 +37,7 @@ setup(
     package_dir={"": "."},
     packages=find_namespace_packages(include=["megatron", "megatron.*"]),
     package_data={
-        "megatron.planner.intervals": ["residuals/*.json"],
+        "megatron.planner.published": ["residuals/*.json"],
         "megatron.planner.job": ["clusters/*.yaml"],
         "megatron.planner.search": ["report.css", "report.js"],
         "megatron.planner.time": ["calibrations/*.json"],

@@ -1,20 +1,26 @@
-"""The contribution of each part of the time model: the error on published runs after a fit without that part.
+"""The contribution of each part of the time model: the error on published runs without that part.
 
     python benchmarks/planner_ablation.py measurements.json
     python benchmarks/planner_ablation.py measurements.json --feasibility feasibility_gpt3_96b.json
+    python benchmarks/planner_ablation.py --as-fitted benchmarks/published/{*h100,*blackwell}.json
 
 The runs are those of BPipe's Tables 6 and 7 that the constants of `a100` explain; the fit is that of
 `tools/grid_search.py calibrate`. Each line removes one effect or one constant from the model, fits the rest to all runs
 but one (and those with the same degrees and microbatch), and predicts the run that was left out. A constant is removed
 by a value without an effect: an efficiency of 1, no seconds, no contention. With --feasibility a second table has the
 constants of the verdict on memory, and the number of stated and implied facts that are judged wrongly without each.
+
+With --as-fitted nothing is fitted again: runs on newer GPUs are predicted with the project's constants, which are
+fitted to A100, and each mean is over the absolute errors of the iteration times of one kind of runs.
 """
 
 import sys
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,15 +32,16 @@ from benchmarks.common.results import parser_of
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.configuration import Configuration
+from megatron.planner.job.devices import DEVICES, Device
+from megatron.planner.memory.architecture import Architecture
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import ConstantsFit, fit_runs
-from megatron.planner.published.prediction import Question
+from megatron.planner.published.prediction import ConstantsFit, Question, fit_runs
 from megatron.planner.published.validation import judge_facts, load_facts, row_errors
 from megatron.planner.time import first_principles, iteration
-from megatron.planner.time.calibration import FITTED, START, load_calibration
+from megatron.planner.time.calibration import FITTED, START, Constants, default_constants, load_calibration
 from megatron.planner.time.closed_forms import end_of_batch
 from megatron.planner.time.first_principles import FirstPrinciples
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from megatron.planner.time.work import LayerWork, Work
 
 _costs, _softmax = FirstPrinciples.costs, LayerWork.softmax_is_fused
@@ -122,44 +129,107 @@ EFFECTS = {
 }
 
 
-@contextmanager
-def _all(patches: list[Callable]):
-    if not patches:
-        yield
-        return
-    with patches[0](), _all(patches[1:]):
-        yield
+AS_FITTED = {
+    "nothing left out": [],
+    "what this GPU's products reach of the peak (A100's part for all)": [
+        lambda: mock.patch.object(Device, "product_rate", _rate_of_a100)
+    ],
+    "scores that a causal mask leaves out": [
+        lambda: mock.patch.object(Architecture, "is_causal", property(lambda _: False))
+    ],
+    "casts to FP8": [lambda: mock.patch.object(LayerWork, "_casts", lambda *_, **__: Work())],
+}
+SOFTWARE: dict[str, dict[str, bool]] = {
+    "overlap of reductions and gathers over replicas": {"overlaps_gradients": False, "overlaps_weights": False},
+    "tensor ranks' products in pieces": {"overlaps_in_pieces": False},
+    "kernels of attention for this GPU (FlashAttention-2 for all)": {"flash_attention_2": True},
+}
 
 
-def _verdicts(entries: str, facts: str) -> Table:
+def _rate_of_a100(device: Device, element_bytes: int) -> float:
+    peak = 1e12 * device.peak_teraflops_fp8 if element_bytes == 1 else device.peak(element_bytes)
+    return peak * DEVICES["A100-80"].product_part
+
+
+def _all(patches: Sequence[Callable]) -> ExitStack:
+    """A block in which all patches hold."""
+    stack = ExitStack()
+    for patch in patches:
+        stack.enter_context(patch())
+    return stack
+
+
+def kind_of(entry: Entry) -> str:
+    """The kind of a run, as the heading of a column."""
+    generation = "H100" if entry.cluster.gpu.startswith("H") else "Blackwell"
+    if entry.model.experts is not None:
+        return f"experts, {generation}"
+    return f"{'FP8' if entry.software.fp8 else '16 bits'}, {generation}"
+
+
+def mean_errors(entries: Sequence[Entry], constants: Constants, **software: bool) -> dict[str, float]:
+    """The mean absolute errors by kind of run. `software`: fields of the runs' software to change."""
+    errors = defaultdict(list)
+    for entry in entries:
+        changed = replace(entry, software=replace(entry.software, **software))
+        errors[kind_of(entry)].append(abs(Question(changed).time_errors(constants)["iteration"]))
+    return {kind: mean(found) for kind, found in sorted(errors.items())}
+
+
+def _as_fitted(entries: Sequence[Entry]) -> Table:
+    """The table of mean errors without each part, with the project's constants."""
+    entries, constants, rows = [each for each in entries if each.seconds is not None], default_constants(), {}
+    for name, patches in AS_FITTED.items():
+        with _all(patches):
+            rows[name] = mean_errors(entries, constants)
+    rows |= {name: mean_errors(entries, constants, **changes) for name, changes in SOFTWARE.items()}
+    for name, value in CONSTANTS.items():
+        if name != "pressed_efficiency":  # no run is slowed
+            rows[name] = mean_errors(entries, replace(constants, **{name: value}))
+    kinds = list(rows["nothing left out"])
+    counts = {kind: sum(kind_of(entry) == kind for entry in entries) for kind in kinds}
+    table = Table("left out", *(f"{kind}\n({counts[kind]})" for kind in kinds), box=None)
+    for name, found in rows.items():
+        table.add_row(name, *(f"{100 * found[kind]:.1f}%" for kind in kinds))
+    return table
+
+
+def _refitted(entries: Sequence[Entry]) -> Table:
+    """The table of errors on runs that were left out of a fit without each part."""
+    calibration = load_calibration()
+    explained = [name for name in calibration.entries if name not in calibration.unexplained]
+    calibration = calibration.model_copy(update={"entries": tuple(explained)})
+    entries = [each for each in entries if each.id in explained]
+    table = Table("left out", "mean error", "largest", box=None)
+    for name, patches in (EFFECTS | {name: _fixed(name, value) for name, value in CONSTANTS.items()}).items():
+        with _all(patches):
+            errors = [abs(row.worst) for row in row_errors(entries, calibration)]
+        table.add_row(name, f"{100 * sum(errors) / len(errors):.1f}%", f"{100 * max(errors):.1f}%")
+    return table
+
+
+def _verdicts(entries: Sequence[Entry], facts: str) -> Table:
     """The table of wrongly judged facts without each constant of the verdict on memory."""
-    known, asked = [each for each in load_entries(entries) if isinstance(each, Entry)], load_facts(facts)
+    asked = load_facts(facts)
     table = Table("left out", "stated facts, wrong", "implied facts, wrong", box=None)
     for name, patches in OF_VERDICT.items():
         with _all(patches):
-            wrong = [each.fact.strength for each in judge_facts(asked, known) if not each.is_right]
+            wrong = [each.fact.strength for each in judge_facts(asked, entries) if not each.is_right]
         table.add_row(name, str(wrong.count("stated")), str(wrong.count("implied")))
     return table
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("entries", help="measured runs")
+    parser.add_argument("entries", nargs="+", help="measured runs")
     parser.add_argument("--feasibility", metavar="FILE", help="facts about memory")
+    parser.add_argument("--as-fitted", action="store_true", help="fit nothing again: errors by kind of run")
     options = parser.parse_args()
-    calibration = load_calibration()
-    explained = [name for name in calibration.entries if name not in calibration.unexplained]
-    calibration = calibration.model_copy(update={"entries": tuple(explained)})
-    entries = [each for each in load_entries(options.entries) if isinstance(each, Entry) and each.id in explained]
-    table = Table("left out", "mean error", "largest", box=None)
-    effects = EFFECTS | {name: _fixed(name, value) for name, value in CONSTANTS.items()}
-    for name, patches in effects.items():
-        with _all(patches):
-            errors = [abs(row.worst) for row in row_errors(entries, calibration)]
-        table.add_row(name, f"{100 * sum(errors) / len(errors):.1f}%", f"{100 * max(errors):.1f}%")
-    Console(width=100).print(table)
+    entries = [each for file in options.entries for each in load_entries(file) if isinstance(each, Entry)]
+    console = Console(width=160)
+    console.print(_as_fitted(entries) if options.as_fitted else _refitted(entries))
     if options.feasibility:
-        Console(width=100).print(_verdicts(options.entries, options.feasibility))
+        console.print(_verdicts(entries, options.feasibility))
     assert first_principles.FirstPrinciples.costs is _costs
 
 

@@ -26,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common.results import parser_of
-from megatron.planner.intervals import Interval, Residual, interval_of
-from megatron.planner.intervals.residuals import source_of
 from megatron.planner.published.entries import Entry, load_entries
-from megatron.planner.published.fit import fit_questions, questions
+from megatron.planner.published.interval import Interval, interval_of
+from megatron.planner.published.prediction import fit_questions, questions
+from megatron.planner.published.residuals import Residual, source_of
 from megatron.planner.published.validation import RowError, choices, residuals_of
 from megatron.planner.time.calibration import DEFAULT_NAME, load_calibration
 

@@ -31,11 +31,11 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common.results import parser_of
+from megatron.commands.grid_search.trial_results import Status, TrialEntry, predicted_seconds
+from megatron.commands.grid_search.trial_runs import Runs
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.recompute import RecomputeScope
-from megatron.planner.trial.results import Status, TrialEntry, predicted_seconds
-from megatron.planner.trial.runs import Runs
 from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.session import Session
 

@@ -20,7 +20,7 @@ from megatron.planner.planner import Planner
 from megatron.planner.search import Space, Training, search
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import simulated
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from megatron.planner.time.traffic import CutModel
 
 GPU, GPUS_PER_NODE, BETWEEN_NODES = "A100-80", 8, 200.0  # GB/s of a node: eight adapters of 200 Gb/s

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from megatron.capture.stage import CapturedStage
+from megatron.capture.cut import CapturedStage
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from scipy.stats import binom
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 

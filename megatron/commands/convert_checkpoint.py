@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 
 TARGETS = ("torch_dist", "hugging-face", "flags")
 FLAGS_FILE = "flags.txt"

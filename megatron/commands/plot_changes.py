@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 from megatron.documents.picture import new_figure, save
 from megatron.trainer.report.metrics import read_metrics
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 from megatron.documents.picture import one_panel
 from megatron.documents.tables import console, lined_table
 from megatron.trainer.report.metrics import read_metrics

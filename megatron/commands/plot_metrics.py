@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 from megatron.documents.picture import one_panel
 from megatron.trainer.report.metrics import read_metrics
 

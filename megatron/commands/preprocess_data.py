@@ -28,7 +28,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
-from megatron.commands.common import command_line
+from megatron.documents import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
 from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse

@@ -24,8 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search_inputs import add_model_arguments, read_argv
+from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv
+from megatron.documents import command_line
 from megatron.documents.tables import console, lined_table
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
 from megatron.planner.memory.recompute import RecomputeScope

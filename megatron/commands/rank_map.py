@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.common.command_line import count, positive
+from megatron.documents import command_line
+from megatron.documents.command_line import count, positive
 from megatron.documents.tables import console
 from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
 from megatron.pipeline.placement.mapping import NAMED, NAMES, Degrees, Mapping, load_mapping

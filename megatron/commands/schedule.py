@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.commands.common import command_line
-from megatron.commands.common import schedule_options as meaning
+from megatron.commands import schedule_options as meaning
+from megatron.documents import command_line
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.program import Program

@@ -2,10 +2,8 @@
 
 Only the cache needs torch.
 
-    freeze_rule       the number of frozen layers, by gradients or by hand
-    validation_watch  the comparison of evaluations, to notice that freezing costs too much
-    stages            the stages of ranks whose first layers are frozen
-    cut               the most even division of consecutive layers among ranks
+    freezing          the number of frozen layers, by gradients or by hand, and when freezing costs too much
+    stages            the division of layers among ranks, and the stages of ranks whose first layers are frozen
     pipelines         the simulated seconds of each number of ranks and replicas
     cache/            the outputs of frozen layers, per sample, in files on the node
 """

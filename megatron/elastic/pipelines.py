@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron.elastic import stages as elastic_stages
-from megatron.elastic.cut import cut_exactly, cut_that_fits
+from megatron.elastic.stages import cut_exactly, cut_that_fits
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron import backend
-from megatron.capture.cut import cut
+from megatron.capture.cut import CapturedStage, StageData, cut
 from megatron.capture.randomness import mixed
-from megatron.capture.stage import CapturedStage, StageData
 from megatron.capture.tensors import load_stage
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data import causal, classification, question_answering, text_to_text
+from megatron.finetuning.data import classification, generation, question_answering
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
 from megatron.finetuning.data.task import Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
 TASKS: dict[str, Task] = {
-    "text-to-text": text_to_text.TASK,
+    "text-to-text": generation.TEXT_TO_TEXT,
     "sequence-classification": classification.TEXTS,
-    "causal-lm": causal.TASK,
+    "causal-lm": generation.CAUSAL,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
 }

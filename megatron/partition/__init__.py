@@ -5,8 +5,18 @@ Pure Python: neither torch nor megatron.core.
 """
 
 from megatron.partition.compete import METHODS, CompeteResult, Competition, compete
-from megatron.partition.graph import Graph, GraphNode, PartitionDevice, SharedByNodes, Together, parse_graph, read_graph
-from megatron.partition.objective import Partition, Valuation, evaluate
+from megatron.partition.graph import (
+    Graph,
+    GraphNode,
+    Partition,
+    PartitionDevice,
+    SharedByNodes,
+    Together,
+    Valuation,
+    evaluate,
+    parse_graph,
+    read_graph,
+)
 
 __all__ = [
     "METHODS",

@@ -12,6 +12,7 @@ from itertools import groupby
 import networkx
 import numpy
 
+from megatron.partition.graph import without_circles
 from megatron.partition.units import Units
 
 Stages = list[int]
@@ -190,11 +191,7 @@ def _blocks(units: Units) -> list[int]:
             if name in last:
                 graph.add_edges_from([(last[name], unit), (unit, last[name])])
             last[name] = unit
-    condensed = networkx.condensation(graph)
-    first = {each: min(data["members"]) for each, data in condensed.nodes(data=True)}
-    order = networkx.lexicographical_topological_sort(condensed, key=first.__getitem__)
-    number = {each: index for index, each in enumerate(order)}
-    return [number[condensed.graph["mapping"][unit]] for unit in range(len(units))]
+    return without_circles(graph)
 
 
 def _block_path(scope: str) -> str:

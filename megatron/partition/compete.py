@@ -1,4 +1,4 @@
-"""The competition of partitioning methods: each returns its best partition, objective.py prices it, and one is chosen.
+"""The competition of partitioning methods: each returns its best partition, `evaluate` prices it, and one is chosen.
 
 The chosen partition has the least objective. Among partitions within a factor of `ALIKE`, the least depth decides,
 since depth is staleness, and then the bytes that cross between devices.
@@ -14,14 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import networkx
-
-from megatron.partition.graph import Graph
-from megatron.partition.milp import improve
+from megatron.partition.exact import cut_sequentially, improve
+from megatron.partition.graph import Graph, Partition, Valuation, evaluate, in_order, stage_edges, stage_graph
 from megatron.partition.mixed import Found, merge_stages, mix, stages_of_devices
-from megatron.partition.objective import Partition, Valuation, evaluate, stage_edges
 from megatron.partition.refine import Budget, refine
-from megatron.partition.sequential import cut_sequentially
 from megatron.partition.units import PartitionState, Units, compiled, partition_of
 
 # --- METIS ------------------------------------------------------------------------------------------------------------
@@ -315,9 +311,7 @@ def _metis(units: Units, seed: int) -> tuple[Partition, str]:
 
 
 def _milp(units: Units, partition: Partition, seconds: float) -> tuple[Partition, str] | None:
-    quotient = networkx.DiGraph(stage_edges(units.graph, partition))
-    quotient.add_nodes_from(range(partition.num_stages))
-    number = {stage: index for index, stage in enumerate(networkx.lexicographical_topological_sort(quotient))}
+    number = in_order(stage_graph(units.graph, partition))
     stage_of = [number[partition.stage_of_node[nodes[0]]] for nodes in units.nodes]
     device_of = [partition.device_of_stage[stage] for stage in number]
     found = improve(units, PartitionState(units, stage_of, device_of).placed(), seconds)

@@ -14,8 +14,7 @@ from itertools import pairwise
 import networkx
 
 from megatron.partition.coarsen import COARSENINGS, without_trifles
-from megatron.partition.graph import Graph
-from megatron.partition.objective import Partition, evaluate, stage_edges
+from megatron.partition.graph import Graph, Partition, evaluate, in_order, stage_edges, stage_graph
 from megatron.partition.refine import Budget, kick, refine
 from megatron.partition.units import PICOSECONDS, PartitionState, Placed, Score, Units
 
@@ -132,8 +131,7 @@ def merge_stages(graph: Graph, partition: Partition) -> Partition:
 
 
 def _mergeable(graph: Graph, partition: Partition) -> list[tuple[int, int]]:
-    quotient = networkx.DiGraph(stage_edges(graph, partition))
-    quotient.add_nodes_from(range(partition.num_stages))
+    quotient = stage_graph(graph, partition)
     reached = {stage: networkx.descendants(quotient, stage) for stage in quotient}
     found = []
     for other in range(partition.num_stages):
@@ -151,7 +149,7 @@ def _merged(graph: Graph, partition: Partition, one: int, other: int) -> Partiti
     order = networkx.DiGraph()
     order.add_nodes_from(stage for stage in range(partition.num_stages) if stage != other)
     order.add_edges_from((a, b) for a, b in edges if a != b)
-    number = {stage: index for index, stage in enumerate(networkx.lexicographical_topological_sort(order))}
+    number = in_order(order)
     return Partition(
         {node: number[stage] for node, stage in joined.items()},
         tuple(partition.device_of_stage[stage] for stage in number),

@@ -16,8 +16,15 @@ from typing import NamedTuple
 
 import networkx
 
-from megatron.partition.graph import Graph, crowded
-from megatron.partition.objective import Partition, stage_edges, tensors
+from megatron.partition.graph import (
+    Graph,
+    Partition,
+    crowded,
+    in_order,
+    stage_graph,
+    tensors,
+    without_circles,
+)
 
 PICOSECONDS = 10**9
 """Picoseconds in a millisecond."""
@@ -133,9 +140,8 @@ class Units:
 def compiled(graph: Graph, plain: Iterable[int] = ()) -> Units:
     """The finest units of a graph. `plain`: ids of the nodes whose costs are without recompute."""
     plain = set(plain)
-    order = [node for node in graph.order()]
     nodes = {node.id: node for node in graph.nodes}
-    order = [node for node in order if not nodes[node].input]
+    order = [node for node in graph.order() if not nodes[node].input]
     index = {node: position for position, node in enumerate(order)}
     weight = graph.weight_bytes_per_parameter
     units = Units(
@@ -162,11 +168,7 @@ def _held_together(units: Units, groups: Sequence[Sequence[int]]) -> Units:
     held.add_edges_from((tensor.source, unit) for tensor in units.tensors for unit in tensor.consumers)
     for group in groups:
         held.add_edges_from(zip(group, [*group[1:], group[0]], strict=True))
-    condensed = networkx.condensation(held)
-    first = {each: min(data["members"]) for each, data in condensed.nodes(data=True)}
-    order = networkx.lexicographical_topological_sort(condensed, key=first.__getitem__)
-    number = {each: index for index, each in enumerate(order)}
-    return units.merged([number[condensed.graph["mapping"][unit]] for unit in range(len(units))])
+    return units.merged(without_circles(held))
 
 
 def _whole(num_bytes: float) -> int:
@@ -184,11 +186,7 @@ def partition_of(units: Units, stage_of_unit: Sequence[int], device_of_stage: Se
     for node in units.graph.nodes:
         if node.input:
             stages[node.id] = 0
-    edges = stage_edges(units.graph, Partition(stages, tuple(holds)))
-    order = networkx.DiGraph()
-    order.add_nodes_from(range(len(used)))
-    order.add_edges_from(edges)
-    number = {stage: index for index, stage in enumerate(networkx.lexicographical_topological_sort(order))}
+    number = in_order(stage_graph(units.graph, Partition(stages, tuple(holds))))
     stages = {node: number[stage] for node, stage in stages.items()}
     for node in units.graph.nodes:
         if node.input:

@@ -4,7 +4,7 @@ Problem: Python raises KeyboardInterrupt at whatever line the program has reache
 traceback of many screens, an error of the interrupted library, or nothing at all. Importing torch takes seconds.
 
 Solution: a program imports this file first, and this file imports only the standard library. A program that has changes
-to undo replaces the handler for that time (`unwinding` in commands/common/command_line.py). A launcher such as torchrun
+to undo replaces the handler for that time (`unwinding` in documents/command_line.py). A launcher such as torchrun
 gets the signal, too, and prints its own message.
 """
 

@@ -20,11 +20,9 @@ from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import RankMemory, estimate_memory
 from megatron.planner.memory.node_memory import HostVerdict, crowds_by_name, judge_host
 from megatron.planner.memory.schedule_demand import closed_form_demand, schedule_demand
-from megatron.planner.sharded.iteration import sharded_time
-from megatron.planner.sharded.memory import sharded_memory
+from megatron.planner.sharded import sharded_memory, sharded_time
 from megatron.planner.time.iteration import CostModel, IterationTime, priced, simulated
-from megatron.planner.time.microbatch_flow import round_trips
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes, round_trips
 
 
 def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:

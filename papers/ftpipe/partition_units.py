@@ -29,8 +29,8 @@ from rich.table import Table
 from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from megatron.partition import CompeteResult, Graph, Partition, compete, evaluate
+from megatron.partition.graph import stage_edges
 from megatron.partition.mixed import merge_stages
-from megatron.partition.objective import stage_edges
 from megatron.partition.refine import Budget, refine
 from megatron.partition.units import PartitionState, compiled, partition_of
 from papers.ftpipe.partition_units_graphs import (
@@ -278,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
             "memory_needs": [asdict(need) for need in measured.memory_needs], "published": case.published,
         }  # fmt: skip
         if options.picture:
-            from megatron.partition.draw import draw
+            from megatron.commands.partition import draw
 
             finest = next(each for each in UNITS if each in options.units)
             for (units, method), result in measured.results.items():

@@ -23,9 +23,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.commands.common import command_line
-from megatron.commands.grid_search_commands.search import planners_for, space_of
-from megatron.commands.grid_search_commands.search_inputs import add_search_arguments, read_cluster, read_model
+from megatron.commands.grid_search.search import planners_for, space_of
+from megatron.commands.grid_search.search_inputs import add_search_arguments, read_cluster, read_model
+from megatron.documents import command_line
 from megatron.pipeline.placement.traffic import ring_bytes
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 
-from megatron.elastic.freeze_rule import ByGradients
+from megatron.elastic.freezing import ByGradients
 from megatron.elastic.pipelines import Layers, PipelineOption, pipelines, seconds_of_prefix
 
 _ROUNDING = 1 + 1e-9

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.capture.stage import CapturedStage, StageData
+from megatron.capture.cut import CapturedStage, StageData
 
 
 def train_in_turn(

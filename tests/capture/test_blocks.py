@@ -4,9 +4,8 @@ import torch
 from torch import nn
 
 from megatron.capture.blocks import blocks_of, free_nodes
-from megatron.capture.cut import cut
+from megatron.capture.cut import StageData, cut
 from megatron.capture.export import capture
-from megatron.capture.stage import StageData
 from tests.capture.cuts import spread
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import captured, gradients

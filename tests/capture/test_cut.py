@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 from megatron.capture.blocks import blocks_of, crossings
-from megatron.capture.cut import cut
+from megatron.capture.cut import StageData, cut
 from megatron.capture.export import capture
 from megatron.capture.randomness import Draw, seeded_attention
-from megatron.capture.stage import StageData
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from megatron.capture.blocks import blocks_of
-from megatron.capture.cut import cut
+from megatron.capture.cut import StageData, cut
 from megatron.capture.export import capture, check_signature, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import profile
 from megatron.capture.randomness import Draw
-from megatron.capture.stage import StageData
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import KINDS, captured, cross_entropy
 

@@ -13,9 +13,8 @@ from torch import nn
 
 from megatron.capture import tensors
 from megatron.capture.blocks import blocks_of
-from megatron.capture.cut import cut
+from megatron.capture.cut import StageData, cut
 from megatron.capture.export import capture, signature
-from megatron.capture.stage import StageData
 from megatron.capture.tensors import fake_parameters, give_values, is_fake, load_stage, tensor_files
 from tests.capture.cuts import contiguous, spread
 from tests.capture.in_turn import train_in_turn

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from megatron.commands import grid_search as tool  # noqa: F401  of the fixture `run`
-from megatron.commands.grid_search_commands.estimate import read_entries
-from megatron.commands.grid_search_commands.model_config import NAMED, named_model
-from megatron.planner.intervals.residuals import read_residuals
+from megatron.commands.grid_search.estimate import read_entries
+from megatron.commands.grid_search.model_config import NAMED, named_model
+from megatron.planner.published.residuals import read_residuals
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import Job
 from tests.commands.in_process import ROOT

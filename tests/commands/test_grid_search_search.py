@@ -11,8 +11,8 @@ from html import unescape
 import pytest
 
 from megatron.commands import grid_search as tool
-from megatron.commands.grid_search_commands import search as search_command
-from megatron.commands.grid_search_commands import search_inputs as inputs
+from megatron.commands.grid_search import search as search_command
+from megatron.commands.grid_search import search_inputs as inputs
 from megatron.planner.job.devices import DEVICES
 from megatron.trainer.arguments import Platform
 from megatron.trainer.plan.command import PROGRAMS, Job
@@ -415,7 +415,7 @@ def test_all_commands_are_named_and_one_is_loaded(capsys):
         f"import runpy, sys\nsys.argv = [{str(TOOL)!r}, 'search', '--help']\n"
         "try:\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         "except SystemExit:\n    pass\n"
-        "rooms = [f'megatron.commands.grid_search_commands.{name}' in sys.modules for name in ('search', 'validate')]\n"
+        "rooms = [f'megatron.commands.grid_search.{name}' in sys.modules for name in ('search', 'validate')]\n"
         "assert rooms == [True, False], rooms"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)

@@ -16,9 +16,9 @@ from tests.trainer.run import vision_helper
 ROOT = Path(__file__).parents[2]
 TOOLS = {  # a library that each imports, and the words with which it does
     "compare_runs": ("megatron.trainer.report.metrics", ["--help"]),
-    "convert_checkpoint": ("megatron.commands.common.command_line", ["--help"]),
+    "convert_checkpoint": ("megatron.documents.command_line", ["--help"]),
     "environment": ("pip", []),
-    "grid_search": ("megatron.commands.grid_search_commands.search", ["search", "--help"]),
+    "grid_search": ("megatron.commands.grid_search.search", ["search", "--help"]),
     "partition": ("megatron.partition", ["--graph", "none"]),
     "plot_memory": ("megatron.trainer.report.metrics", ["--help"]),
     "plot_changes": ("megatron.trainer.report.metrics", ["--help"]),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import grid_search as tool
-from megatron.planner.trial.results import predicted_seconds, read_entries
+from megatron.commands.grid_search.trial_results import predicted_seconds, read_entries
 from tests.planner import profiles
 from tests.trainer.run.run_case import BASE, data_flags
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from megatron.commands import grid_search as tool
-from megatron.commands.grid_search_commands.model_config import FAMILIES, NAMED, model_of_config, named_model
+from megatron.commands.grid_search.model_config import KNOWN, NAMED, model_of_config, named_model
 from megatron.planner import Architecture
 from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.parameters import stage_parameters
@@ -26,7 +26,18 @@ SMALL = {
     "gpt2": {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128},
     "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]},
     "gpt_neox": {"use_parallel_residual": False}, "bert": {},
+    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+                "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "megatron-bert": {},
 }  # fmt: skip
+SMALL["deepseek_v3"] = {
+    "first_k_dense_replace": 1, "moe_intermediate_size": 32, "num_key_value_heads": 4, "n_routed_experts": 16,
+    "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "q_lora_rank": 32, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_shared_experts": 1, "rope_scaling": None,
+    "num_nextn_predict_layers": 0, "head_dim": 8, "norm_topk_prob": True,
+}  # fmt: skip
+SMALL["deepseek_v2"] = {**SMALL["deepseek_v3"], "norm_topk_prob": False, "topk_method": "greedy"}
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96,
          "vocab_size": 256, "max_position_embeddings": 128}  # fmt: skip
 
@@ -50,7 +61,7 @@ def config_file(tmp_path, kind: str, **values):
     return tmp_path / "config.json"
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", KNOWN)
 def test_the_model_has_the_parameters_of_transformers(tmp_path, kind):
     """As many as its own module, for each family: layers, heads, groups, experts, biases, norms, tied embeddings. But
     for biases of GPT-Neo's queries, keys and values, which its module has not, and the gate of Qwen2-MoE's shared
@@ -59,7 +70,7 @@ def test_the_model_has_the_parameters_of_transformers(tmp_path, kind):
     configured = model_of_config(str(path), sequence_length=64)
     shape = job_of(configured.argv, configured.architecture).shape(1)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
-    auto = transformers.AutoModelForPreTraining if kind == "bert" else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForPreTraining if "bert" in kind else transformers.AutoModelForCausalLM
     import torch
 
     with torch.device("meta"):
@@ -122,7 +133,7 @@ def test_names_are_listed(run, capsys):
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("llama", {"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' is not among llama, mistral, "),
+        ("llama", {"model_type": "phi3"}, "model_type 'phi3' is not among llama, mistral, "),
         ("llama", {"model_type": None}, "model_type is missing, which has to be among llama, mistral, "),
         ("llama", {"hidden_size": None}, "hidden_size is missing; give the config.json of a model"),
         (

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.commands import rank_map, schedule
-from megatron.commands.common.command_line import require_file
+from megatron.documents.command_line import require_file
 from tests.commands.in_process import ROOT, runner
 
 RANKS = f"--rank-topology {ROOT / 'examples' / 'topology.yaml'} --pipeline-model-parallel-size 4"

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.commands import profile_model as tool  # noqa: F401  of the fixture `run`
+from megatron.commands.grid_search.trial_results import predicted_seconds
 from megatron.planner import Configuration
 from megatron.planner.time.profile import load_profile
-from megatron.planner.trial.results import predicted_seconds
 from tests.trainer.run.run_case import BASE, data_flags
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.cut import busiest, cut_exactly, cut_greedily, cut_that_fits
-from megatron.elastic.stages import stages_of
+from megatron.elastic.stages import busiest, cut_exactly, cut_greedily, cut_that_fits, stages_of
 from tests.draws import draws
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)

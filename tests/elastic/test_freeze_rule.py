@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.freeze_rule import RULES, ByGradients, ByHand, FreezeSettings, LayerNorms
+from megatron.elastic.freezing import RULES, ByGradients, ByHand, FreezeSettings, LayerNorms
 
 GROWING = tuple(float(layer + 1) for layer in reversed(range(12)))  # the last layer learns least: the bound decides
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron.elastic.validation_watch import Validation, ValidationWatch
+from megatron.elastic.freezing import Validation, ValidationWatch
 
 
 def seen(watch: ValidationWatch, values: list[tuple[float, int]], *, is_accuracy: bool = True) -> list[tuple]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.partition import evaluate, parse_graph
-from megatron.partition.sequential import cut_sequentially
+from megatron.partition.exact import cut_sequentially
 from megatron.partition.units import PICOSECONDS, compiled, partition_of
 from tests.draws import draws
 from tests.partition import graphs, oracle

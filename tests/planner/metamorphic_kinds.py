@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron.planner import Architecture, Cluster, Configuration
-from megatron.planner.job.sharding import DEEPSPEED, Sharding
-from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, TORCHTITAN, Software
+from megatron.planner.job.configuration import Sharding
+from megatron.planner.job.software import DEEPSPEED, MEGATRON_2021, MEGATRON_CORE, TORCHTITAN, Software
 from megatron.planner.memory.architecture import Experts
 from tests.planner.metamorphic_cases import NETWORK, SIZES, Case
 

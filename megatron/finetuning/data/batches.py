@@ -11,8 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from megatron.capture.cut import StageData
 from megatron.capture.randomness import Draw
-from megatron.capture.stage import StageData
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 
 IGNORED = -100

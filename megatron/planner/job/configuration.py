@@ -14,10 +14,42 @@ from megatron.pipeline.placement.mapping import NAMES, Degrees
 from megatron.pipeline.program.lane_order import DEFERRED, DEVICE, Residency
 from megatron.pipeline.program.weight_policies import TWO_BW
 from megatron.pipeline.schedules import ORDERS, PLACEMENTS, PRESETS, Preset, Schedule
-from megatron.planner.job.sharding import Sharding
 from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.recompute import RecomputeScope
+
+STAGES = (2, 3)
+"""ZeRO's stages that split gradients, and weights, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """A split of a model over replicas by ZeRO 2 or 3, which PyTorch calls FSDP. ZeRO 1 is `distributed_optimizer`.
+
+    Attributes:
+        stage: the ZeRO stage. 2 splits gradients and optimizer state; weights are gathered for the forward and kept for
+            the backward (FSDP without resharding). 3 also splits weights, which are gathered for each use.
+        shards: number of replicas that together hold one copy of the model. With more replicas, several groups of this
+            size hold a copy each (HSDP).
+
+    Raises:
+        ValueError: `stage` is not 2 or 3, or `shards` is below 2.
+    """
+
+    stage: int = 3
+    shards: int
+
+    def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise ValueError(f"ZeRO's stage {self.stage} splits no weights and gradients; give 2 or 3")
+        if self.shards < 2:
+            raise ValueError(f"{self.shards} replicas split nothing; give 2 shards or more, or leave sharding out")
+
+    @property
+    def name(self) -> str:
+        """The name that frameworks use for this sharding."""
+        return "FSDP (ZeRO-3)" if self.stage == 3 else "ZeRO-2"
+
 
 PROVISIONAL_MODES = ("off", "stage", "uniform")
 
@@ -259,12 +291,23 @@ class Configuration:
     def _check_sharding(self) -> None:
         if self.sharding is None:
             return
-        refusal = self.sharding.refusal(
-            pipeline=self.pipeline, data=self.data, schedule=self.schedule, virtual=self.virtual,
-            splits_optimizer=self.distributed_optimizer,
-        )  # fmt: skip
-        if refusal:
-            raise ValueError(refusal)
+        if self.pipeline > 1:
+            raise ValueError(
+                f"weights are split over replicas (fully sharded, ZeRO-{self.sharding.stage}) and p is "
+                f"{self.pipeline}, of which the time of both together is not modelled; give p 1"
+            )
+        if self.data % self.sharding.shards:
+            raise ValueError(
+                f"{self.data} replicas do not divide into groups of {self.sharding.shards} shards; change one of them"
+            )
+        if self.schedule != "flush" or self.virtual > 1:
+            stages = f"{self.virtual} stages" if self.virtual > 1 else "one stage"
+            raise ValueError(
+                f"schedule {self.schedule} with {stages} on a rank does not split weights over replicas; give flush, "
+                "v 1"
+            )
+        if self.distributed_optimizer:
+            raise ValueError("the optimizer is split by sharding already; leave the distributed optimizer out")
 
     @property
     def num_gpus(self) -> int:

@@ -13,6 +13,12 @@ from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture, Latents
 from megatron.planner.memory.recompute import RecomputeScope
 
+RING, GATHER, HEADS = "p2p", "all_gather", "a2a"
+"""Values of --cp-comm-type: how ranks that share sequences exchange keys and values."""
+KNOWN_TO_ENGINE = {"windows": (GATHER, HEADS), "sinks": (HEADS,), "latents": (RING,)}
+"""What an attention may have -> the exchanges with which Transformer Engine's attention knows it. Latents: all since
+Transformer Engine 2.15."""
+
 OVERLAPPED = ("flush", "interleaved")
 """Schedules whose microbatches megatron.core merges: token copies of one microbatch are sent while another computes.
 megatron.core merges them under `flush` only without a pipeline."""
@@ -51,13 +57,14 @@ def _refuse_context(model: Architecture, configuration: Configuration, software:
             f"context parallelism over {context} ranks needs flash attention, since unfused attention takes whole "
             "sequences; choose flash attention, or one rank"
         )
-    for is_there, what, remedy in (  # as Transformer Engine's attention does
-        (model.sinks, "softmax sinks by trading heads (a2a), which has no price", "choose context 1"),
-        (model.windows and not software.gathers_keys, "windows by gathered keys", "give --cp-comm-type all_gather"),
-        (model.latents and software.gathers_keys, "latents by a ring", "give --cp-comm-type p2p"),
-    ):
-        if is_there:
-            raise ValueError(f"context parallel ranks share sequences with {what}; {remedy}")
+    exchange = GATHER if software.gathers_keys else RING
+    for what, is_there in (("windows", model.windows), ("sinks", model.sinks), ("latents", model.latents)):
+        known = [each for each in KNOWN_TO_ENGINE[what] if each != HEADS]
+        if is_there and exchange not in known:
+            remedy = f"by {known[0]}; give --cp-comm-type {known[0]}" if known else (
+                f"by {HEADS} alone, which has no price; choose context 1"
+            )  # fmt: skip
+            raise ValueError(f"context parallel ranks share sequences with {what} {remedy}")
     if model.patch_elements or model.num_classes:
         raise ValueError("context parallelism takes sequences of tokens, not images or classes; choose context 1")
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 
 from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.sharding import FSDP2, MEGATRON_FSDP, ShardingRuntime
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.parameters import TrainingState
 from megatron.planner.memory.recompute import EVERY_OTHER_PRODUCT, Recompute, RecomputeScope
@@ -24,6 +23,46 @@ def has_flash_attention(transformer_impl: str, attention_backend: str, element_b
         element_bytes: bytes of an element of an activation.
     """
     return transformer_impl == "transformer_engine" and attention_backend in _FLASH_BACKENDS and element_bytes == 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingRuntime:
+    """How training software gathers and keeps split weights.
+
+    Attributes:
+        keeps_shards: ranks keep their shard of the weights in the dtype of matrix products, beside the masters. If not,
+            the shard is cast for each gather.
+        by_matrix: each matrix is gathered and reduced in a separate collective, and only some matrices live at once. If
+            not, a whole layer is gathered while the layer before is computed.
+        gathers_to_recompute: a whole layer that is recomputed is gathered for the recompute, and again for the
+            backward.
+        copies: gathered data arrive in one buffer, and weights are copied out of it.
+        by_parts: each replica's part in a collective is a separate tensor, which the host makes and copies with one
+            kernel. The host waits for the device before, so nothing hides this time.
+        keeps_last: the last layer stays gathered from its forward to its backward, which follows at once.
+        keeps_batch: with stage 2, weights stay gathered for all microbatches of a batch. If not, for one microbatch.
+    """
+
+    keeps_shards: bool = True
+    by_matrix: bool = False
+    gathers_to_recompute: bool = False
+    copies: bool = False
+    by_parts: bool = False
+    keeps_last: bool = True
+    keeps_batch: bool = True
+
+
+MEGATRON_FSDP = ShardingRuntime()
+"""Megatron-Core's FSDP: 16-bit weights and FP32 masters are both sharded. Weights are views of the gathered buffer."""
+
+FSDP2 = ShardingRuntime(keeps_shards=False, copies=True, keeps_batch=False)
+"""PyTorch's `fully_shard`, as torchtitan uses it. Each layer is a unit, and so are embedding and head together. Weights
+that stay gathered after a forward are split again after its backward."""
+
+DEEPSPEED = ShardingRuntime(by_matrix=True, gathers_to_recompute=True, copies=True, by_parts=True, keeps_last=False)
+"""DeepSpeed of July 2021 (commit 1ff2574): each parameter is gathered separately, before its module runs, and released
+after the module. `_allgather_param` synchronizes with the device and cuts the buffer into a list with each replica's
+part, and `torch.distributed.all_gather` copies part by part. Gradients are treated in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The memory that each rank of a pipeline needs, by part.
+"""The memory that each rank of a pipeline needs, by part, and tables of it.
 
 The parts are those of BPipe's equation 1, M(s) = W(s) + A(s) mu(s): the bytes of a parameter (`TrainingState`) times
 the parameters of the rank (parameters.py), the bytes that a microbatch saves (activations.py) times the microbatches
@@ -21,11 +21,15 @@ a ring are larger, since both ends have buffers; a tree has up to three peers. N
 (a few MiB a communicator), its use of NVLink SHARP, and the communicators of megatron.core, whose CTAs are not limited.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter, mul
+from typing import TYPE_CHECKING
 
+from megatron.documents.tables import plain_table
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.lane_order import Pairs
@@ -50,6 +54,10 @@ from megatron.planner.memory.parameters import (
     stage_parameters,
 )
 from megatron.planner.memory.unquantized import unquantized_matrices
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
 
 SIMPLE_BYTES = 1 << 22
 LL_BYTES = 8 * 512 * 8 * 16
@@ -356,3 +364,39 @@ def _together_on_rank(
         totals.append(sum(held) + max(at_work, default=0.0))
     whole, between = max(found, key=sum)
     return whole, between, max(totals) - whole - between
+
+
+def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:
+    """A table with a row for each rank of a pipeline: parameters in millions, memory in GiB.
+
+    `plain`: no lines and no colours.
+    """
+    rare = {name for name in ("deferred", "step") if not any(getattr(rank.parts, name) for rank in memory)}
+    parts = [part.name for part in fields(MemoryParts) if part.name not in rare]
+    several = any(len(rank.stages) > 1 for rank in memory)
+    first = "rank: stages" if several else "stage"
+    rows = [
+        (
+            f"{rank.rank}: {', '.join(map(str, rank.stages))}" if several else str(rank.rank),
+            "+".join(map(str, rank.layers)), f"{rank.num_parameters / 1e6:.1f}",
+            *(f"{getattr(rank.parts, name) / GIB:.2f}" for name in parts), f"{rank.total / GIB:.2f}",
+            f"{rank.saved_microbatches} of {rank.bytes_per_microbatch / GIB:.3f}",
+        )
+        for rank in memory
+    ]  # fmt: skip
+    columns = (first, "layers", "params, M", *parts, "total", "saved microbatches")
+    return plain_table(columns, rows, plain=plain, left=(first,))
+
+
+def memory_as_dict(rank: RankMemory) -> dict:
+    """A rank's estimate for JSON, in bytes."""
+    return {
+        "rank": rank.rank,
+        "stages": list(rank.stages),
+        "layers": list(rank.layers),
+        "num_parameters": rank.num_parameters,
+        "saved_microbatches": rank.saved_microbatches,
+        "bytes_per_microbatch": rank.bytes_per_microbatch,
+        **{f"{part.name}_bytes": getattr(rank.parts, part.name) for part in fields(MemoryParts)},
+        "total_bytes": rank.total,
+    }

@@ -22,10 +22,8 @@ from megatron.planner.job.refusals import refuse_shares
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.recompute import RecomputeScope
-from megatron.planner.published.entry_model import ModelRecord
-from megatron.planner.published.hardware import HardwareRecord
-from megatron.planner.published.settings import SettingsRecord
-from megatron.planner.published.software import software_of
+from megatron.planner.published.entry_parts import HardwareRecord, ModelRecord
+from megatron.planner.published.settings import SettingsRecord, software_of
 
 REMARKS = frozenset({"note", "comment", "about", "confidence", "provenance"})
 """For the reader; in any part."""

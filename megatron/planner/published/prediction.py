@@ -1,15 +1,35 @@
-"""The prediction of a measured run, and its errors."""
+"""The prediction of a measured run with its errors, and the fit of the time model's constants to measured runs.
 
-from dataclasses import dataclass
+A residual is the logarithm of predicted over measured time; the unknowns are the logarithms of the constants, so both
+have no unit and nothing can become negative. A run that something else held up, such as an allocator short of memory,
+would bend the constants even under a robust loss. So runs that are off by far more than the others are left aside, one
+fit after another, until those that remain agree; they are named, not hidden.
+
+A profile has measured times of single stages in place of whole iterations, of its own model only. Constants that are
+fitted to it carry over to other shapes on the same kind of processor, as far as its stages differ enough in microbatch,
+tensor ranks and recomputation to tell the constants apart.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
 
 from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.job.cluster import Cluster
+from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Estimate
+from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
-from megatron.planner.sharded.iteration import sharded_costs, sharded_time
-from megatron.planner.time.calibration import START, Constants
+from megatron.planner.sharded import sharded_costs, sharded_time
+from megatron.planner.time.calibration import FITTED, START, Constants
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
+from megatron.planner.time.profile import Profile, StagePosition, StageTime
+from megatron.planner.time.profiled import software_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +142,139 @@ def _errors(entry: Entry, seconds: float, forward: float, backward: float) -> di
         "backward": (backward, entry.backward),
     }
     return {name: predicted / measured - 1 for name, (predicted, measured) in pairs.items() if measured is not None}
+
+
+SCALE = 0.02
+_LEAST_UNEXPLAINED = 0.05
+_TIMES_USUAL = 6.0
+_INDICES = {StagePosition.ONLY: 0, StagePosition.FIRST: 0, StagePosition.MIDDLE: 1, StagePosition.LAST: 2}
+
+TimeErrors = Callable[[Constants], dict[str, float]]
+"""Predicted over measured times less 1, by what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantsFit:
+    """Attributes:
+    errors: by id of a run, the largest of its relative errors, with its sign.
+        unexplained: ids of the runs that were left aside.
+    """
+
+    constants: Constants
+    errors: dict[str, float]
+    unexplained: tuple[str, ...]
+
+    @property
+    def mean_error(self) -> float:
+        """The mean size of the errors of the explained runs."""
+        explained = [abs(error) for name, error in self.errors.items() if name not in self.unexplained]
+        return sum(explained) / len(explained)
+
+
+def fit_entries(entries: Sequence[Entry], start: Constants = START) -> ConstantsFit:
+    """Fit to the measurements of these entries. Raises ValueError if they are fewer than the constants."""
+    return fit_questions(questions(entries), start)
+
+
+def fit_questions(asked: Mapping[str, Question], start: Constants = START) -> ConstantsFit:
+    """Fit to questions by id. The cost of short memory is fitted if short memory slows one of the runs."""
+    is_told = any(each.is_slowed for each in asked.values())
+    free = [name for name in FITTED if is_told or name != "pressed_efficiency"]
+    return fit_runs({name: each.time_errors for name, each in asked.items()}, start, free=free)
+
+
+def questions(entries: Sequence[Entry]) -> dict[str, Question]:
+    """The questions of all entries whose time was measured and whose configuration can run, by id.
+
+    Raises:
+        ValueError: two of them have the same id.
+    """
+    found: dict[str, Question] = {}
+    for entry in filter(is_timed, entries):
+        if entry.id in found:
+            raise ValueError(f"two measured runs have the id {entry.id!r}; give each its own")
+        try:
+            found[entry.id] = Question(entry)
+        except ValueError:
+            continue  # `estimate` says why
+    return found
+
+
+def is_timed(entry: Entry) -> bool:
+    """Whether some time of the entry was measured."""
+    return any(each is not None for each in (entry.seconds, entry.forward, entry.backward))
+
+
+def fit_runs(runs: dict[str, TimeErrors], start: Constants = START, *, free: Sequence[str] = FITTED) -> ConstantsFit:
+    """Fit to runs by id, each with a function that returns its errors. Raises as `fit_entries`."""
+    kept, constants = dict(runs), start
+    while True:
+        if len(kept) < len(free):
+            raise ValueError(f"{len(kept)} measured runs cannot fix {len(free)} constants; give more")
+        constants = _fit(kept, constants, free)
+        errors = {name: _largest(run(constants)) for name, run in runs.items()}
+        usual = float(np.median([abs(errors[name]) for name in kept]))
+        limit = max(_LEAST_UNEXPLAINED, _TIMES_USUAL * usual)
+        worst = max(kept, key=lambda name: abs(errors[name]))
+        if abs(errors[worst]) <= limit:
+            unexplained = tuple(name for name in runs if name not in kept)
+            return ConstantsFit(constants=constants, errors=errors, unexplained=unexplained)
+        del kept[worst]
+
+
+def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> Constants:
+    def constants(logarithms: np.ndarray) -> Constants:
+        values = {name: math.exp(min(value, 0.0)) for name, value in zip(free, logarithms, strict=True)}
+        return replace(start, **values)
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        chosen = constants(logarithms)
+        return np.array([math.log1p(error) for run in runs.values() for error in run(chosen).values()])
+
+    first = np.array([math.log(max(getattr(start, name), 1e-9)) for name in free])
+    # Soft L1: a run that something else held up counts by its error, and no longer by the error's square.
+    fit = least_squares(residuals, first, loss="soft_l1", f_scale=SCALE, diff_step=1e-5, ftol=1e-6)
+    return constants(fit.x)
+
+
+def _largest(errors: dict[str, float]) -> float:
+    return max(errors.values(), key=abs)
+
+
+def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:
+    """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`.
+
+    The share of tensor ranks is fitted if the profile has stages with several; the cost of short memory is not fitted.
+
+    Raises ValueError for fewer stages than constants.
+    """
+    runs, software = {}, software_of(profile)
+    for stage in profile.stages:
+        if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor
+            degrees = f"{stage.num_layers} layers, t={stage.tensor}, mb={stage.micro_batch_size}"
+            name = f"{stage.place.value}, {degrees}, {stage.recompute.value}"
+            runs[name] = _stage_errors(profile, stage, gpu, software)
+    several = any(stage.tensor > 1 for stage in profile.stages)
+    absent = {"pressed_efficiency"} if several else {"pressed_efficiency", "tensor_efficiency"}
+    return fit_runs(runs, start, free=[name for name in FITTED if name not in absent])
+
+
+def _stage_errors(profile: Profile, stage: StageTime, gpu: str, software: Software) -> TimeErrors:
+    pipeline, index = 1 if stage.place is StagePosition.ONLY else 3, _INDICES[stage.place]
+    layers = (stage.num_layers,) * pipeline
+    configuration = Configuration(
+        tensor=stage.tensor, pipeline=pipeline, micro_batch_size=stage.micro_batch_size,
+        global_batch_size=stage.micro_batch_size, recompute=stage.recompute,
+        sequence_parallel=profile.sequence_parallel and stage.tensor > 1,
+    )  # fmt: skip
+    cluster = Cluster(gpu=gpu, nodes=1, gpus_per_node=stage.tensor * pipeline)
+    first_principles = FirstPrinciples(replace(profile.model, num_layers=sum(layers)), cluster, software, START)
+
+    def errors(constants: Constants) -> dict[str, float]:
+        costs = first_principles.calibrated(constants).costs(configuration, layers)
+        return {
+            "forward": costs.forward[index] / stage.forward.median - 1,
+            "backward": costs.backward[index] / stage.backward.median - 1,
+        }
+
+    return errors

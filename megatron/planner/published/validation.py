@@ -22,15 +22,15 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from megatron.documents.faults import Boolean, place, sentence
 from megatron.documents.files import read_document
-from megatron.planner.intervals import Interval, NotValidated, Residual, Residuals, interval_of, kind_of
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.estimate import Verdict
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.published.entries import Entry
-from megatron.planner.published.entry_model import Count
-from megatron.planner.published.fit import fit_questions, questions
-from megatron.planner.published.prediction import Prediction
+from megatron.planner.published.entry_parts import Count
+from megatron.planner.published.interval import Interval, NotValidated, interval_of
+from megatron.planner.published.prediction import Prediction, fit_questions, questions
+from megatron.planner.published.residuals import Residual, Residuals, kind_of
 from megatron.planner.time.calibration import Calibration
 
 FEWEST_OTHERS = 8

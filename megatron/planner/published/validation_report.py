@@ -8,9 +8,9 @@ slower than predicted, the error of its time is smaller than the error of its MF
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.intervals import LEVEL, Residual
-from megatron.planner.intervals.interval import without_run, without_source
 from megatron.planner.published.entries import Entry
+from megatron.planner.published.interval import LEVEL, without_run, without_source
+from megatron.planner.published.residuals import Residual
 from megatron.planner.published.validation import TOP, Judged, RowError, TableChoice
 
 PRESSURE = "allocator"  # what the note of an entry says where its authors saw memory pressure

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.planner.job.cluster import Cluster, make_cluster
-from megatron.planner.job.configuration import Configuration
-from megatron.planner.job.sharding import STAGES, Sharding
+from megatron.planner.job.configuration import STAGES, Configuration, Sharding
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
 from megatron.planner.search import rules

@@ -25,7 +25,8 @@ from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.memory import RankMemory
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner
-from megatron.planner.search import delay, rules
+from megatron.planner.search import rules
+from megatron.planner.search.notes import delay_clause
 from megatron.planner.search.outcome import Choice, Kept, Rejected
 from megatron.planner.search.rules import Training
 from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offer, splits
@@ -335,7 +336,7 @@ class _Degrees:
                 slowest = estimate.seconds
             notes = [
                 self._slow_softmax(choice), pressed if verdict.under_pressure else None,
-                delay.clause(estimate.configuration), *remarks(choice),
+                delay_clause(estimate.configuration), *remarks(choice),
             ]  # fmt: skip
             yield Kept(choice=mapped, estimate=estimate, software=software, notes=tuple(filter(None, notes)))
 

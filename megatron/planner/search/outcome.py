@@ -1,25 +1,32 @@
-"""The outcome of a search: every choice considered, kept with an estimate or rejected with a reason.
+"""The outcome of a search: every choice considered, kept with an estimate or rejected with a reason; and of a sweep.
 
 The outcome also has a comparison with training without a pipeline, with weights split over replicas (FSDP, ZeRO-2 and
-3), so that the user sees when no pipeline is better. This project's trainer does not split weights over replicas: the
-outcome names software that does. The best configuration and its script are always for this project's trainer.
+3), so that the user sees when no pipeline is better. This project's trainer does not split weights over replicas: a
+note names software that does (notes.py). The best configuration and its script are always for this project's trainer.
 
 A `Bill` has the days and the cost of a training, for all tokens and for a million tokens. A bill counts iterations
 only: checkpoints, evaluations and restarts come on top.
+
+A sweep has the best configuration for each number of GPUs and each sequence length. More GPUs make a training shorter,
+and more expensive, since GPUs wait more for one another. The front of a sequence length is its Pareto front in time and
+cost. The knee is the point of the front farthest below the chord between the ends of the front, with both axes scaled
+to the front: to the left of the knee a day less costs more than to the right (Satopaa et al. 2011, Finding a "Kneedle"
+in a Haystack). The knee depends on the ends of the front. A front with fewer than three points, or without a bend, has
+no knee.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, make_dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 
-from megatron.planner.intervals import Interval, NotValidated
 from megatron.planner.job.configuration import CHOSEN, KINDS, Configuration
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.job.software import Software
+from megatron.planner.published.interval import Interval, NotValidated
 from megatron.planner.search.space import preset_of
 
 _DAY, _HOUR, _MILLION = 86_400, 3_600, 1_000_000
@@ -256,18 +263,6 @@ OBJECTIVES = tuple(SUPERLATIVES)
 since all GPUs are used. memory: bytes of the fullest GPU, with ties broken by speed."""
 
 
-TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
-"""Systems that split weights over replicas, by ZeRO stage."""
-
-MARGIN_OF_SPLIT, MARGIN_OF_WHOLE = 0.37, 0.2
-"""The relative gain in predicted speed from which split or whole weights are called the better answer
-(docs/planner_sharded.md).
-
-Split weights need the larger margin: the largest error of a published run, 37% (ZeRO-3), which also covers the most
-optimistic prediction, 30% too fast. Whole weights, mostly with a pipeline, need a fifth. Their margin is smaller since
-13 of 18 runs of split weights were predicted too fast: most errors already favour split weights."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WithoutPipeline:
     """The fastest training without a pipeline that fits.
@@ -290,96 +285,112 @@ class WithoutPipeline:
         return self.estimate.configuration.global_batch_size / self.estimate.seconds
 
 
-def described(configuration: Configuration) -> str:
-    """Describe a configuration with split weights in short text."""
-    sharding = configuration.sharding
-    assert sharding is not None
-    parts = [f"t={configuration.tensor}", f"d={configuration.data}"]
-    if sharding.shards < configuration.data:
-        parts.append(f"shards over {sharding.shards}")
-    parts.append(f"microbatches of {configuration.micro_batch_size}")
-    if configuration.recompute.value != "none":
-        parts.append(f"recompute {configuration.recompute.value}")
-    return f"{sharding.name}, {', '.join(parts)}"
+_STRAIGHT = 0.01  # a bend of less than 1% is no knee
 
 
-def without_pipeline_sentence(outcome: Outcome, *, has_script: bool) -> str | None:
-    """The comparison with training without a pipeline as a sentence; None if nothing was compared.
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """The result of one search of a sweep. `best` is None if nothing can run, for the reason in `reason`."""
 
-    `has_script`: whether a script that starts the best configuration was written (best.sh).
+    num_gpus: int
+    sequence_length: int
+    best: Kept | None
+    reason: str = ""
+
+    @property
+    def time(self) -> float:
+        """The days of the whole training; if the number of tokens is not known, the seconds of an iteration."""
+        bill = self.best.bill
+        return self.best.estimate.seconds if bill.days is None else bill.days
+
+    @property
+    def cost(self) -> float:
+        """The money for the whole training or, as in `time`, for an iteration; without a price, the GPU hours."""
+        bill = self.best.bill
+        if bill.days is None:
+            return bill.gpu_hours_per_iteration if bill.cost_per_iteration is None else bill.cost_per_iteration
+        return bill.gpu_hours if bill.cost is None else bill.cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The points of a sweep, by sequence length, then by ascending number of GPUs.
+
+    Attributes:
+        tokens: tokens of the whole training; None: points are compared by iteration, since all iterations have the same
+            number of tokens.
+        currency: the currency of the price; None: no price, so costs are GPU hours.
     """
-    found = outcome.without_pipeline
-    if found is None:
+
+    points: tuple[SweepPoint, ...]
+    tokens: float | None = None
+    currency: str | None = None
+
+    @property
+    def time_name(self) -> str:
+        return "s/iteration" if self.tokens is None else "days"
+
+    @property
+    def cost_name(self) -> str:
+        unit = self.currency or "GPU hours"
+        return f"{unit}/iteration" if self.tokens is None else unit
+
+    @cached_property
+    def curves(self) -> dict[int, tuple[SweepPoint, ...]]:
+        """The points at which a configuration can run, by sequence length."""
+        lengths = dict.fromkeys(point.sequence_length for point in self.points)
+        return {
+            length: tuple(each for each in self.points if each.best is not None and each.sequence_length == length)
+            for length in lengths
+        }
+
+    @cached_property
+    def fronts(self) -> dict[int, tuple[SweepPoint, ...]]:
+        """The Pareto front of time and cost, fastest first, by sequence length."""
+        return {length: tuple(front(points)) for length, points in self.curves.items()}
+
+    @cached_property
+    def knees(self) -> dict[int, SweepPoint]:
+        """The knees by sequence length. A front without a knee has no entry."""
+        found = {length: knee([(each.time, each.cost) for each in points]) for length, points in self.fronts.items()}
+        return {length: self.fronts[length][index] for length, index in found.items() if index is not None}
+
+    def remarks(self, point: SweepPoint) -> tuple[str, ...]:
+        """Remarks on the position of a point on its curve, such as "knee", or the reason why nothing can run."""
+        if point.best is None:
+            return (point.reason,)
+        points, best = self.fronts[point.sequence_length], []
+        if point not in points:
+            other = next(each for each in points if each.time <= point.time and each.cost <= point.cost)
+            return (f"neither faster nor cheaper than {other.num_gpus} GPUs",)
+        if point == points[0]:
+            best.append("fastest")
+        if point == self.knees.get(point.sequence_length):
+            best.append("knee")
+        if point == points[-1]:
+            best.append("cheapest")
+        return tuple(best)
+
+
+def front(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+    """The Pareto front of time and cost, fastest first. Of equal points the one with the fewest GPUs is kept."""
+    found: list[SweepPoint] = []
+    for each in sorted(points, key=lambda point: (point.time, point.cost, point.num_gpus)):
+        if not found or each.cost < found[-1].cost:
+            found.append(each)
+    return found
+
+
+def knee(curve: Sequence[tuple[float, float]]) -> int | None:
+    """The index of the knee of a front of (time, cost) pairs with ascending times; None: no knee. See the module."""
+    if len(curve) < 3:
         return None
-    if found.is_slowed:
-        return (
-            "without a pipeline nothing is left, weights split over replicas (FSDP) included: the allocator would slow "
-            "what fits, and --avoid-pressure leaves that out"
-        )
-    if found.estimate is None:
-        short = "" if found.missing_gib is None else f": the nearest misses {found.missing_gib:.1f} GiB"
-        return f"without a pipeline nothing fits, weights split over replicas (FSDP) included{short}"
-    estimate = found.estimate
-    trained_by = TRAINED_BY[estimate.configuration.sharding.stage]
-    text = (
-        f"without a pipeline: {described(estimate.configuration)} would take ~{estimate.seconds:.3g} s an iteration, "
-        f"{found.sequences_per_second:.3g} sequences/s and {estimate.memory_gib:.1f} GiB"
-    )
-    if estimate.under_pressure:
-        text += " (slowed for want of memory)"
-    if outcome.best is not None:
-        text += f", {_compared(found, outcome)}"
-    return (
-        f"{text}; {', '.join(trained_by[:-1])} and {trained_by[-1]} train so, this project does not"
-        + (", and best.sh starts the best that it trains" if outcome.best is not None and has_script else "")
-    )  # fmt: skip
+    (left, top), (right, bottom) = curve[0], curve[-1]
+    width, height = right - left, top - bottom
 
+    def depth(place: tuple[float, float]) -> float:
+        """The distance below the chord, as a fraction of the height of the curve."""
+        return 1 - (place[0] - left) / width - (place[1] - bottom) / height
 
-def _compared(found: WithoutPipeline, outcome: Outcome) -> str:
-    """The comparison in sequences per second with the fastest ranked configuration, as a clause.
-
-    The best by memory may be slow, so it is not the one compared. The fastest may have no pipeline either.
-    """
-    best: Kept = max(outcome.ranking, key=lambda each: each.sequences_per_second)
-    ratio = found.sequences_per_second / best.sequences_per_second
-    name = "best" if best is outcome.best else "fastest"
-    part = f"{100 * abs(ratio - 1):.1f}%"
-    text = f"{part} {'faster' if ratio > 1 else 'slower'} than the {name} here"
-    if part == "0.0%":
-        text = f"as fast as the {name} here"
-    if found.software is not None and found.software.layers != best.layers:
-        text += f" (with other layers: {found.software.layers}, not {best.layers})"
-    if -MARGIN_OF_WHOLE <= ratio - 1 <= MARGIN_OF_SPLIT:
-        return f"{text}, which is less than such predictions may be off (docs/planner.md)"
-    if best.choice.pipeline == 1:
-        return f"{text}, so {'split' if ratio > 1 else 'whole'} weights are the better answer"
-    return f"{text}, so {'no' if ratio > 1 else 'a'} pipeline is the better answer"
-
-
-def without_pipeline_record(found: WithoutPipeline | None) -> dict | None:
-    """The comparison as a JSON record; None if nothing was compared."""
-    if found is None:
-        return None
-    if found.estimate is None:
-        return {"fits": False, "missing_gib": found.missing_gib, **({"verdict": "slowed"} if found.is_slowed else {})}
-    estimate, configuration = found.estimate, found.estimate.configuration
-    return {
-        "fits": True,
-        "strategy": "fsdp",
-        "trained_by": list(TRAINED_BY[configuration.sharding.stage]),
-        "trained_here": False,
-        "zero_stage": configuration.sharding.stage,
-        "shards": configuration.sharding.shards,
-        "tensor": configuration.tensor,
-        "data": configuration.data,
-        "transformer_impl": found.software and found.software.transformer_impl,
-        "attention": found.software and found.software.attention,
-        "micro_batch_size": configuration.micro_batch_size,
-        "global_batch_size": configuration.global_batch_size,
-        "recompute": configuration.recompute.value,
-        "iteration_seconds": estimate.seconds,
-        "sequences_per_second": found.sequences_per_second,
-        "mfu": estimate.mfu,
-        "memory_gib": estimate.memory_gib,
-        "verdict": estimate.verdict.word,
-    }
+    index = max(range(len(curve)), key=lambda each: depth(curve[each]))
+    return index if depth(curve[index]) > _STRAIGHT else None

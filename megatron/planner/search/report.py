@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from megatron.documents.picture import as_svg, new_figure
 from megatron.planner.job.estimate import LOST
 from megatron.planner.planner import Planner
-from megatron.planner.search import delay
-from megatron.planner.search.outcome import Kept, Outcome, amount
+from megatron.planner.search.notes import delay_sentence, is_delayed
+from megatron.planner.search.outcome import Kept, Outcome, Sweep, SweepPoint, amount
 from megatron.planner.search.report_figures import memory_bars, time_bars, timeline_figures
 from megatron.planner.search.space import offer, offered
-from megatron.planner.search.sweep import Sweep, SweepPoint
 from megatron.planner.search.table import (
     BESIDE,
     SWEEP_TEXTS,
@@ -179,7 +178,7 @@ def html_report(
     parts = []
     if outcome.best is not None:
         parts.append(_best(outcome))
-    delayed = delay.sentence(outcome.kept)
+    delayed = delay_sentence(outcome.kept)
     for note in notes:
         parts.append(_note(note, docs, anchor=' id="delay"' if note == delayed else ""))  # rows link to it
     parts += [f"<h2>The {outcome.superlative} of each schedule</h2>"]
@@ -301,7 +300,7 @@ def _cell(each: Kept, column: Column, text: str) -> str:
 
 
 def _is_delayed(each: Kept) -> bool:
-    return delay.is_delayed(each.choice.schedule, each.estimate.configuration)
+    return is_delayed(each.choice.schedule, each.estimate.configuration)
 
 
 def _page(title: str, summary: Sequence[str], parts: Iterable[str]) -> str:

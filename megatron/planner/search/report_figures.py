@@ -31,7 +31,7 @@ from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
 from megatron.planner.time.iteration import priced
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from megatron.planner.time.steady import without_reductions
 
 FORWARD, BACKWARD, RECOMPUTED, UPDATE = "forward", "backward", "recomputed", "update of weights"

@@ -21,7 +21,7 @@ from megatron.planner.job.refusals import OVERLAPPED, refuse_fp8, refuse_shares
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.schedule_demand import schedule_demand
 from megatron.planner.planner import Planner
-from megatron.planner.search.outcome import Choice, Outcome, Rejected
+from megatron.planner.search.outcome import Choice, Rejected
 from megatron.planner.search.space import PLAIN, Space, fewest_ranks, name_of, offer, splits
 
 
@@ -167,23 +167,6 @@ def with_host_update(configuration: Configuration, training: Training) -> Config
     gradient norm or for overflows."""
     waits = training.clips_gradients or training.scales_loss
     return replace(configuration, host_update=EAGER) if configuration.is_hosted and not waits else configuration
-
-
-def notes_on_hosted(outcome: Outcome) -> tuple[str, ...]:
-    """A note if a search tried other schedules and kept only those with weights on the host."""
-    tried_others = any(_holds_others(each.choice.schedule) for each in outcome.rejected)
-    if tried_others and outcome.kept and all(is_hosted(each.choice.schedule) for each in outcome.kept):
-        needed = min(each.estimate.host.needed_gib for each in outcome.kept)
-        return (
-            f"the model fits only with l2l, which keeps weights, gradients and optimizer in the hosts' memory, from "
-            f"{needed:.3g} GiB a node on (docs/l2l.md)",
-        )
-    return ()
-
-
-def _holds_others(schedule: str | None) -> bool:
-    """Whether a rejected choice names a schedule whose weights stay on devices."""
-    return schedule is not None and not is_hosted(schedule)
 
 
 def is_shared(choice: Choice) -> bool:

@@ -11,7 +11,7 @@ import gc
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
@@ -43,22 +43,6 @@ def mark_differences(kept: Sequence[Kept]) -> tuple[Kept, ...]:
     """The configurations, best first, with their differences from the best in their notes."""
     found = ((each, differences_from_best(each, kept[0])) for each in kept)
     return tuple(replace(each, notes=(*each.notes, *new)) if new else each for each, new in found)
-
-
-def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """A note if not all configurations have the same layers."""
-    schedules: dict[str, list[str]] = {}
-    for each in kept:
-        names = schedules.setdefault(each.layers, [])
-        if each.choice.schedule not in names:
-            names.append(each.choice.schedule)
-    if len(schedules) < 2:
-        return ()
-    parts = "; ".join(f"{what} of {', '.join(names)}" for what, names in schedules.items())
-    return (
-        f"not all have the same layers and attention ({parts}), so their times compare these, too, and not schedules "
-        "alone; --transformer-impl local gives all of them the same",
-    )
 
 
 NUM_SIMULATED = 5

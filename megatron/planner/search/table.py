@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.documents.files import write_whole
 from megatron.documents.tables import plain_table
-from megatron.planner.intervals import LEVEL, Interval, NotValidated
-from megatron.planner.intervals.interval import interval_text, short_number
 from megatron.planner.job.configuration import CHOSEN, SETTINGS, Configuration, remarks
 from megatron.planner.job.estimate import Estimate
 from megatron.planner.memory.memory import GIB
-from megatron.planner.search.outcome import Bill, Choice, Kept, Outcome, Rejected, amount, money
-from megatron.planner.search.sweep import Sweep, SweepPoint
+from megatron.planner.published.interval import LEVEL, Interval, NotValidated, interval_text, short_number
+from megatron.planner.search.outcome import Bill, Choice, Kept, Outcome, Rejected, Sweep, SweepPoint, amount, money
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -46,8 +46,16 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.interleaved import Interleaved, Relay
 from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
-from megatron.planner.time.microbatch_flow import busy_at, busy_at_rank, flow, keeps_up, passage, round_trips
-from megatron.planner.time.stage_times import StageTimes, hides_moves
+from megatron.planner.time.microbatch_flow import (
+    StageTimes,
+    busy_at,
+    busy_at_rank,
+    flow,
+    hides_moves,
+    keeps_up,
+    passage,
+    round_trips,
+)
 
 ClosedForm = Callable[[StageTimes, int], float | None]
 """(stage times, microbatches of a batch) -> seconds from the beginning of a batch to the beginning of the next; None if

@@ -29,7 +29,7 @@ from megatron.planner.memory.parameters import (
 from megatron.planner.time.calibration import Constants, default_constants
 from megatron.planner.time.expert_work import ExpertLayerWork
 from megatron.planner.time.links import Links, Rates, Ring, gathers_shown, num_buckets, reductions_shown
-from megatron.planner.time.stage_times import moving_parts
+from megatron.planner.time.microbatch_flow import moving_parts
 from megatron.planner.time.traffic import CutModel
 from megatron.planner.time.work import Joining, LayerWork, Work
 

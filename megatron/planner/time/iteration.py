@@ -25,7 +25,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.schedule_demand import representative_sizes, resized
 from megatron.planner.time.closed_forms import closed_form_of
 from megatron.planner.time.event_graph import event_graph, has_event_graph
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from megatron.planner.time.steady import has_cycles, steady_seconds, without_reductions
 
 

@@ -26,8 +26,7 @@ from megatron.pipeline.schedules.one_f_one_b import OneForwardOneBackward
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.schedule_demand import resized
 from megatron.planner.time.event_graph import event_graph, has_event_graph
-from megatron.planner.time.microbatch_flow import round_trips
-from megatron.planner.time.stage_times import StageTimes, hides_moves
+from megatron.planner.time.microbatch_flow import StageTimes, hides_moves, round_trips
 
 _MOST = 600  # most stages times microbatches of a batch in a graph; a longer batch continues at the steady rate
 _FEW_RANKS = 16  # most ranks with which the cycle of each update is computed from the rows

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from megatron.documents import counted
 from megatron.elastic.cache import CacheSeconds, measure, reading_pays
-from megatron.elastic.cut import cut_exactly, cut_greedily, cut_that_fits
 from megatron.elastic.pipelines import Layers, most_saved, pipelines
-from megatron.elastic.stages import Arrangement
+from megatron.elastic.stages import Arrangement, cut_exactly, cut_greedily, cut_that_fits
 from megatron.pipeline.placement.topology import Process, this_process
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from megatron import backend
-from megatron.elastic.freeze_rule import LayerNorms
+from megatron.elastic.freezing import LayerNorms, Validation, ValidationWatch
 from megatron.elastic.stages import Arrangement
-from megatron.elastic.validation_watch import Validation, ValidationWatch
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron.elastic.cache import CacheSeconds
-from megatron.elastic.freeze_rule import ByHand
+from megatron.elastic.freezing import ByHand
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.schedules import PRESETS

@@ -9,7 +9,7 @@ from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables
 from megatron.pipeline.start_up import late_weights
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
-from megatron.planner.memory_table import memory_as_dict, memory_table
+from megatron.planner.memory.memory import memory_as_dict, memory_table
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
 from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange

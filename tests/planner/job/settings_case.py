@@ -40,12 +40,12 @@ def change(path: Path) -> None:
 
 def seen(folder: Path) -> dict:
     """Where the fields of a search's best show."""
-    from megatron.commands.grid_search_commands.measure import _configuration
-    from megatron.commands.grid_search_commands.search_script import script_text
+    from megatron.commands.grid_search.measure import _configuration
+    from megatron.commands.grid_search.search_script import script_text
+    from megatron.commands.grid_search.trial_results import TrialEntry, configuration_fields, read_entries
     from megatron.planner import Architecture
     from megatron.planner.search.report import html_report
     from megatron.planner.search.table import records, write_csv, write_jsonl
-    from megatron.planner.trial.results import TrialEntry, configuration_fields, read_entries
     from megatron.trainer.arguments import Platform
     from megatron.trainer.plan.command import Job
     from megatron.trainer.plan.from_flags import software

@@ -8,8 +8,8 @@ import tokenize
 
 import pytest
 
+from megatron.commands.grid_search.trial_results import TrialEntry
 from megatron.planner.job.configuration import CHOSEN, SETTINGS, Configuration
-from megatron.planner.trial.results import TrialEntry
 from tests.commands.in_process import ROOT
 
 

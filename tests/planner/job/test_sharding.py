@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.planner import Configuration
-from megatron.planner.job.sharding import Sharding
+from megatron.planner.job.configuration import Sharding
 
 
 def test_stages_and_shards():

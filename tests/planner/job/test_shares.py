@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Cluster, Configuration
+from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.refusals import refuse_shares
-from megatron.planner.job.sharding import Sharding
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.architecture import Latents, Windows
 from megatron.planner.planner import Planner
@@ -76,9 +76,9 @@ def test_what_a_model_does_not_allow(model, changes, software, reason):
 @pytest.mark.parametrize(
     ("model", "gathers", "reason"),
     [
-        ({"sinks": True}, True, "by trading heads"),
-        ({"windows": Windows(before=7)}, False, "windows by gathered keys; give --cp-comm-type all_gather"),
-        ({"latents": Latents(query_rank=0, key_rank=8, head=8, rotated=4, value=8)}, True, "latents by a ring"),
+        ({"sinks": True}, True, "sinks by a2a alone, which has no price"),
+        ({"windows": Windows(before=7)}, False, "windows by all_gather; give --cp-comm-type all_gather"),
+        ({"latents": Latents(query_rank=0, key_rank=8, head=8, rotated=4, value=8)}, True, "latents by p2p; give"),
     ],
 )
 def test_attention_that_shares_sequences_in_one_way(model, gathers, reason):

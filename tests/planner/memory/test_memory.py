@@ -24,8 +24,7 @@ from megatron.planner import (
     judge,
 )
 from megatron.planner.job.estimate import LOST
-from megatron.planner.memory.memory import _num_sides
-from megatron.planner.memory_table import memory_as_dict, memory_table
+from megatron.planner.memory.memory import _num_sides, memory_as_dict, memory_table
 
 SHAPE = Architecture.gpt3(
     num_layers=8, hidden_size=256, num_attention_heads=4, sequence_length=128, vocabulary_size=1024

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from megatron.planner.job.software import MEGATRON_DEEPSPEED, MEGATRON_V3, PIPEDREAM_2BW
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import REMARKS, Entry, Unpredictable, load_entries, read_entry
-from megatron.planner.published.entry_model import ModelRecord
-from megatron.planner.published.hardware import HardwareRecord
+from megatron.planner.published.entry_parts import HardwareRecord, ModelRecord
 from megatron.planner.published.settings import SettingsRecord
 from tests.planner.published.measured import ALL, BPIPE_TABLE_7, KORTHIKANTI, VTRAIN, changed
 from tests.planner.published.measured import PIPEDREAM_2BW as TABLE_1

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.planner.memory.architecture import Experts
 from megatron.planner.published.entries import Unpredictable, read_entry
-from megatron.planner.published.entry_model import _GPT3_SIZES
+from megatron.planner.published.entry_parts import _GPT3_SIZES
 from tests.planner.published.measured import BPIPE_TABLE_7, MOE, VTRAIN, changed
 from tests.planner.published.measured import PIPEDREAM_2BW as TABLE_1
 

@@ -10,8 +10,7 @@ from megatron.planner import Architecture, Cluster, Configuration
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import read_entry
-from megatron.planner.published.fit import fit_entries, fit_profile
-from megatron.planner.published.prediction import predict
+from megatron.planner.published.prediction import fit_entries, fit_profile, predict
 from megatron.planner.time.calibration import FITTED, START
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import StagePosition

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.planner.job.devices import DEVICES
-from megatron.planner.published.hardware import HardwareRecord, rate_of_node
+from megatron.planner.published.entry_parts import HardwareRecord, rate_of_node
 
 
 def cluster(num_gpus: int = 64, **fields: object):

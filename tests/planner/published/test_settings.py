@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.planner.job.sharding import Sharding
+from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.software import FLEX
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import Entry, read_entry

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.job.sharding import DEEPSPEED, Sharding
+from megatron.planner.job.configuration import Sharding
+from megatron.planner.job.software import DEEPSPEED
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.published.entries import Entry, Unpredictable, read_entry
 from megatron.planner.published.prediction import Prediction, Question, predict

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP
 from megatron.planner.job.software import (
     BIGSCIENCE,
+    DEEPSPEED,
     MEGATRON_2021,
     MEGATRON_CORE,
     MEGATRON_DEEPSPEED,
+    MEGATRON_FSDP,
     MEGATRON_V3,
     TORCHTITAN,
     TORCHTITAN_2025,

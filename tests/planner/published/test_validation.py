@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner.published.entries import read_entry
-from megatron.planner.published.fit import fit_entries
-from megatron.planner.published.prediction import predict
+from megatron.planner.published.prediction import fit_entries, predict
 from megatron.planner.published.validation import Fact, choices, judge_facts, load_facts, row_errors
 from megatron.planner.published.validation_report import validate
 from megatron.planner.time.calibration import Calibration, constants_as_dict, load_calibration

@@ -3,9 +3,9 @@
 from functools import cache
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.intervals.interval import Intervals
 from megatron.planner.job.software import Software
 from megatron.planner.planner import Planner
+from megatron.planner.published.interval import Intervals
 from megatron.planner.search import Outcome, Space, Training, search
 from megatron.planner.search.outcome import Budget
 from megatron.planner.time.calibration import default_constants, load_calibration

@@ -9,10 +9,14 @@ import pytest
 
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.job.software import Software
-from megatron.planner.search import Outcome, delay
-from megatron.planner.search.outcome import without_pipeline_record, without_pipeline_sentence
+from megatron.planner.search import Outcome
+from megatron.planner.search.notes import (
+    beside_ranking,
+    sentences_on_layers,
+    without_pipeline_record,
+    without_pipeline_sentence,
+)
 from megatron.planner.search.report import configurations_table, draw_outcome, html_report
-from megatron.planner.search.search import sentences_on_layers
 from megatron.planner.search.space import delayed, offered
 from megatron.planner.search.table import HEADINGS, cells, records, write_csv
 from tests.planner import made_up
@@ -66,18 +70,18 @@ def test_the_best_is_of_the_ranking(outcome):
 @pytest.mark.parametrize(("gain", "words"), [(1e-5, "as fast"), (-1e-5, "as fast"), (-0.01, "1.0% slower")])
 def test_nothing_is_a_twentieth_of_a_percent_slower(outcome, monkeypatch, gain, words):
     monkeypatch.setattr(type(outcome), "gain", lambda *_: gain)
-    assert f"2bw would be {words};" in delay.beside(outcome)
+    assert f"2bw would be {words};" in beside_ranking(outcome)
     assert cells(outcome.beside[0], None, -1e-5)[1] == "+0.0"
 
 
 def test_what_stands_beside_says_what_it_would_gain(outcome, tmp_path):
     """In its sentence, in the table, on the page and in the records, where it has no rank."""
     gain = outcome.gain(outcome.beside[0])
-    assert delay.beside(outcome) == (
+    assert beside_ranking(outcome) == (
         "beside the ranking stands what delays weights: against the best 2bw would be "
         f"{100 * gain:.1f}% faster; --schedules 2bw ranks them"
     )
-    assert delay.beside(replace(outcome, unasked=frozenset())) is None
+    assert beside_ranking(replace(outcome, unasked=frozenset())) is None
     row = dict(zip(HEADINGS, cells(outcome.beside[0], None, gain), strict=True))
     assert (row["rank"], row["gain, %"], row["schedule"]) == ("beside", f"{100 * gain:+.1f}", "2bw")
     page = configurations_table(outcome, outcome.best_of_schedules(), name="some")

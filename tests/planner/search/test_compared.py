@@ -5,17 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.planner.search.outcome import (
+from megatron.planner.search.notes import (
     MARGIN_OF_SPLIT,
     MARGIN_OF_WHOLE,
     TRAINED_BY,
-    Kept,
-    Outcome,
-    WithoutPipeline,
     described,
     without_pipeline_record,
     without_pipeline_sentence,
 )
+from megatron.planner.search.outcome import Kept, Outcome, WithoutPipeline
 from tests.planner.search.helper import a100, gpt3, run
 
 

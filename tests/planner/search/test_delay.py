@@ -9,7 +9,7 @@ import pytest
 
 from megatron.planner import Configuration
 from megatron.planner.search import Training
-from megatron.planner.search.delay import clause, known_share, sentence, sentences
+from megatron.planner.search.notes import delay_clause, delay_sentence, delay_sentences, known_share
 from tests.planner import made_up
 from tests.planner.search.test_search import SMALL, cluster, run
 
@@ -36,26 +36,26 @@ def configuration(**choices) -> Configuration:
 def test_the_share_is_what_the_first_stage_knows(choices, share):
     predicted = configuration(**{"provisional": "stage", **choices})
     assert known_share(predicted) == share
-    assert clause(predicted) == f"predicts from {share} of a batch"
+    assert delay_clause(predicted) == f"predicts from {share} of a batch"
 
 
 def test_plain_2bw_predicts_from_nothing():
-    assert clause(configuration()) is None
+    assert delay_clause(configuration()) is None
 
 
 def test_sentences_are_of_what_was_kept():
     """One of what the delay costs where there is one; for predictions another, and in each row the share."""
-    assert sentences(run(SMALL, MACHINES, schedules=("flush", "gpipe", "interleaved"), **SPACE).kept) == ()
+    assert delay_sentences(run(SMALL, MACHINES, schedules=("flush", "gpipe", "interleaved"), **SPACE).kept) == ()
     found = run(SMALL, MACHINES, schedules=("flush", "2bw"), **SPACE)
-    (delayed,) = sentences(found.kept)
-    assert delayed == sentence(found.kept) and delayed.startswith(
+    (delayed,) = delay_sentences(found.kept)
+    assert delayed == delay_sentence(found.kept) and delayed.startswith(
         "with 2bw, gradients are taken at weights from before"
     )
     assert "18% more validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
-    assert sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
+    assert delay_sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
     predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), predictions={"provisional": "stage"}, **SPACE)
-    (noted,) = sentences(predicted.kept)
-    assert "prediction from the part" in noted and sentence(predicted.kept) is None
+    (noted,) = delay_sentences(predicted.kept)
+    assert "prediction from the part" in noted and delay_sentence(predicted.kept) is None
     shares = {(each.choice.schedule, any("predicts from" in note for note in each.notes)) for each in predicted.kept}
     assert shares == {("flush", False), ("2bw", True)}
 
@@ -64,20 +64,20 @@ def test_any_schedule_with_delayed_weights_is_named():
     """PipeDream's and one of two batches, by their policies; predictions are for 2bw's alone."""
     untied, training = replace(SMALL, tied_embeddings=False), Training(clips_gradients=False)
     space = SPACE | {"global_batch_size": 8, "training": training}
-    (alone,) = sentences(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
+    (alone,) = delay_sentences(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
     assert alone.startswith("with pipedream, gradients are taken") and "docs/convergence.md" in alone
     assert "2bw-provisional" not in alone
     with made_up.registered():
         found = run(SMALL, MACHINES, schedules=("flush", "2bw", "triple"), **SPACE).kept
-        (several,) = sentences(found)
+        (several,) = delay_sentences(found)
         assert several.startswith(("with 2bw and triple, gradients", "with triple and 2bw, gradients"))
         assert "2bw-provisional" in several
-        assert "2bw-provisional" not in sentence([each for each in found if each.choice.schedule == "triple"])
+        assert "2bw-provisional" not in delay_sentence([each for each in found if each.choice.schedule == "triple"])
 
 
 def test_the_number_is_that_of_the_page():
     """docs/convergence.md has it, for a learning rate that flush bears."""
     found = run(SMALL, MACHINES, schedules=("2bw",), **SPACE)
-    (number,) = re.findall(r"\d+% more", sentence(found.kept))
+    (number,) = re.findall(r"\d+% more", delay_sentence(found.kept))
     page = (Path(__file__).parents[3] / "docs" / "convergence.md").read_text()
     assert f"| +{number.removesuffix(' more')} |" in page

@@ -7,7 +7,7 @@ from megatron.planner.memory.recompute import RecomputeScope
 from megatron.trainer.arguments import parse_args
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role
-from tests.planner.trial.strategies import configurations
+from tests.commands.trial.strategies import configurations
 
 
 @given(configurations())

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster
-from megatron.planner.search import Outcome, Training, rules
+from megatron.planner.search import Outcome, Training
+from megatron.planner.search.notes import notes_on_hosted
 from tests.planner.search.helper import run
 
 DEEP = Architecture.gpt3(
@@ -29,7 +30,7 @@ def test_fits_only_with_l2l_is_a_result():
     best = found.best
     assert best.is_simulated and best.estimate.fits and best.choice.virtual * best.choice.pipeline == 48
     least = min(each.estimate.host.needed_gib for each in found.kept)
-    (sentence,) = rules.notes_on_hosted(found)
+    (sentence,) = notes_on_hosted(found)
     assert "fits only with l2l" in sentence and f"from {least:.3g} GiB a node" in sentence
     argv = best.estimate.configuration.argv()
     assert argv[argv.index("--l2l-update") + 1] == "deferred" and "--l2l-resident-stages" in argv
@@ -41,14 +42,14 @@ def test_where_others_fit_they_stay_as_they_were():
     others = [each for each in beside.kept if each.choice.schedule != "l2l"]
     assert [each.choice for each in others] == [each.choice for each in without.kept] and len(others) < len(beside.kept)
     rates = [each.sequences_per_second for each in beside.kept]
-    assert rates == sorted(rates, reverse=True) and rules.notes_on_hosted(beside) == ()
+    assert rates == sorted(rates, reverse=True) and notes_on_hosted(beside) == ()
 
 
 def test_where_no_others_were_tried_nothing_says_that_it_alone_fits():
     """Of a search for l2l alone, of a model that fits without it too, and of one that does not."""
     for model in (SMALL, DEEP):
         found = searched(model, schedules=("l2l",))
-        assert found.kept and found.rejected and rules.notes_on_hosted(found) == ()
+        assert found.kept and found.rejected and notes_on_hosted(found) == ()
 
 
 def test_updates_are_those_of_the_training_program():

@@ -6,8 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron.planner.search import Outcome, Rejected, delay
+from megatron.planner.search import Outcome, Rejected
 from megatron.planner.search import report_figures as timelines
+from megatron.planner.search.notes import delay_sentences, is_delayed
 from megatron.planner.search.outcome import Choice, Kept
 from megatron.planner.search.report import configurations_table, html_report
 from megatron.planner.search.table import HEADINGS, cells
@@ -28,7 +29,7 @@ def outcome() -> Outcome:
 
 
 def page_of(outcome: Outcome, model=MODEL, machines=MACHINES, **options: object) -> str:
-    given = {"title": "A <title>", "summary": ["one & two"], "notes": delay.sentences(outcome.kept), "docs": DOCS}
+    given = {"title": "A <title>", "summary": ["one & two"], "notes": delay_sentences(outcome.kept), "docs": DOCS}
     return html_report(outcome, lambda _: planner(model, machines, PAPER), **given | options)
 
 
@@ -158,7 +159,7 @@ def test_the_delay_of_the_best_is_said_and_linked(outcome):
     text = page_of(outcome)
     best, note = text.index('<p class="best">'), text.index('<p class="note" id="delay">')
     assert best < note < text.index("<h2>") and "With 2bw" in text[note : note + 60]
-    delayed = sum(delay.is_delayed(each.choice.schedule, each.estimate.configuration) for each in outcome.kept)
+    delayed = sum(is_delayed(each.choice.schedule, each.estimate.configuration) for each in outcome.kept)
     assert page.links.count("#delay") > delayed > 0
     without = Page(page_of(outcome, docs=None))
     assert not [link for link in without.links if link != "#delay"]

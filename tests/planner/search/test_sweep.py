@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.planner.search.outcome import Budget
-from megatron.planner.search.sweep import Sweep, SweepPoint, front, knee
+from megatron.planner.search.outcome import Budget, Sweep, SweepPoint, front, knee
 
 
 def point(num_gpus: int, seconds: float, *, length: int = 1000, tokens=1e9, price=2.0) -> SweepPoint:

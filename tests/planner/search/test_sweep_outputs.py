@@ -8,9 +8,8 @@ import pytest
 from rich.console import Console
 
 from megatron.documents.picture import as_png
-from megatron.planner.search.outcome import amount
+from megatron.planner.search.outcome import Sweep, SweepPoint, amount
 from megatron.planner.search.report import draw_sweep, sweep_page
-from megatron.planner.search.sweep import Sweep, SweepPoint
 from megatron.planner.search.table import sweep_records, sweep_rows, sweep_table
 from tests.planner.search.helper import a100, gpt3, priced, run
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Cluster
-from megatron.planner.job.sharding import Sharding
+from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.software import MEGATRON_CORE
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.planner import Planner

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.planner.sharded.iteration import Lane, Seconds, ShardedCosts, batch_seconds, batch_tasks, ends
+from megatron.planner.sharded import Lane, Seconds, ShardedCosts, batch_seconds, batch_tasks, ends
 from tests import workers
 
 COSTS = ShardedCosts(

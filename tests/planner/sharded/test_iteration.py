@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration, Planner
-from megatron.planner.job.sharding import DEEPSPEED, MEGATRON_FSDP, STAGES, Sharding
-from megatron.planner.job.software import MEGATRON_2021, MEGATRON_CORE, TORCHTITAN, Software
+from megatron.planner.job.configuration import STAGES, Sharding
+from megatron.planner.job.software import DEEPSPEED, MEGATRON_2021, MEGATRON_CORE, MEGATRON_FSDP, TORCHTITAN, Software
 from megatron.planner.memory.parameters import FP8_COPY_BYTES, layer_parameters, matrix_parameters
-from megatron.planner.sharded.iteration import ShardedCosts, sharded_costs, sharded_time
+from megatron.planner.sharded import ShardedCosts, sharded_costs, sharded_time
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profiled import ProfiledCosts
 from tests.planner.profiles import MODEL as PROFILED

@@ -1,6 +1,6 @@
 """Two lanes, each in order; a task waits for its lane and for what it names."""
 
-from megatron.planner.sharded.iteration import Lane, Task, ends
+from megatron.planner.sharded import Lane, Task, ends
 
 C, N = Lane.COMPUTE, Lane.NETWORK
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.planner import Architecture, Cluster, Configuration, Planner
-from megatron.planner.job.sharding import Sharding
+from megatron.planner.job.configuration import Sharding
 from megatron.planner.job.software import MEGATRON_CORE, TORCHTITAN, Software
 from megatron.planner.memory.memory import MemoryParts
 from megatron.planner.memory.parameters import (

@@ -9,7 +9,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.time import CLOSED_FORMS, closed_form
 from megatron.planner.time.closed_forms import closed_form_of
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 from tests.planner import made_up
 from tests.planner.time.test_iteration import configuration
 

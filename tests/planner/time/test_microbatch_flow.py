@@ -7,8 +7,15 @@ from hypothesis import strategies as st
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.time.microbatch_flow import busy_at, busy_at_rank, flow, keeps_up, passage, round_trips
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import (
+    StageTimes,
+    busy_at,
+    busy_at_rank,
+    flow,
+    keeps_up,
+    passage,
+    round_trips,
+)
 from tests.draws import draws
 
 

@@ -3,7 +3,7 @@
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.time.stage_times import StageTimes, hides_moves, moving_parts
+from megatron.planner.time.microbatch_flow import StageTimes, hides_moves, moving_parts
 
 
 def test_moves_are_hidden_behind_one_computation():

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.commands.grid_search.trial_results import predicted_seconds
 from megatron.planner import Configuration
 from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.profile import StagePosition
 from megatron.planner.time.profiled import PASS_OF_STEP, ProfiledCosts, software_of
-from megatron.planner.trial.results import predicted_seconds
 from tests.planner import profiles
 from tests.planner.profiles import CONTENTION, HOST_FUSED, HOST_LOOP, LATENCY, MODEL, TO_HOST, UPDATE, forward
 

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.planner.time.stage_times import StageTimes
+from megatron.planner.time.microbatch_flow import StageTimes
 
 
 def test_edges_have_bytes_and_latency_where_ranks_differ():

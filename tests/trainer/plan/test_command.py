@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from megatron.planner import Configuration
 from megatron.trainer.arguments import Platform, parse_args
 from megatron.trainer.plan.command import PROGRAMS, Job, missing_flags, model_argv
-from tests.planner.trial.strategies import configurations
+from tests.commands.trial.strategies import configurations
 
 CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
 WORDS = (

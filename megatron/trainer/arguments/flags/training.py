@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.elastic.freeze_rule import RULES
+from megatron.elastic.freezing import RULES
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 

@@ -3,7 +3,8 @@
 import argparse
 from collections.abc import Callable
 
-RING, GATHER, HEADS = "p2p", "all_gather", "a2a"
+from megatron.planner.job.refusals import GATHER, HEADS, KNOWN_TO_ENGINE, RING
+
 EXCHANGES = (RING, GATHER, HEADS)
 
 
@@ -105,7 +106,8 @@ _REFUSALS: tuple[_Row, ...] = (
 def context_of_engine(args: argparse.Namespace) -> None:
     """Check that Transformer Engine's attention shares sequences as the flags say; they are for its layers."""
     kind = args.cp_comm_type[0]
-    for is_asked, what, known in _OF_ENGINE:
+    for what, is_asked in _OF_ENGINE.items():
+        known = KNOWN_TO_ENGINE[what]
         if args.context_parallel_size > 1 and is_asked(args) and kind not in known:
             raise ValueError(
                 f"--cp-comm-type {kind}: Transformer Engine's attention shares sequences with {what} by "
@@ -113,9 +115,9 @@ def context_of_engine(args: argparse.Namespace) -> None:
             )
 
 
-_OF_ENGINE: tuple[tuple[Callable[[argparse.Namespace], bool], str, tuple[str, ...]], ...] = (
-    (lambda args: args.window_size is not None, "windows", (GATHER, HEADS)),
-    (lambda args: args.softmax_type != "vanilla", "sinks", (HEADS,)),
-    (lambda args: args.multi_latent_attention, "latents", (RING,)),
-)
-"""(whether the flags ask for it, its name, the exchanges that know it). Latents: all since Transformer Engine 2.15."""
+_OF_ENGINE: dict[str, Callable[[argparse.Namespace], bool]] = {
+    "windows": lambda args: args.window_size is not None,
+    "sinks": lambda args: args.softmax_type != "vanilla",
+    "latents": lambda args: args.multi_latent_attention,
+}
+"""What an attention may have -> whether the flags ask for it."""

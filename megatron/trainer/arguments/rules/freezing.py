@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Iterator
 
 from megatron.documents import counted
-from megatron.elastic.freeze_rule import RULES as FREEZE_RULES
-from megatron.elastic.freeze_rule import FreezeRule, FreezeSettings
+from megatron.elastic.freezing import RULES as FREEZE_RULES
+from megatron.elastic.freezing import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS

@@ -1,1 +1,0 @@
-"""Code that several commands share: parsers, exit statuses, and the flags of schedules and their times."""

@@ -1,0 +1,118 @@
+"""Generation: prediction of the next token of a text, and of a target text from a text, as in the training of T5."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
+from megatron.finetuning.data.files import File
+from megatron.finetuning.data.task import Prepared, Task, most_likely, padded
+
+TEXT = ("text", "content", "sentence", "document")
+
+
+def _prepare_continuation(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    name = file.column(args.text_column, TEXT, "text")
+
+    def rows(file: File) -> Rows:
+        texts = file.texts(name, "text")
+        if args.no_group_texts:
+            tensors = padded(tokenizer, texts, length=args.max_seq_length)
+            labels = _labels(tensors)
+        else:
+            tensors = _grouped(tokenizer, texts, args, file.path)
+            labels = tensors["input_ids"].clone()
+        predicted = labels[:, 1:]
+        return _rows(file, tensors, labels, predicted, _perplexity, "a text of one token has nothing to predict")
+
+    return Prepared(rows)
+
+
+def _labels(encoded: Mapping[str, Tensor]) -> Tensor:
+    """The token ids, with the padding ignored."""
+    return encoded["input_ids"].masked_fill(encoded["attention_mask"] == 0, IGNORED)
+
+
+def _rows(
+    file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str
+) -> Rows:
+    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token."""
+    terms = (predicted != IGNORED).sum(1)
+    if not terms.all():
+        raise ValueError(f"{file.path}, sample {int((terms == 0).nonzero()[0]) + 1}: {fault}; leave it out")
+    tensors = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
+    return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=metrics)
+
+
+def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
+    """The tensors of rows cut from all texts, joined with end tokens; a remainder that fills no row is left out."""
+    ids = [token for text in tokenizer(texts)["input_ids"] for token in _ended(text, tokenizer.eos_token_id)]
+    length = args.max_seq_length
+    if len(ids) < length:
+        raise ValueError(
+            f"{path} has {len(ids)} tokens, which fill no sequence of {length}; give a smaller --max_seq_length"
+        )
+    tokens = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def _ended(text: list[int], end: int | None) -> list[int]:
+    """The token ids of a text with the end token, which some tokenizers add themselves.
+
+    `end` is None if the tokenizer has no end token.
+    """
+    return text if end is None or text[-1:] == [end] else [*text, end]
+
+
+def _perplexity(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+    return {"perplexity": math.exp(min(loss, 700.0))}
+
+
+CAUSAL = Task("AutoModelForCausalLM", _prepare_continuation, new_head=False)
+
+
+SOURCE = ("text", "source", "input", "document", "question", "sentence")
+TARGET = ("target", "summary", "answer", "output", "label")
+
+
+def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    source = file.column(args.text_column, SOURCE, "text")
+    target = file.column(args.target_column, TARGET, "target")
+
+    def rows(file: File) -> Rows:
+        texts, targets = file.texts(source, "text"), file.texts(target, "target")
+        tensors = padded(tokenizer, [args.source_prefix + text for text in texts], length=args.max_seq_length)
+        made = tokenizer(
+            text_target=targets, truncation=True, max_length=args.max_target_length, padding="max_length",
+            return_tensors="pt",
+        )  # fmt: skip
+        labels = _labels(made)
+        return _rows(file, tensors, labels, labels, _matches(labels), "the target has no token")
+
+    return Prepared(rows)
+
+
+def _matches(labels: Tensor) -> Metrics:
+    """A function that computes the shares of correct tokens and of correct whole targets.
+
+    Each token is predicted from the true tokens before it. `labels`: int64 [rows, tokens].
+    """
+
+    def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+        counted = labels != IGNORED
+        right = (predictions["logits"] == labels) & counted
+        return {
+            "token_accuracy": (right.sum() / counted.sum()).item(),
+            "exact_match": torch.eq(right.sum(1), counted.sum(1)).double().mean().item(),
+        }
+
+    return metrics
+
+
+TEXT_TO_TEXT = Task("AutoModelForSeq2SeqLM", _prepare_targets, keep=("logits",), summary=most_likely, new_head=False)

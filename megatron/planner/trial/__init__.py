@@ -1,1 +1,0 @@
-"""Real runs of configurations: started, watched, classified, and compared with predictions. No torch in here."""
