@@ -23,7 +23,7 @@ from megatron.trainer.checkpoint.run_state import Restoration, RunParts
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
 from megatron.trainer.checkpoint.tensor_rows import REPEATED, tensors_of
 from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, sources_of
-from megatron.trainer.files.quantized_weights import BUFFERS, WeightsFolder
+from megatron.trainer.files.safetensors_files import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
 """Bytes that are read at once."""

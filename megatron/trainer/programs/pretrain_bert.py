@@ -30,7 +30,7 @@ def model_provider(args: TrainConfig, config):
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
     from megatron.core.utils import get_model_config
-    from megatron.trainer.data.bert import bert_inputs, bert_loss
+    from megatron.trainer.data.masked import bert_inputs, bert_loss
 
     batch = next(data_iterator)
     output = model(**bert_inputs(batch))
@@ -40,7 +40,7 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.bert import bert_fields, build_bert_datasets, loss_names
+    from megatron.trainer.data.masked import bert_fields, build_bert_datasets, loss_names
     from megatron.trainer.start_up.program import TrainingProgram
 
     return TrainingProgram(

@@ -29,8 +29,8 @@ def model_provider(args: TrainConfig, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.trainer.data.masked import t5_inputs
     from megatron.trainer.data.microbatches import language_model_loss
-    from megatron.trainer.data.t5 import t5_inputs
 
     batch = next(data_iterator)
     output = model(**t5_inputs(batch))
@@ -39,7 +39,7 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.t5 import build_t5_datasets, t5_fields
+    from megatron.trainer.data.masked import build_t5_datasets, t5_fields
     from megatron.trainer.start_up.program import TrainingProgram
 
     return TrainingProgram(
