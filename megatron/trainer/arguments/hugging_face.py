@@ -14,8 +14,8 @@ from pathlib import Path
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
 from megatron.trainer.arguments.config_parts import Facts, present
-from megatron.trainer.arguments.flags.attention import layers_with_windows, window_of
 from megatron.trainer.arguments.flags.experts import layers_with_experts
+from megatron.trainer.arguments.flags.model import layers_with_windows, window_of
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.arguments.rules.run import settled_schedule
+from megatron.trainer.arguments.rules.schedule import settled_schedule
 from megatron.trainer.models import core_config
 from megatron.trainer.plan import from_flags
 

@@ -22,7 +22,7 @@ from megatron.trainer.arguments import Platform, parse_args, resolve_platform, v
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.rules import data, model, optimizer
+from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
@@ -334,7 +334,7 @@ def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
 
 # --- what a command line does not say ---------------------------------------------------------------------------------
 
-_RULES = (model.required, optimizer.learning_rate, data.data, data.text)
+_RULES = (model.required, run.learning_rate, data.data, data.text)
 
 
 def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:

@@ -16,22 +16,19 @@ from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
 from megatron.trainer.arguments.flags import (
-    attention,
     data,
     experts,
-    megatron_lm,
     model,
     output,
     parallel,
     refusals,
-    t5,
     training,
 )
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
-    attention.ATTENTION,
+    model.ATTENTION,
     model.MULTI_TOKEN,
     experts.EXPERTS,
     parallel.PIPELINE,
@@ -47,7 +44,7 @@ GROUPS: tuple[Group, ...] = (
     data.CONVERSATIONS,
     data.TOKENIZER,
     model.BERT,
-    t5.T5,
+    model.T5,
     model.CLASSIFICATION,
     model.VISION,
     output.CHECKPOINT,
@@ -179,8 +176,8 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
     namespace.unknown, namespace.unread = mistakes, []
     seen = set()
-    for name, values in megatron_lm.by_flag(extra):
-        elsewhere = megatron_lm.table().get(name)
+    for name, values in refusals.by_flag(extra):
+        elsewhere = refusals.table().get(name)
         taken = elsewhere.takes(values) if elsewhere else len(values) if name else 0
         if elsewhere:
             _judge(elsewhere, values[:taken], namespace)
@@ -195,7 +192,7 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.
     return namespace
 
 
-def _judge(flag: megatron_lm.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
+def _judge(flag: refusals.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
     """A sentence about a flag that only Megatron-LM knows, among the mistakes or among the notes (`unread`)."""
     try:
         asks = flag.asks(values)
