@@ -37,7 +37,7 @@ from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+from megatron.trainer.start_up.run import setup_model_and_optimizer
 
 if TYPE_CHECKING:
     from benchmarks.transition import Job

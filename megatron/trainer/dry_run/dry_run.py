@@ -42,8 +42,8 @@ from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.arrangement import cut_model, decide, degrees_of, evictors
 from megatron.trainer.plan.from_flags import prove
-from megatron.trainer.plan.rank_mapping import cut_model, decide, degrees_of, evictors
 from megatron.trainer.report.log import packages_not_here
 
 # --- files of data, tokenizer and checkpoint --------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def forward_step(data_iterator, model):
 def program():
     """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.masked import build_t5_datasets, t5_fields
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

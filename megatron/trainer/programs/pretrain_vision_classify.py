@@ -40,7 +40,7 @@ def program():
     """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.classification import build_vision_datasets, vision_fields
     from megatron.trainer.models.classifiers import loss_names
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

@@ -1,7 +1,7 @@
 """Start-up of a rank: machine, process groups, seeds.
 
 Ranks are found through torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT). Between
-`rendezvous` and `join_process_group` plan/rank_mapping.py may assign them anew. A single process needs no launcher and
+`rendezvous` and `join_process_group` plan/arrangement.py may assign them anew. A single process needs no launcher and
 opens no port.
 """
 
