@@ -29,10 +29,10 @@ from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
+    RunParts,
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import complete

@@ -9,7 +9,6 @@ Face folder (`write_hugging_face`). No process group and no model is needed.
 from __future__ import annotations
 
 import itertools
-import itertools
 import math
 import os
 import pickle

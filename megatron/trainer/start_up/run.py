@@ -28,16 +28,15 @@ from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
-from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.pipeline.runtime.stages.megatron.core_update import LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
-from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
-from megatron.trainer.checkpoint.run_state import RunParts
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, RunParts
 from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training
