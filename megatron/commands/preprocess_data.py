@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from megatron.commands.common import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
-from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags import files as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
 from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer

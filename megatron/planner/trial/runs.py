@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.planner.time.profile import Spread
 from megatron.planner.trial.results import Result, ResultsFile, Settings, Status, TrialEntry, configuration_fields
-from megatron.processes.job import End, end_left, run_job
+from megatron.processes import End, end_left, run_job
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
 

@@ -34,7 +34,7 @@ from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
-from megatron.processes.job import MARK, end_marked, mark_of
+from megatron.processes import MARK, end_marked, mark_of
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS
 

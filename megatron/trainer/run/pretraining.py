@@ -56,8 +56,8 @@ from megatron.trainer.report.log import Reporter, configure_logging
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.initialize import prepare_outputs
 from megatron.trainer.start_up.optimizer import choose_kernel
-from megatron.trainer.start_up.room import prepare_outputs
 from megatron.trainer.start_up.run import (
     ModelAndOptimizer,
     Run,

@@ -43,8 +43,8 @@ from megatron.trainer.models.gpt import build_chunks, wrap_for_training
 from megatron.trainer.plan import arrangement, from_flags
 from megatron.trainer.report.log import Reporter
 from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, LOSS, SAVED_ACTIVATIONS
+from megatron.trainer.start_up.initialize import require_room
 from megatron.trainer.start_up.optimizer import build_optimizer
-from megatron.trainer.start_up.room import require_room
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.decisions import ChangeDecisions

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.planner.trial.results import Status
 from megatron.planner.trial.runs import classify
-from megatron.processes.job import End
+from megatron.processes import End
 
 LAUNCHER = """
 E1121 20:00:00.0 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: {code}) local_rank: 0 (pid: 12)

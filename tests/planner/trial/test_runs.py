@@ -10,7 +10,7 @@ from megatron.planner import Configuration
 from megatron.planner.trial import runs as module
 from megatron.planner.trial.results import ResultsFile, Status, TrialEntry
 from megatron.planner.trial.runs import METRICS, Runs, collect, iteration_seconds, measure
-from megatron.processes.job import End
+from megatron.processes import End
 from megatron.trainer.arguments import parse_args
 
 ENTRIES = [

@@ -17,10 +17,9 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
 from megatron.trainer.arguments.flags import (
-    data,
     experts,
+    files,
     model,
-    output,
     parallel,
     refusals,
     training,
@@ -84,8 +83,8 @@ _Unread = make_dataclass(
 class TrainConfig(
     model.Model, model.Attention, model.MultiToken, experts.Experts, parallel.Pipeline, parallel.Distributed,
     training.Freezing, training.Batch, training.Regularization, training.LearningRate, training.Precision,
-    training.EightBits, training.Recompute, data.Data, data.Conversations, data.Tokenizer, model.Bert,
-    model.EncoderDecoder, model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags,
+    training.EightBits, training.Recompute, files.Data, files.Conversations, files.Tokenizer, model.Bert,
+    model.EncoderDecoder, model.Classification, model.Vision, files.Checkpoint, files.Logging, files.DryRunFlags,
     Derived, _Unread,
 ):  # fmt: skip
     """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""

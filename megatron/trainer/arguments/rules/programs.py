@@ -7,8 +7,8 @@ refused by name.
 import argparse
 from collections.abc import Mapping
 
-from megatron.trainer.arguments.flags import data as data_flags
 from megatron.trainer.arguments.flags import experts, model
+from megatron.trainer.arguments.flags import files as file_flags
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
@@ -24,7 +24,7 @@ _OWNERS = (
     (model.ATTENTION, ("gpt",), "pretrain_gpt.py"),
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.MULTI_TOKEN, ("gpt",), "pretrain_gpt.py"),
-    (data_flags.CONVERSATIONS, ("gpt",), "pretrain_gpt.py"),
+    (file_flags.CONVERSATIONS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
     (model.T5, ("t5",), "pretrain_t5.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
@@ -150,7 +150,7 @@ def classifier(args: argparse.Namespace) -> None:
     refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
     if args.architecture == "vit":
         refuse_values(args, _REFUSALS_OF_VIT)
-        for each in data_flags.TOKENIZER.flags:
+        for each in file_flags.TOKENIZER.flags:
             if each.dest in args.given:
                 raise ValueError(f"{each.name}: images have no tokenizer; leave the flag out")
     else:
