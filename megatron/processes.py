@@ -39,10 +39,10 @@ import psutil
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
-def end_with_parent() -> None:
-    """Make the system send SIGTERM to this process when its parent ends. A no-op on systems other than Linux."""
+def end_with_parent(by: int = signal.SIGTERM) -> None:
+    """Make the system send the signal `by` to this process when its parent ends; a no-op on other systems than Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 MARK = "PIPELINE_JOB"

@@ -16,7 +16,7 @@ from megatron.documents.files import read_document
 from megatron.trainer.arguments.config_parts import Facts, present
 from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.arguments.flags.model import layers_with_windows, window_of
-from megatron.trainer.arguments.flags.parser import FLAGS, destinations
+from megatron.trainer.arguments.flags.parser import FLAGS, PROGRAMS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
@@ -156,7 +156,7 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     return take_over(args, model, folder / "config.json")
 
 
-_PROGRAMS = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+_PROGRAMS = {architecture: PROGRAMS[architecture][0] for architecture in ("gpt", "bert")}
 """Architectures with models that can be converted, and the programs that train them."""
 
 

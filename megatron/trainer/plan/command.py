@@ -19,6 +19,7 @@ from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags import parser
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
@@ -26,11 +27,8 @@ from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
-PROGRAMS = {
-    "gpt": ("pretrain_gpt.py", {}),
-    "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
-}
-"""By architecture: the program and its defaults."""
+PROGRAMS = {architecture: parser.PROGRAMS[architecture] for architecture in ("gpt", "bert")}
+"""The programs that a search knows, as in `parser.PROGRAMS`."""
 
 SOURCES = frozenset(destinations(Role.SOURCE))
 """Destinations of flags that say which samples there are."""

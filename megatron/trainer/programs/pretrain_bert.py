@@ -12,9 +12,10 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.run import entry
 
-DEFAULTS = {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
+DEFAULTS = PROGRAMS["bert"][1]
 
 
 def model_provider(args: TrainConfig, config):

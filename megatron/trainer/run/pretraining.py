@@ -35,7 +35,7 @@ from megatron.trainer.arguments.flags.config import (
 )
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
-from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.arguments.flags.specification import Role, name_of
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
 from megatron.trainer.arguments.rules.data import split_shares
 from megatron.trainer.changes.decisions import ChangeDecisions
@@ -191,7 +191,7 @@ def without_data(args: TrainConfig) -> list[str]:
             continue
         what = f"there are no {SPLITS[index]} data"
         if index == 1 and is_meant and asks:
-            flags = " ".join(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in asks)
+            flags = " ".join(f"{name_of(name)} {getattr(args, name)}" for name in asks)
             raise ValueError(f"{flags}: {what}, so nothing is evaluated; {_remedy(args)}, or give --eval-iters 0")
         few = f": --split {args.split} leaves them no document" if is_meant else ""
         notes.append(f"{what}{few}, so {'the run evaluates nothing' if index == 1 else 'nothing is tested at the end'}")

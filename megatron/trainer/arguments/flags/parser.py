@@ -52,6 +52,17 @@ GROUPS: tuple[Group, ...] = (
     refusals.IGNORED,
     refusals.REFUSED,
 )
+PROGRAMS: dict[str, tuple[str, dict]] = {
+    "gpt": ("pretrain_gpt.py", {}),
+    "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "t5": ("pretrain_t5.py", {"architecture": "t5", "tokenizer_type": "BertWordPieceCase"}),
+    "vit": ("pretrain_vision_classify.py", {"architecture": "vit"}),
+    "bert-classify": (
+        "finetune_bert.py",
+        {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLowerCase"},
+    ),
+}
+"""Architecture -> the program that trains it, and the program's defaults that differ from the flags'."""
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
 _HEAD = "flags cannot be used here"
 

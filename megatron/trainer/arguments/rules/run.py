@@ -18,7 +18,7 @@ def paths(args: argparse.Namespace) -> None:
     """Refuse an empty path (of an unset shell variable): it names no place, and does not leave the flag out."""
     for name in _PATHS:
         if getattr(args, name) == "":
-            raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
+            raise ValueError(f"{name_of(name)} is empty; name a path or leave the flag out")
 
 
 def length(args: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
         return ()
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
         if getattr(args, name):
-            raise ValueError(f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other; keep one")
+            raise ValueError(f"--step-batch-size-schedule and {name_of(name)} exclude each other; keep one")
     steps = parse_steps(args.step_batch_size_schedule, seq_length=args.seq_length)
     last = steps[-1][1]
     if args.global_batch_size not in (None, last):
@@ -99,7 +99,7 @@ def checkpoint(args: argparse.Namespace) -> list[str]:
         raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
     for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
         if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --load")
+            raise ValueError(f"{name_of(name)} needs --load")
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         return [
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
@@ -123,7 +123,7 @@ def dry_run(args: argparse.Namespace) -> None:
     if args.dry_run is None:
         for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "assume_packages", "dry_run_json"):
             if name in args.given:
-                raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
+                raise ValueError(f"{name_of(name)} needs --dry-run, the number of GPUs of the job")
         return
     if args.dry_run_host_memory is not None and choice_of(args).residency is None:
         raise ValueError(
@@ -184,7 +184,7 @@ def learning_rate(args: argparse.Namespace) -> None:
     ):
         small, large = getattr(args, low), getattr(args, high)
         if small is not None and large is not None and small > large:
-            raise ValueError(f"--{low.replace('_', '-')} {small} is greater than --{high.replace('_', '-')} {large}")
+            raise ValueError(f"{name_of(low)} {small} is greater than {name_of(high)} {large}")
     by_samples = args.train_samples is not None
     wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
     for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):

@@ -136,7 +136,7 @@ def relay(args: argparse.Namespace) -> None:
         for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):
             if name in args.given:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(args, name)} is about weights on the host, and "
+                    f"{name_of(name)} {getattr(args, name)} is about weights on the host, and "
                     f"{schedule} has them on the device; use l2l, or leave it out"
                 )
         return
