@@ -40,7 +40,7 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent(by: int = signal.SIGTERM) -> None:
-    """Make the system send the signal `by` to this process when its parent ends; a no-op on other systems than Linux."""
+    """Make Linux send the signal `by` to this process when its parent ends; a no-op on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
