@@ -80,9 +80,7 @@ def test_the_trainers_rooms_have_an_order():
 
 def test_what_plans_imports_no_torch():
     """Neither torch nor megatron.core, also not within a function."""
-    planning = [
-        name for name in MODULES.paths if name.startswith(tuple(f"megatron.{room}" for room in WITHOUT_TORCH))
-    ]
+    planning = [name for name in MODULES.paths if name.startswith(tuple(f"megatron.{room}" for room in WITHOUT_TORCH))]
     assert len(planning) > 100
     heavy = {
         (name, each)
