@@ -93,7 +93,7 @@ def _model_of(config: Mapping[str, object]) -> Model:
 
 
 def _require_known_quantization(quantization: object) -> None:
-    """Raise ValueError where weights are quantized in another way than `files.quantized_weights` reads."""
+    """Raise ValueError where weights are quantized in another way than `files.safetensors_files` reads."""
     if not quantization:
         return
     asked = quantization if isinstance(quantization, Mapping) else {}
