@@ -33,7 +33,7 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights, by their name in a header."""
 _OTHERS = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I64": torch.int64, "BOOL": torch.bool}
-"""Dtypes of what `quantized_weights` reads, and of buffers."""
+"""Dtypes of quantized weights, and of buffers."""
 _LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 

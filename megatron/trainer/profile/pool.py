@@ -39,7 +39,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan.command import PROGRAMS
 
 if TYPE_CHECKING:
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
 _START_TIMEOUT = 300.0  # importing torch on a busy machine
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|bad_alloc")
