@@ -293,7 +293,8 @@ class Loop:
             stage.evaluation_iterator = iterator
         losses = evaluate(run.engine, args, self._agree_to_stop)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
-            run.consumed_valid_samples += _evaluation_samples(args)
+            samples = _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
+            run.consumed_valid_samples += args.eval_iters * samples
         if losses is None:
             return False
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
@@ -350,11 +351,8 @@ class Loop:
 def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool]) -> dict[str, float] | None:
     """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
 
-    Args:
-        engine: drained; its stage has the evaluation's iterator.
-        agree_to_stop: collective question after every batch, whether any rank wants to stop.
-
-    Returns None if the evaluation was broken off.
+    `engine`: drained, and its stages have the evaluation's iterators. `agree_to_stop`: asked on all ranks after every
+    batch, whether any rank wants to stop; then the evaluation is broken off, and None is returned.
     """
     sums: dict[str, tuple[float, float]] = {}
     num_microbatches = _num_microbatches(args)
@@ -368,11 +366,6 @@ def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[
         if agree_to_stop():
             return None
     return {name: numerator / max(denominator, 1.0) for name, (numerator, denominator) in sums.items()}
-
-
-def _evaluation_samples(args: TrainConfig) -> int:
-    """The samples that one evaluation takes, over all replicas."""
-    return args.eval_iters * _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
 
 
 def _num_microbatches(args: TrainConfig) -> int:
