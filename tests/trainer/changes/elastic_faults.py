@@ -52,7 +52,7 @@ def no_memory_for_gradients(run: Run) -> Callable[[], None]:
 
 def an_arrangement_that_cannot_be(run: Run) -> Callable[[], None]:
     """Rank 1 says so; the others have taken it over."""
-    return _breaks(run, 1, change, "arrange", ValueError("no such ranks"))
+    return _breaks(run, 1, change, "arranged", ValueError("no such ranks"))
 
 
 def one_state_that_cannot_be_held(run: Run) -> Callable[[], None]:
