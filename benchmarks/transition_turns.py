@@ -29,15 +29,15 @@ from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
+    RunParts,
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+from megatron.trainer.start_up.run import setup_model_and_optimizer
 
 if TYPE_CHECKING:
     from benchmarks.transition import Job

@@ -199,12 +199,12 @@ def _from_checkpoint(options: argparse.Namespace) -> None:
     from megatron.trainer.arguments.hugging_face import config_of, model_of, read_config
     from megatron.trainer.checkpoint.conversion import (
         CheckpointWeights,
+        RankFilesWeights,
         write_checkpoint,
         write_hugging_face,
     )
     from megatron.trainer.checkpoint.directory import locate
     from megatron.trainer.checkpoint.loader import read_common_state
-    from megatron.trainer.checkpoint.rank_files import RankFilesWeights
     from megatron.trainer.checkpoint.tensor_rows import tensors_of
 
     old = _old_format(options.source, options.ckpt_step)

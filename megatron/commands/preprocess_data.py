@@ -8,7 +8,7 @@ Each line is a JSON object; empty lines are left out. Each of `--json-keys` beco
 depend on the number of workers. The files appear under their names only when they are complete.
 
 For BERT, `--split-sentences` keeps a document as a list of sentences, in `PREFIX_KEY_sentence`. If a key has a list of
-texts, each text is a sentence; a single text is split by the rules of megatron/trainer/data/sentences.py.
+texts, each text is a sentence; a single text is split by the rules of megatron/trainer/files/text_files.py.
 """
 
 import argparse
@@ -30,11 +30,11 @@ from dataclasses import dataclass
 
 from megatron.documents import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
-from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags import files as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
 from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
 from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
-from megatron.trainer.data.sentences import LONGEST_SENTENCE, split_sentences
+from megatron.trainer.files.text_files import LONGEST_SENTENCE, split_sentences
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

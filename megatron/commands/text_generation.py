@@ -89,8 +89,7 @@ def load_model(args: TrainConfig) -> tuple:
     """
     from megatron.core.utils import unwrap_model
     from megatron.pipeline.runtime.stages.megatron.auxiliary import predict_next_token_only
-    from megatron.trainer.checkpoint.checkpoint import load_checkpoint
-    from megatron.trainer.checkpoint.run_state import RunParts
+    from megatron.trainer.checkpoint.checkpoint import RunParts, load_checkpoint
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
     from megatron.trainer.models import core_config
     from megatron.trainer.models.gpt import build_chunks, gpt_model

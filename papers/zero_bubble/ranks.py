@@ -22,7 +22,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import model_argv
-from megatron.trainer.profile.tasks import StagePlan
+from megatron.trainer.profile.pool import StagePlan
 
 _WARM_UP = 3
 
@@ -54,7 +54,7 @@ def measure_halves(args: dict) -> list[dict]:
 def _row(args: dict, place: str, dtype: str, scope: RecomputeScope) -> dict:
     from megatron.core import parallel_state
     from megatron.trainer.profile.measurements import build_lone_stage
-    from megatron.trainer.profile.tasks import prepare, training_program
+    from megatron.trainer.profile.pool import prepare, training_program
 
     plan = _plan(args, place, dtype, scope)
     flags = plan.arguments()

@@ -1,6 +1,5 @@
 """tools/grid_search.py search: what it takes, prints and writes, and that the training program accepts its best."""
 
-import importlib
 import json
 import re
 import shlex
@@ -15,7 +14,7 @@ from megatron.commands.grid_search import search as search_command
 from megatron.commands.grid_search import search_inputs as inputs
 from megatron.planner.job.devices import DEVICES
 from megatron.trainer.arguments import Platform
-from megatron.trainer.plan.command import PROGRAMS, Job
+from megatron.trainer.plan.command import Job
 from tests.commands.in_process import ROOT
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
 
@@ -281,14 +280,6 @@ def test_a_part_of_each_node_has_that_part_of_the_network(run):
     whole, notes = best("--nodes", 4, "--network", 100)
     assert whole["iteration_seconds"] < half["iteration_seconds"] and not notes
     assert best()[1] == []
-
-
-@pytest.mark.parametrize("architecture", PROGRAMS)
-def test_programs_have_these_defaults(architecture):
-    """What a job assumes of its program is what the program says."""
-    program, defaults = PROGRAMS[architecture]
-    module = importlib.import_module(f"megatron.trainer.programs.{program.removesuffix('.py')}")
-    assert getattr(module, "DEFAULTS", {}) == defaults
 
 
 def test_flags_of_any_model_survive():

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from megatron.processes.forked import map_forked, num_processors
+from megatron.processes import map_forked, num_processors
 
 TABLE = {}  # what a new process would not have
 
@@ -95,7 +95,7 @@ def test_a_copy_ends_with_the_process_that_made_it():
     """Killed, it can end nobody."""
     program = (
         "import os, time\n"
-        "from megatron.processes.forked import map_forked\n"
+        "from megatron.processes import map_forked\n"
         "here = os.getpid()\n"
         "def wait(_):\n"
         "    if os.getpid() != here:\n"

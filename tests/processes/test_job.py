@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from megatron.processes.job import end_left, run_job
+from megatron.processes import end_left, run_job
 
 FAMILY = """
 import os, subprocess, sys, time
@@ -64,7 +64,7 @@ def start_measuring(tmp_path, job):
     """A process that measures in `tmp_path` for ever, and the number of its job's process, which runs `job`."""
     code = (
         "from pathlib import Path; from sys import argv, executable; "
-        "from megatron.processes.job import run_job; here = Path(argv[2]); "
+        "from megatron.processes import run_job; here = Path(argv[2]); "
         "run_job([executable, '-c', argv[1]], log=here / 'log.txt', timeout=600, directory=here, folder=here)"
     )
     environment = {**os.environ, "PYTHONPATH": os.getcwd()}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron.processes.job import Job as MarkedJob
+from megatron.processes import Job as MarkedJob
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 

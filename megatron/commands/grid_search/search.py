@@ -61,7 +61,7 @@ from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
-from megatron.processes.forked import num_processors
+from megatron.processes import num_processors
 from megatron.trainer.plan.command import Job
 
 TAKES_FLAGS = True  # those of the training programs

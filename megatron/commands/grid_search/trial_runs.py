@@ -21,7 +21,7 @@ from megatron.commands.grid_search.trial_results import (
     configuration_fields,
 )
 from megatron.planner.time.profile import Spread
-from megatron.processes.job import End, end_left, run_job
+from megatron.processes import End, end_left, run_job
 
 METRICS, LOG, SCRIPT = "metrics.jsonl", "log.txt", "run.sh"
 

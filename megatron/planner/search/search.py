@@ -25,7 +25,7 @@ from megatron.planner.search.explore import Explorer, Refusal
 from megatron.planner.search.outcome import Choice, Kept, Outcome, Rejected
 from megatron.planner.search.rules import Training, is_shared
 from megatron.planner.search.space import Space
-from megatron.processes.forked import map_forked
+from megatron.processes import map_forked
 
 _BESIDES: dict[str, Callable[[Kept], str]] = {
     "layers": lambda each: each.layers,

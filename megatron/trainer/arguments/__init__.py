@@ -24,7 +24,6 @@ from megatron.trainer.arguments.rules import (
     run,
     schedule,
     stages,
-    t5,
     without_effect,
 )
 
@@ -32,16 +31,15 @@ __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "res
 
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
-    t5.shape,
     hugging_face.load_hf,
     *model.RULES,
     attention.attention,
     experts.experts,
     context.context,
-    *schedule.RULES,
+    schedule.pipeline_program,
     *stages.RULES,
     *programs.RULES,
-    t5.t5,
+    programs.t5,
     freezing.flags,
     *run.RULES,
     experts.counted_tokens,

@@ -14,9 +14,9 @@ from pathlib import Path
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
 from megatron.trainer.arguments.config_parts import Facts, present
-from megatron.trainer.arguments.flags.attention import layers_with_windows, window_of
 from megatron.trainer.arguments.flags.experts import layers_with_experts
-from megatron.trainer.arguments.flags.parser import FLAGS, destinations
+from megatron.trainer.arguments.flags.model import layers_with_windows, window_of
+from megatron.trainer.arguments.flags.parser import FLAGS, PROGRAMS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
@@ -93,7 +93,7 @@ def _model_of(config: Mapping[str, object]) -> Model:
 
 
 def _require_known_quantization(quantization: object) -> None:
-    """Raise ValueError where weights are quantized in another way than `files.quantized_weights` reads."""
+    """Raise ValueError where weights are quantized in another way than `files.safetensors_files` reads."""
     if not quantization:
         return
     asked = quantization if isinstance(quantization, Mapping) else {}
@@ -156,7 +156,7 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     return take_over(args, model, folder / "config.json")
 
 
-_PROGRAMS = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+_PROGRAMS = {architecture: PROGRAMS[architecture][0] for architecture in ("gpt", "bert")}
 """Architectures with models that can be converted, and the programs that train them."""
 
 

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.trainer.arguments.flags import megatron_lm
+from megatron.trainer.arguments.flags import refusals
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, describe_default
 from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.without_effect import FLAG_OF, ROWS, Idle
@@ -101,7 +101,7 @@ def _by_reason(*, refused: bool) -> Iterator[str]:
     for flag in FLAGS:
         if reason := flag.refused if refused else flag.ignored:
             flags.setdefault(reason, []).append(flag.name)
-    for flag in megatron_lm.table().values():
+    for flag in refusals.table().values():
         if flag.refused == refused:
             flags.setdefault(flag.reason, []).append(flag.name)
     for reason, names in flags.items():

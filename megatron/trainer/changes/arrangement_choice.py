@@ -43,9 +43,8 @@ from megatron.trainer.changes.times import (
     share_of_output_layer,
 )
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Outlook, arranged, batch_size
+from megatron.trainer.plan.arrangement import Outlook, arranged, batch_size, degrees_of, pipelines_in_a_row
 from megatron.trainer.plan.from_flags import prove
-from megatron.trainer.plan.rank_mapping import degrees_of, pipelines_in_a_row
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.prefix_cache import PrefixCache

@@ -52,13 +52,13 @@ from megatron.trainer.changes.state_in_memory import Moved, hand_over, hold_run
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
 from megatron.trainer.plan.arrangement import Change, arranged
 from megatron.trainer.start_up.initialize import make_groups
-from megatron.trainer.start_up.model_and_optimizer import (
+from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.run import (
     ModelAndOptimizer,
+    Run,
     build_engine,
     setup_model_and_optimizer,
 )
-from megatron.trainer.start_up.optimizer import choose_kernel
-from megatron.trainer.start_up.run import Run
 
 # --- gradient buffers, released during a change -----------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import num_samples
-from megatron.trainer.start_up.model_and_optimizer import model_config
+from megatron.trainer.plan.arrangement import model_config
 
 logger = logging.getLogger(__name__)
 

@@ -40,9 +40,9 @@ from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_g
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.changes.exchange import Exchange, Piece, dtype_name, pieces_of, share_memory
 from megatron.trainer.changes.transfer_plan import Box, Shape, TensorPart, plan_moves
+from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts, run_state
 from megatron.trainer.checkpoint.loader import is_extra_state
 from megatron.trainer.checkpoint.optimizer_state import ELEMENT_RANGES, ElementRange, stays
-from megatron.trainer.checkpoint.run_state import Restoration, RunParts, run_state
 from megatron.trainer.checkpoint.state import memory_metadata, optimizer_state, own_random_state
 
 PIECE_BYTES = 64 * 1024 * 1024

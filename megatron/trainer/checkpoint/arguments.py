@@ -18,9 +18,9 @@ from collections.abc import Collection, Iterator
 import torch
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.arguments.flags.attention import ATTENTION, OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_state
 from megatron.trainer.arguments.flags.experts import EXPERTS, has_experts
+from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
 from megatron.trainer.arguments.flags.specification import Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF

@@ -18,12 +18,12 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.hugging_face import difference, facts_of, model_of, read_config
+from megatron.trainer.checkpoint.checkpoint import Restoration, RunParts
 from megatron.trainer.checkpoint.loader import is_extra_state
-from megatron.trainer.checkpoint.run_state import Restoration, RunParts
 from megatron.trainer.checkpoint.state import loading_metadata, with_copies
 from megatron.trainer.checkpoint.tensor_rows import REPEATED, tensors_of
 from megatron.trainer.checkpoint.tensor_table import Piece, Tensor, canonical, sources_of
-from megatron.trainer.files.quantized_weights import BUFFERS, WeightsFolder
+from megatron.trainer.files.safetensors_files import BUFFERS, WeightsFolder
 
 BLOCK = 32 * 2**20
 """Bytes that are read at once."""

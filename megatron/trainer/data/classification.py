@@ -18,8 +18,8 @@ from megatron.core import parallel_state
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import data_paths
-from megatron.trainer.data.bert import check_tokenizer
 from megatron.trainer.data.datasets import Datasets, num_samples
+from megatron.trainer.data.masked import check_tokenizer
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.files import image_files, text_files
 

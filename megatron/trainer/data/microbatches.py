@@ -9,9 +9,7 @@ an iterator of its own.
 """
 
 import atexit
-import ctypes
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,10 +20,9 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.pipeline.start_up.core_version import installed_core
+from megatron.processes import end_with_parent
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.stages import stage_of_further_layers
-
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +132,7 @@ def _start_worker(_: int) -> None:
     """
     name_cut_files()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # elsewhere torch's own watch over the parent takes seconds
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(by=signal.SIGKILL)  # torch's own watch over the parent takes seconds
 
 
 class MicrobatchIterator:

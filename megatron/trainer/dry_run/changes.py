@@ -30,8 +30,7 @@ from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.arrangement_choice import ArrangementChoice, memory_of_ranks
 from megatron.trainer.changes.arrangement_choice import bytes_in_change as within_change
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.arrangement import Outlook, arranged, iterations_to_the_end
-from megatron.trainer.plan.rank_mapping import degrees_of
+from megatron.trainer.plan.arrangement import Outlook, arranged, degrees_of, iterations_to_the_end
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.pipeline.check import ProgramError
@@ -23,10 +24,24 @@ from megatron.pipeline.placement.cost import count_crossing
 from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
-from megatron.planner import RankMemory, Verdict, device_gib, estimate_memory, judge
-from megatron.planner.job.devices import DEVICES
+from megatron.pipeline.program.instruction import Lane
+from megatron.planner import (
+    DEVICES,
+    Activations,
+    Cluster,
+    Configuration,
+    RankMemory,
+    Verdict,
+    device_gib,
+    estimate_memory,
+    judge,
+)
 from megatron.planner.job.refusals import refuse_recipe, refuse_units
+from megatron.planner.memory.hosted import HOST, Hosting
+from megatron.planner.memory.node_memory import crowds, host_bytes, judge_host, largest_model
 from megatron.planner.memory.parameters import stage_parameters
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner.time.iteration import priced
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
@@ -35,15 +50,14 @@ from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
-from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import planned_changes
-from megatron.trainer.dry_run.text import DryRun, print_dry_run, to_dict
+from megatron.trainer.dry_run.text import DryRun, HostedRun, print_dry_run, to_dict
 from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
 from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.arrangement import cut_model, decide, degrees_of, evictors
 from megatron.trainer.plan.from_flags import prove
-from megatron.trainer.plan.rank_mapping import cut_model, decide, degrees_of, evictors
 from megatron.trainer.report.log import packages_not_here
 
 # --- files of data, tokenizer and checkpoint --------------------------------------------------------------------------
@@ -115,7 +129,7 @@ def run_dry(args: argparse.Namespace, prog: str) -> int:
                 json.dump(to_dict(result), stream, indent=1)
         if refused := _refusal(result):
             raise ValueError(refused)
-        if result.hosted and (refused := hosted.refusal(result.hosted, args.dry_run_host_memory)):
+        if result.hosted and (refused := _refusal_of_hosts(result.hosted, args.dry_run_host_memory)):
             raise ValueError(refused)
     except (ValueError, ProgramError) as error:
         sys.stdout.flush()
@@ -142,6 +156,16 @@ def _refusal(result: DryRun) -> str | None:
     return (
         f"{result.moment(result.fullest_change)} pipeline rank {verdict.rank} {_misses(verdict, there)}; "
         f"{_remedy_of_change(result.args)}"
+    )
+
+
+def _refusal_of_hosts(run: HostedRun, given: float) -> str | None:
+    """The reason why nodes with so many GiB cannot hold the job, in a sentence."""
+    if run.verdict is None or run.verdict.fits:
+        return None
+    return (
+        f"node {run.verdict.node} misses {-run.verdict.spare_gib:.1f} GiB of the {given:g} GiB of "
+        "--dry-run-host-memory; use fewer layers, fewer replicas on a node, more nodes, or more memory"
     )
 
 
@@ -200,7 +224,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         notes=notes,
         warnings=warnings,
         changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
-        hosted=hosting and hosted.hosted_run(args, hosting, memory, layers, placement),
+        hosted=hosting and _hosted_run(args, hosting, memory, layers, placement),
     )
 
 
@@ -227,9 +251,6 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
     return TrainConfig.of(args), notes
 
 
-# --- memory
-
-
 def _judge(args: TrainConfig, memory: tuple[RankMemory, ...]) -> Verdict | None:
     return (
         None
@@ -240,7 +261,77 @@ def _judge(args: TrainConfig, memory: tuple[RankMemory, ...]) -> Verdict | None:
     )
 
 
-# --- placement
+# --- weights on the host ----------------------------------------------------------------------------------------------
+
+_LANES = {Lane.COMPUTE: "device", Lane.H2D: "to device", Lane.D2H: "from device", Lane.HOST: "host optimizer"}
+
+
+def _hosted_run(
+    args: TrainConfig,
+    hosting: Hosting,
+    memory: Sequence[RankMemory],
+    layers: Sequence[int],
+    placement: PlacementReport,
+) -> HostedRun:
+    """The findings of a dry run about weights that live on the host."""
+    experts = from_flags.expert_degrees(args)
+    nodes = crowds(placement.degrees, placement.mapping, placement.topology.node_of_slot, experts)
+    shape, state, given = from_flags.architecture(args), from_flags.training_state(args), args.dry_run_host_memory
+    largest = None
+    if given is not None:
+        boundary = Activations(shape, from_flags.activation_setting(args)).boundary
+        largest = largest_model(
+            shape, state, nodes, given, tensor=args.tensor_model_parallel_size, num_ranks=args.schedule.num_ranks,
+            stash_of_layer=hosting.num_microbatches * boundary if hosting.stash == HOST else 0.0,
+            experts=experts,
+        )  # fmt: skip
+    seconds, lanes = _times(args, hosting, layers)
+    return HostedRun(
+        hosting=hosting,
+        node_bytes=tuple(host_bytes(memory, nodes)),
+        verdict=None if given is None else judge_host(memory, nodes, given),
+        largest=largest,
+        seconds=seconds,
+        lanes=lanes,
+    )
+
+
+def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[float | None, dict[str, float]]:
+    """Seconds of an iteration and of its lanes, on GPUs of a name as if all were in one node; else None and none."""
+    if args.dry_run_gpu not in DEVICES:
+        return None, {}
+    schedule = args.schedule
+    residency, p = schedule.residency, schedule.num_ranks
+    # Ranks with different numbers of stages have no configuration, and beside hosted weights neither shared sequences
+    # nor experts have a price.
+    if schedule.num_stages % p or args.context_parallel_size > 1 or args.num_experts is not None:
+        return None, {}
+    configuration = Configuration(
+        tensor=args.tensor_model_parallel_size, pipeline=p, data=args.data_parallel_size,
+        virtual=schedule.num_stages // p, micro_batch_size=args.micro_batch_size,
+        global_batch_size=hosting.num_microbatches * args.micro_batch_size * args.data_parallel_size,
+        schedule=args.pipeline_schedule, sequence_parallel=args.sequence_parallel, layers=tuple(layers),
+        resident_stages=residency.stages, host_update=residency.update, stash=hosting.stash,
+        gathers_fetch=args.l2l_fetch == "shares",
+    )  # fmt: skip
+    cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
+    costs = FirstPrinciples(from_flags.architecture(args), cluster, from_flags.software(args)).costs(
+        configuration, layers
+    )
+    seconds = costs.seconds(schedule.num_stages)
+    few = min(hosting.num_microbatches, 2 * p)  # all microbatches take alike
+    lanes: dict[str, float] = {}
+    for row in schedule.build((few,)).rows:
+        busy = dict.fromkeys(_LANES.values(), 0.0)
+        for each in row:
+            if each.kind.row.lane in _LANES and each.kind in seconds:
+                times = 1 if each.microbatch is None else hosting.num_microbatches / few
+                busy[_LANES[each.kind.row.lane]] += times * seconds[each.kind][each.stage]
+        lanes = {name: max(value, lanes.get(name, 0.0)) for name, value in busy.items()}
+    return priced(costs, configuration, schedule).seconds, lanes
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
 
 
 def place(args: TrainConfig) -> tuple[PlacementReport, list[str], list[Process]]:

@@ -1,6 +1,7 @@
 """What a dry run found, as a record, for people and for programs."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.documents import counted
@@ -9,15 +10,33 @@ from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables
 from megatron.pipeline.start_up import late_weights
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
+from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.memory import memory_as_dict, memory_table
+from megatron.planner.memory.node_memory import HostVerdict, LargestModel
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
-from megatron.trainer.dry_run import hosted
 from megatron.trainer.dry_run.changes import PlannedChange
-from megatron.trainer.dry_run.hosted import HostedRun
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.metrics import flops_per_sample
 
 _MOST_NODES = 16  # that are shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostedRun:
+    """Attributes:
+    hosting: how.
+    node_bytes: of the memory of each node that has ranks.
+    verdict, largest: for the memory of --dry-run-host-memory; None where it was not given, or not a layer fits.
+    seconds: of an iteration, by the planner; lanes: of each lane, what it is busy for on the rank where it is longest;
+        empty where no GPU was named.
+    """
+
+    hosting: Hosting
+    node_bytes: tuple[float, ...]
+    verdict: HostVerdict | None
+    largest: LargestModel | None
+    seconds: float | None
+    lanes: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +107,7 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     say(*_memory_lines(result))
     if result.hosted:
         show("memory of the host, estimated")
-        say(*hosted.lines(result.hosted, result.memory))
+        say(*_host_lines(result.hosted, result.memory))
     if args.changes and not args.skip_train:
         show("changes of the pipeline, at most")
         say(*_change_lines(result))
@@ -172,6 +191,35 @@ def _verdict_lines(result: DryRun, verdict: Verdict, where: str) -> list[str]:
     return lines
 
 
+def _host_lines(run: HostedRun, memory: Sequence[RankMemory]) -> list[str]:
+    """Lines about weights that live on the host."""
+    parts = [rank.host for rank in memory]
+    fullest = max(parts, key=lambda each: each.total)
+    said = [
+        f"of its host a rank takes {fullest.total / GIB:.2f} GiB: weights {fullest.weights / GIB:.2f}, gradients "
+        f"{fullest.gradients / GIB:.2f}, optimizer {fullest.optimizer / GIB:.2f}, inputs {fullest.stash / GIB:.2f}; "
+        f"the fullest node {max(run.node_bytes) / GIB:.2f} GiB"
+    ]
+    if run.verdict is None:
+        said.append("--dry-run-host-memory says whether nodes have it, and the largest model for it")
+    else:
+        word = "leaves" if run.verdict.fits else "misses"
+        said.append(
+            f"host: {'fits' if run.verdict.fits else 'out of memory'}; node {run.verdict.node} {word} "
+            f"{abs(run.verdict.spare_gib):.1f} GiB"
+        )
+        said.append(
+            "not even a layer on each rank fits into the host's memory"
+            if run.largest is None
+            else f"the largest model of this shape for it: {run.largest.num_layers} layers, "
+            f"{run.largest.num_parameters / 1e9:.4g} billion parameters"
+        )
+    if run.seconds is not None:
+        busy = ", ".join(f"{name} {100 * each / run.seconds:.0f}%" for name, each in run.lanes.items())
+        said.append(f"an iteration is estimated at {run.seconds:.3g} s, of which lanes are busy: {busy}")
+    return said
+
+
 def _change_lines(result: DryRun) -> list[str]:
     if not result.changes:
         return ["nothing changes: no interval freezes a layer or finds a pipeline that is faster"]
@@ -226,7 +274,7 @@ def to_dict(result: DryRun) -> dict:
         ],
         "notes": result.notes,
         "warnings": result.warnings,
-        **({"host": hosted.to_dict(result.hosted, result.memory)} if result.hosted else {}),
+        **({"host": _host_to_dict(result.hosted, result.memory)} if result.hosted else {}),
     }
 
 
@@ -242,4 +290,19 @@ def _verdict(result: DryRun) -> dict | None:
         "rank": verdict.rank,
         "spare_gib": verdict.free_gib,
         "iteration": change and change.iteration,
+    }
+
+
+def _host_to_dict(run: HostedRun, memory: Sequence[RankMemory]) -> dict:
+    """The findings about the host, for JSON: bytes and seconds, and GiB where the name says so."""
+    verdict, largest = run.verdict, run.largest
+    return {
+        "resident_stages": run.hosting.stages,
+        "stash": run.hosting.stash,
+        "node_bytes": list(run.node_bytes),
+        "rank_bytes": [{**vars(rank.host), "total": rank.host.total} for rank in memory],
+        "verdict": verdict and {"node": verdict.node, "fits": verdict.fits, "spare_gib": verdict.spare_gib},
+        "largest_model": largest and {"num_layers": largest.num_layers, "num_parameters": largest.num_parameters},
+        "iteration_seconds": run.seconds,
+        "lane_seconds": run.lanes,
     }

@@ -1,14 +1,17 @@
-"""Texts with classes in files, plain or compressed (.gz, .bz2, .xz).
+"""Texts in files, and the sentences of a text. This module imports no torch.
 
-A file has JSON lines with `text` and `label`; or it is a table with tabs whose first line has the columns `text` (or
-`sentence`, as in GLUE) and `label`. This module imports no torch.
+A file of texts with classes, plain or compressed (.gz, .bz2, .xz), has JSON lines with `text` and `label`; or it is a
+table with tabs whose first line has the columns `text` (or `sentence`, as in GLUE) and `label`.
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.documents.files import ending, open_text, require_characters
+
+# --- texts with classes -----------------------------------------------------------------------------------------------
 
 _TEXT = ("text", "sentence")
 _LABEL = "label"
@@ -90,3 +93,49 @@ def _table(path: Path, lines: Sequence[str]) -> Iterator[Sample]:
                 f"{path}, line {number} has {len(fields)} columns, not {len(columns)}; write no tab in texts"
             )
         yield fields[of_text], fields[of_label]
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+LONGEST_SENTENCE = 512
+"""The largest number of tokens of a sentence. megatron.core ignores a document of several sentences with a longer one.
+"""
+
+ABBREVIATIONS = frozenset(
+    """
+    mr mrs ms dr prof rev gen col sgt capt st sr jr vs etc cf al e.g i.e viz no vol fig figs eq eqs sec ch pp ed eds
+    approx dept est inc ltd co corp jan feb mar apr jun jul aug sep sept oct nov dec u.s u.k a.m p.m
+    """.split()  # noqa: SIM905
+)
+
+_PARAGRAPHS = re.compile(r"\n[^\S\n]*\n\s*")
+_BORDER = re.compile(
+    r"""
+    (?P<end> [.!?]+ ["'”’)\]}]* )
+    \s+
+    (?= ["'“‘(\[{]* (?P<first> \w ) )
+    """,
+    re.VERBOSE,
+)
+_LAST_WORD = re.compile(r"([^\s\"'“‘(\[{]*)$")
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of `text` in order, without surrounding white space and without empty sentences."""
+    sentences = []
+    for paragraph in _PARAGRAPHS.split(text):
+        start = 0
+        for border in _BORDER.finditer(paragraph):
+            if not border["first"].islower() and _ends_sentence(paragraph[start : border.start()], border["end"]):
+                sentences.append(paragraph[start : border.end("end")])
+                start = border.end()
+        sentences.append(paragraph[start:])
+    return [stripped for sentence in sentences if (stripped := sentence.strip())]
+
+
+def _ends_sentence(before: str, end: str) -> bool:
+    """Whether the mark `end` after the words `before` ends a sentence, and not only an abbreviation."""
+    if end != ".":
+        return True
+    word = _LAST_WORD.search(before)[1]
+    return not (word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper()))

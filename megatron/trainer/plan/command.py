@@ -19,18 +19,16 @@ from megatron.planner import Architecture, Configuration
 from megatron.planner.job.configuration import SETTINGS
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags import parser
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.rules import data, model, optimizer
+from megatron.trainer.arguments.rules import data, model, run
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
-PROGRAMS = {
-    "gpt": ("pretrain_gpt.py", {}),
-    "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
-}
-"""By architecture: the program and its defaults."""
+PROGRAMS = {architecture: parser.PROGRAMS[architecture] for architecture in ("gpt", "bert")}
+"""The programs that a search knows, as in `parser.PROGRAMS`."""
 
 SOURCES = frozenset(destinations(Role.SOURCE))
 """Destinations of flags that say which samples there are."""
@@ -334,7 +332,7 @@ def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
 
 # --- what a command line does not say ---------------------------------------------------------------------------------
 
-_RULES = (model.required, optimizer.learning_rate, data.data, data.text)
+_RULES = (model.required, run.learning_rate, data.data, data.text)
 
 
 def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:

@@ -54,9 +54,8 @@ from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, 
 from megatron.trainer.models.core_config import params_dtype
 from megatron.trainer.models.gpt import num_parameters
 from megatron.trainer.plan import from_flags
-from megatron.trainer.start_up.model_and_optimizer import Update, setup_model_and_optimizer
 from megatron.trainer.start_up.optimizer import KERNELS, choose_kernel
-from megatron.trainer.start_up.program import TrainingProgram
+from megatron.trainer.start_up.run import TrainingProgram, Update, setup_model_and_optimizer
 
 _NUM_STAGES = 3
 _STAGE_OF_POSITION = {

@@ -25,8 +25,15 @@ from megatron.planner.time.profile import (
     TransferTime,
     UpdateTime,
 )
-from megatron.trainer.profile.pool import MeasuringError, MeasuringTask, Pool, working_counts
-from megatron.trainer.profile.tasks import HostPlan, StagePlan, TransferPlan
+from megatron.trainer.profile.pool import (
+    HostPlan,
+    MeasuringError,
+    MeasuringTask,
+    Pool,
+    StagePlan,
+    TransferPlan,
+    working_counts,
+)
 
 TRANSFER_SIZES = tuple(2**exponent for exponent in range(12, 27, 2))  # 4 KiB to 64 MiB
 COPY_SIZES = tuple(2**exponent for exponent in range(12, 27, 7))  # 4 KiB, 512 KiB, 64 MiB

@@ -13,9 +13,10 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="finetune_bert.py: ended by SIGINT")  # before what takes long to import
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.run import entry
 
-DEFAULTS = {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLowerCase"}
+DEFAULTS = PROGRAMS["bert-classify"][1]
 
 
 def model_provider(args: TrainConfig, config):
@@ -41,7 +42,7 @@ def program():
     """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.classification import build_text_datasets, text_fields
     from megatron.trainer.models.classifiers import loss_names
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

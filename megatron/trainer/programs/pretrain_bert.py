@@ -12,9 +12,10 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_bert.py: ended by SIGINT")  # before what takes long to import
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.run import entry
 
-DEFAULTS = {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}
+DEFAULTS = PROGRAMS["bert"][1]
 
 
 def model_provider(args: TrainConfig, config):
@@ -30,7 +31,7 @@ def model_provider(args: TrainConfig, config):
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
     from megatron.core.utils import get_model_config
-    from megatron.trainer.data.bert import bert_inputs, bert_loss
+    from megatron.trainer.data.masked import bert_inputs, bert_loss
 
     batch = next(data_iterator)
     output = model(**bert_inputs(batch))
@@ -40,8 +41,8 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.bert import bert_fields, build_bert_datasets, loss_names
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.data.masked import bert_fields, build_bert_datasets, loss_names
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

@@ -47,7 +47,7 @@ def datasets_provider(args: TrainConfig, tokenizer):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider, forward_step=forward_step, datasets_provider=datasets_provider

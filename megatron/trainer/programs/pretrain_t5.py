@@ -12,9 +12,10 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_t5.py: ended by SIGINT")  # before what takes long to import
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.run import entry
 
-DEFAULTS = {"architecture": "t5", "tokenizer_type": "BertWordPieceCase"}
+DEFAULTS = PROGRAMS["t5"][1]
 
 
 def model_provider(args: TrainConfig, config):
@@ -29,8 +30,8 @@ def model_provider(args: TrainConfig, config):
 
 def forward_step(data_iterator, model):
     """Megatron's contract: (output, loss function of the output) of one microbatch."""
+    from megatron.trainer.data.masked import t5_inputs
     from megatron.trainer.data.microbatches import language_model_loss
-    from megatron.trainer.data.t5 import t5_inputs
 
     batch = next(data_iterator)
     output = model(**t5_inputs(batch))
@@ -39,8 +40,8 @@ def forward_step(data_iterator, model):
 
 def program():
     """What a run is put together from: a `TrainingProgram`."""
-    from megatron.trainer.data.t5 import build_t5_datasets, t5_fields
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.data.masked import build_t5_datasets, t5_fields
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

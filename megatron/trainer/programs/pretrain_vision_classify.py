@@ -12,9 +12,10 @@ if __name__ == "__main__":
     interrupt.end_at_interrupt(says="pretrain_vision_classify.py: ended by SIGINT")  # before what is slow to import
 
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.run import entry
 
-DEFAULTS = {"architecture": "vit"}
+DEFAULTS = PROGRAMS["vit"][1]
 
 
 def model_provider(args: TrainConfig, config):
@@ -40,7 +41,7 @@ def program():
     """What a run is put together from: a `TrainingProgram`."""
     from megatron.trainer.data.classification import build_vision_datasets, vision_fields
     from megatron.trainer.models.classifiers import loss_names
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(
         model_provider=model_provider,

@@ -32,7 +32,7 @@ from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.ranks import StopSignal
 
 if TYPE_CHECKING:
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
 
 def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | None = None) -> int:

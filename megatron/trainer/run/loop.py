@@ -17,7 +17,9 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import change_arrangement
@@ -28,7 +30,6 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
-from megatron.trainer.run.evaluation import evaluate, evaluation_samples
 from megatron.trainer.start_up.run import Run
 
 STOP = 1
@@ -292,7 +293,8 @@ class Loop:
             stage.evaluation_iterator = iterator
         losses = evaluate(run.engine, args, self._agree_to_stop)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
-            run.consumed_valid_samples += evaluation_samples(args)
+            samples = _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
+            run.consumed_valid_samples += args.eval_iters * samples
         if losses is None:
             return False
         run.reporter.evaluation(name, run.iteration, losses, seconds=time.perf_counter() - start)
@@ -344,6 +346,30 @@ class Loop:
                     write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
         run.update.close()
+
+
+def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool]) -> dict[str, float] | None:
+    """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
+
+    `engine`: drained, and its stages have the evaluation's iterators. `agree_to_stop`: asked on all ranks after every
+    batch, whether any rank wants to stop; then the evaluation is broken off, and None is returned.
+    """
+    sums: dict[str, tuple[float, float]] = {}
+    num_microbatches = _num_microbatches(args)
+    of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # which nothing has without a backward
+    for _ in range(args.eval_iters):
+        for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
+            if name in of_backwards:
+                continue
+            numerator, denominator = sums.get(name, (0.0, 0.0))
+            sums[name] = (numerator + batch_sum, denominator + batch_count)
+        if agree_to_stop():
+            return None
+    return {name: numerator / max(denominator, 1.0) for name, (numerator, denominator) in sums.items()}
+
+
+def _num_microbatches(args: TrainConfig) -> int:
+    return args.global_batch_size // args.batch_sizes.samples_per_microbatch
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:

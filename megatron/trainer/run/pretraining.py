@@ -35,8 +35,9 @@ from megatron.trainer.arguments.flags.config import (
 )
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import destinations
-from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.arguments.flags.specification import Role, name_of
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
+from megatron.trainer.arguments.rules.data import split_shares
 from megatron.trainer.changes.decisions import ChangeDecisions
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
 from megatron.trainer.checkpoint.checkpoint import (
@@ -47,24 +48,23 @@ from megatron.trainer.checkpoint.checkpoint import (
 )
 from megatron.trainer.checkpoint.hugging_face import load_hugging_face
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
+from megatron.trainer.data.datasets import SPLITS
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
-from megatron.trainer.plan.arrangement import iterations_to_the_end
-from megatron.trainer.plan.rank_mapping import RankAssignment, assign_rank
+from megatron.trainer.plan.arrangement import RankAssignment, assign_rank, iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
 from megatron.trainer.report.metrics import flops_per_sample
-from megatron.trainer.run.evaluation import without_data
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import (
+from megatron.trainer.start_up.initialize import prepare_outputs
+from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.run import (
     ModelAndOptimizer,
+    Run,
+    TrainingProgram,
     build_engine,
     setup_model_and_optimizer,
 )
-from megatron.trainer.start_up.optimizer import choose_kernel
-from megatron.trainer.start_up.program import TrainingProgram
-from megatron.trainer.start_up.room import prepare_outputs
-from megatron.trainer.start_up.run import Run
 
 # --- a run is put together --------------------------------------------------------------------------------------------
 
@@ -173,6 +173,33 @@ def _load(args: TrainConfig, built: ModelAndOptimizer, reporter: Reporter) -> Ch
     elif args.load is not None:
         reporter.say(f"--load {args.load} holds no checkpoint yet: starting from iteration 0")
     return position
+
+
+def without_data(args: TrainConfig) -> list[str]:
+    """Notes on evaluations that the run would make, and has no data for (`has_split`).
+
+    Raises ValueError where the flags ask for evaluations by name, and nobody has said that there are no data for them.
+    """
+    if not args.eval_iters:
+        return []
+    if args.skip_train and not any(args.has_split[1:]):
+        raise ValueError(f"--skip-train evaluates, and there are no validation or test data; {_remedy(args)}")
+    notes, asks = [], [name for name in ("eval_interval", "eval_iters") if name in args.given]
+    for index in (1, 2):
+        is_meant = args.split is not None and split_shares(args.split)[index] > 0
+        if args.has_split[index] or not (is_meant or (index == 1 and asks)):
+            continue
+        what = f"there are no {SPLITS[index]} data"
+        if index == 1 and is_meant and asks:
+            flags = " ".join(f"{name_of(name)} {getattr(args, name)}" for name in asks)
+            raise ValueError(f"{flags}: {what}, so nothing is evaluated; {_remedy(args)}, or give --eval-iters 0")
+        few = f": --split {args.split} leaves them no document" if is_meant else ""
+        notes.append(f"{what}{few}, so {'the run evaluates nothing' if index == 1 else 'nothing is tested at the end'}")
+    return notes
+
+
+def _remedy(args: TrainConfig) -> str:
+    return "give --valid-data-path" if args.split is None else f"give more text, or another --split than {args.split}"
 
 
 def _describe(args: TrainConfig, reporter: Reporter, stages: list[MegatronStage], position: CheckpointPosition) -> None:

@@ -1,26 +1,266 @@
-"""The record of a run on one rank."""
+"""A run on one rank: the program that it trains, its part of the model with the optimizer, the engine, and the record.
+
+A run has one `ModelAndOptimizer` at a time: the rank's chunks with their optimizer, weight update and stages. If the
+pipeline changes while it trains, the run builds another, and the learned state moves from one to the other as it does
+through a checkpoint. The engine drives the stages.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron import backend
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.pipeline.placement.topology import this_process
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
+from megatron.pipeline.runtime.activations.transfers import DeferredBytes
+from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
-from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter
-from megatron.trainer.data.microbatches import MicrobatchIterator
+from megatron.pipeline.runtime.failure.errors import AgreedError
+from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
+from megatron.pipeline.runtime.stages.megatron.core_update import LayersOfParameters
+from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
+from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
+from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+from megatron.pipeline.schedules import PipelineSchedule
+from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, RunParts
+from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
+from megatron.trainer.models import core_config
+from megatron.trainer.models.gpt import build_chunks, wrap_for_training
+from megatron.trainer.plan import arrangement, from_flags
 from megatron.trainer.report.log import Reporter
-from megatron.trainer.start_up.model_and_optimizer import ModelAndOptimizer, Update
-from megatron.trainer.start_up.program import TrainingProgram
+from megatron.trainer.report.metrics import ALLOCATED, DEFERRED, LOSS, SAVED_ACTIVATIONS
+from megatron.trainer.start_up.initialize import require_room
+from megatron.trainer.start_up.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from megatron.trainer.changes.decisions import ChangeDecisions
     from megatron.trainer.changes.prefix_cache import PrefixCache
+    from megatron.trainer.data.datasets import Datasets
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
+    """The losses of a GPT: that of its tokens, those of further tokens, and those of its routers."""
+    of_tokens = (LOSS, *loss_names(args.mtp_num_layers))
+    if args.num_experts is None:
+        return of_tokens
+    factors = dict(zip(args.moe_router_load_balancing_type, args.moe_aux_loss_coeff, strict=False))
+    factors["z_loss"] = args.moe_z_loss_coeff
+    return (*of_tokens, *(name for kind, name in ROUTER_LOSSES.items() if factors.get(kind)))
+
+
+ModelProvider = Callable[..., torch.nn.Module]
+"""Megatron's `provider(pre_process, post_process)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingProgram:
+    """What is trained, whatever the flags.
+
+    Attributes:
+        model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
+            called for each stage of the rank, with a configuration by which each stage has a rank of its own.
+        forward_step: Megatron's `forward_step(data_iterator, model)`.
+        datasets_provider: `datasets_provider(args, tokenizer)` returns the `Datasets` of this rank; an architecture
+            without text has no tokenizer.
+        fields_provider: `fields_provider(args)` returns the parts of a microbatch.
+        loss_names: `loss_names(args)` returns what the forward step's loss function reports; "lm loss" or "loss" is
+            among it.
+    """
+
+    model_provider: Callable[[TrainConfig, TransformerConfig], ModelProvider]
+    forward_step: ForwardStep
+    datasets_provider: Callable[[TrainConfig, MegatronTokenizerBase | None], Datasets]
+    fields_provider: FieldsProvider = gpt_fields
+    loss_names: Callable[[TrainConfig], tuple[str, ...]] = language_model_losses
+
+
+# --- model and optimizer ----------------------------------------------------------------------------------------------
+
+
+Update = MegatronWeightUpdate | MegatronRelayUpdate | MegatronFrozenUpdate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelAndOptimizer(RunParts):
+    """What one rank has built: model, optimizer and update, and the stages that compute with them. `memory`: the store
+    of activations, where they are counted or moved. `deferred_bytes`: what the engine counts between I and W."""
+
+    schedule: PipelineSchedule
+    chunks: list[torch.nn.Module]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    update: Update
+    stages: list[MegatronStage]
+    memory: ActivationMemory | None
+    deferred_bytes: DeferredBytes
+
+
+def setup_model_and_optimizer(
+    args: TrainConfig,
+    program: TrainingProgram,
+    *,
+    rank: int | None = None,
+    layers: Sequence[int] | None = None,
+    draws: bool = True,
+    locally: Callable[[], AbstractContextManager] = nullcontext,
+) -> ModelAndOptimizer:
+    """Build what this rank holds of the pipeline of `args`. Collective.
+
+    Args:
+        rank, layers: another pipeline rank than that of the process groups, and other numbers of layers of the stages
+            than the flags give.
+        draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
+        locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
+            have too little memory) can tell the others.
+
+    Raises ValueError for what the user can mend.
+    """
+    with locally():
+        schedule, model = args.schedule, arrangement.model_config(args)
+        if not draws:  # and not by `perform_initialization`: without it megatron.core marks no tensor parallel weight
+            model.init_method = model.output_layer_init_method = model.embedding_init_method = _leave_as_it_is
+        if layers is None:
+            layers = from_flags.layers_of_stages(model) if args.frozen_stages is None else args.frozen_stages.layers
+        own = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank() if rank is None else rank)
+    on_host = schedule.residency is not None
+    require_room(args, layers)
+    with locally():
+        chunks = build_chunks(partial(program.model_provider, args), model, stages=own, layers=layers, on_host=on_host)
+        for stage, chunk in zip(own, chunks, strict=True):
+            if stage < schedule.num_frozen:
+                chunk.requires_grad_(False)
+        chunks = wrap_for_training(chunks, core_config.ddp_config(args), on_host=on_host, draws=draws)
+    trained = [chunk for stage, chunk in zip(own, chunks, strict=True) if stage >= schedule.num_frozen]
+    with locally():  # behind a collective, with which it begins
+        optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
+        scheduler = core_config.param_scheduler(args, optimizer)
+    counts = args.moves_activations or args.log_saved_activations
+    memory, deferred_bytes = ActivationMemory(backend.device()) if counts else None, DeferredBytes()
+    options = {
+        "loss_names": program.loss_names(args),
+        "rank_metrics": _rank_metrics(memory, deferred_bytes if schedule.splits_backward else None),
+        "timeout": timedelta(minutes=args.distributed_timeout_minutes),
+    }
+    if trained:
+        if schedule.residency is None:
+            options["allocating"] = locally
+        update = _make_update(args, trained, optimizer, scheduler, stages=own, **options)
+    else:
+        with locally():  # nothing, beside ranks that allocate
+            pass
+        update = MegatronFrozenUpdate(
+            chunks, optimizer, scheduler, weights=schedule.weights,
+            num_layers=args.num_layers if args.freeze_training else 0, **options,
+        )  # fmt: skip
+    try:
+        with locally():
+            stages = [
+                MegatronStage(
+                    chunk, program.forward_step, update, index=stage, num_stages=schedule.num_stages,
+                    seq_length=edge_length(args), micro_batch_size=args.micro_batch_size,
+                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=program.loss_names(args),
+                    activation_memory=memory, first_trained=schedule.num_frozen,
+                )
+                for stage, chunk in zip(own, chunks, strict=True)
+            ]  # fmt: skip
+    except AgreedError:
+        update.close()
+        raise
+    return ModelAndOptimizer(
+        schedule=schedule, chunks=chunks, optimizer=optimizer, scheduler=scheduler, update=update, stages=stages,
+        memory=memory,
+        deferred_bytes=deferred_bytes,
+    )  # fmt: skip
+
+
+def _leave_as_it_is(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
+def _make_update(
+    args: TrainConfig,
+    chunks: list,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    *,
+    stages: Sequence[int],
+    **options: object,
+) -> Update:
+    """The update of the trained chunks, for the place where the schedule keeps the weights."""
+    schedule = args.schedule
+    if schedule.residency is not None:
+        return MegatronRelayUpdate(
+            chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
+            gathers=args.l2l_fetch == "shares", **options,
+        )  # fmt: skip
+    return MegatronWeightUpdate(
+        chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
+        single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
+        provisional_microbatches=schedule.provisional_microbatches,
+        layers=LayersOfParameters(chunks, args.num_layers) if args.freeze_training else None,
+        counts_tokens=not args.freeze_training, **options,
+    )  # fmt: skip
+
+
+def _rank_metrics(
+    memory: ActivationMemory | None, deferred_bytes: DeferredBytes | None
+) -> dict[str, Callable[[], float]]:
+    """What every rank measures for the report of a batch, by name; of what is not given, nothing."""
+    if memory is None:
+        return {}
+    allocated = {ALLOCATED: backend.peak_memory_bytes} if backend.is_cuda() else {}
+    deferred = {} if deferred_bytes is None else {DEFERRED: deferred_bytes.take_recent_peak}
+    return {SAVED_ACTIVATIONS: memory.take_recent_peak, **deferred, **allocated}
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+_TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
+_TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
+
+
+def build_engine(args: TrainConfig, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
+    """The engine over this rank's pipeline group, going on at `position`.
+
+    Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
+    also after a change of the microbatch size or of the number of replicas.
+    """
+    traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
+    if args.pipeline_timeline is not None:
+        traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
+    clock = CudaClock() if backend.is_cuda() else HostClock()
+    return PipelineEngine(
+        built.schedule, built.stages, built.update,
+        ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend=args.distributed_backend,
+        device=backend.device(),
+        tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
+        first_batch=position.iteration,
+        first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
+        activation_memory=built.memory if args.moves_activations else None,
+        deferred_bytes=built.deferred_bytes,
+        ledger=built.update.ledger if built.schedule.residency is not None else None,
+    )  # fmt: skip
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.commands.grid_search.trial_results import Status
 from megatron.commands.grid_search.trial_runs import classify
-from megatron.processes.job import End
+from megatron.processes import End
 
 LAUNCHER = """
 E1121 20:00:00.0 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: {code}) local_rank: 0 (pid: 12)

@@ -10,7 +10,7 @@ from megatron.commands.grid_search import trial_runs as module
 from megatron.commands.grid_search.trial_results import ResultsFile, Status, TrialEntry
 from megatron.commands.grid_search.trial_runs import METRICS, Runs, collect, iteration_seconds, measure
 from megatron.planner import Configuration
-from megatron.processes.job import End
+from megatron.processes import End
 from megatron.trainer.arguments import parse_args
 
 ENTRIES = [

@@ -21,7 +21,7 @@ EDGE = {
     "trainer/dry_run/dry_run.py",
     "trainer/plan/command.py",
     "trainer/plan/from_flags.py",
-    "trainer/profile/tasks.py",
+    "trainer/profile/pool.py",
     "trainer/run/entry.py",
     "trainer/run/pretraining.py",
 }

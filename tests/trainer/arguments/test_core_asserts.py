@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.trainer.arguments.platform import require_attention_environment
 from megatron.trainer.programs import pretrain_bert, pretrain_gpt, pretrain_t5
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+from megatron.trainer.start_up.run import setup_model_and_optimizer
 from tests.trainer.arguments.bert_command_line import SMALL_BERT, bert_arguments
 from tests.trainer.arguments.command_line import GPU, arguments, argv, configuration
 from tests.trainer.arguments.t5_command_line import SMALL_T5

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.trainer.arguments import parse_args, validate_args
-from megatron.trainer.arguments.flags.megatron_lm import by_flag, table
 from megatron.trainer.arguments.flags.parser import FLAGS
+from megatron.trainer.arguments.flags.refusals import by_flag, table
 from tests.trainer.arguments.command_line import argv
 
 OTHER = {None: "", "N": " 77", "X": " 7.5", "TEXT": " other"}

@@ -23,7 +23,7 @@ from megatron.trainer.run import pretraining
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.model_and_optimizer import setup_model_and_optimizer
+from megatron.trainer.start_up.run import setup_model_and_optimizer
 from tests.trainer.run.run_case import BASE
 
 ITERATIONS = 3

@@ -12,8 +12,8 @@ from megatron.pipeline.runtime.stages.megatron.groups import ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.trainer.changes import change
-from megatron.trainer.start_up import model_and_optimizer
-from megatron.trainer.start_up.run import Run
+from megatron.trainer.plan import arrangement
+from megatron.trainer.start_up.run import ModelAndOptimizer, Run
 
 NO_FILES = OSError(errno.EMFILE, "Too many open files")
 
@@ -52,7 +52,7 @@ def no_memory_for_gradients(run: Run) -> Callable[[], None]:
 
 def an_arrangement_that_cannot_be(run: Run) -> Callable[[], None]:
     """Rank 1 says so; the others have taken it over."""
-    return _breaks(run, 1, change, "arrange", ValueError("no such ranks"))
+    return _breaks(run, 1, change, "arranged", ValueError("no such ranks"))
 
 
 def one_state_that_cannot_be_held(run: Run) -> Callable[[], None]:
@@ -81,7 +81,7 @@ def no_files_for_groups(run: Run) -> Callable[[], None]:
 
 def a_model_that_cannot_be(run: Run) -> Callable[[], None]:
     """Rank 1 finds no configuration for it."""
-    return _breaks(run, 1, model_and_optimizer, "model_config", ValueError("no such model"))
+    return _breaks(run, 1, arrangement, "model_config", ValueError("no such model"))
 
 
 def no_files_for_the_chain(run: Run) -> Callable[[], None]:
@@ -106,7 +106,7 @@ def a_late_fault(run: Run) -> Callable[[], list[tuple[int, int]]]:
     update, build, looks = run.update, change.setup_model_and_optimizer, []
     mend = _breaks(run, 1, change, "choose_kernel", RuntimeError("no kernel"))
 
-    def looking(*args, **options) -> model_and_optimizer.ModelAndOptimizer:
+    def looking(*args, **options) -> ModelAndOptimizer:
         looks.append(_bytes_of_gradients(update))
         change.setup_model_and_optimizer = build
         return build(*args, **options)

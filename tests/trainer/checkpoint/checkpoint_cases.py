@@ -20,10 +20,10 @@ from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.trainer.checkpoint.checkpoint import (
     CheckpointPosition,
     CheckpointWriter,
+    RunParts,
     load_checkpoint,
     save_checkpoint,
 )
-from megatron.trainer.checkpoint.run_state import RunParts
 from megatron.trainer.checkpoint.state import random_state
 from tests.trainer.checkpoint import small_run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.trainer.files.quantized_weights import WeightsFolder, from_fp8, from_mxfp4
+from megatron.trainer.files.safetensors_files import WeightsFolder, from_fp8, from_mxfp4
 from tests import workers
 from tests.trainer.checkpoint.small_models import reaches, saved, stored, transformers_logits
 

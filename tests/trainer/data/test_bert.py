@@ -9,7 +9,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.trainer.data.bert import bert_inputs, bert_loss
+from megatron.trainer.data.masked import bert_inputs, bert_loss
 from tests import workers
 from tests.trainer.arguments.bert_command_line import (
     bert_arguments,
@@ -58,7 +58,7 @@ def test_what_a_stage_lacks_is_not_made_up():
 def read_case(flags: str, steps: int = 4, consumed: int = 0) -> list[dict[str, torch.Tensor]]:
     """The first microbatches that this rank gets."""
     from megatron.core import parallel_state
-    from megatron.trainer.data.bert import bert_fields, build_bert_datasets
+    from megatron.trainer.data.masked import bert_fields, build_bert_datasets
     from megatron.trainer.data.microbatches import MicrobatchIterator
     from megatron.trainer.data.tokenizer import build_tokenizer, vocab_size
 
@@ -176,7 +176,7 @@ def _tiny_vocabulary(folder) -> str:
 )
 def test_tokenizers_that_do_not_fit(tmp_path, flags, message):
     """A tokenizer without BERT's marks, or with padding that megatron.core would take for text, is refused."""
-    from megatron.trainer.data.bert import build_bert_datasets
+    from megatron.trainer.data.masked import build_bert_datasets
     from megatron.trainer.data.tokenizer import build_tokenizer
 
     (tmp_path / "last.txt").write_text("a\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n[PAD]\n")

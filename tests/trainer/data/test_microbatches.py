@@ -87,7 +87,7 @@ def cut_case(flags: str, prefix: str) -> list[str]:
     """What is said where the data are cut short under a run, in loading processes and without, and where sample indices
     are cut before the next one."""
     from megatron.core import parallel_state
-    from megatron.trainer.data.bert import BertDataset
+    from megatron.trainer.data.masked import BertDataset
 
     said, binary = [], Path(f"{prefix}.bin")
     parallel_state.initialize_model_parallel()

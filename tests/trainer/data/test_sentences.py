@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.trainer.data.sentences import split_sentences
+from megatron.trainer.files.text_files import split_sentences
 
 
 @pytest.mark.parametrize(

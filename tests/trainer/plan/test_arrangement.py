@@ -9,7 +9,7 @@ from megatron import backend
 backend.install()  # before anything imports megatron.core
 
 from megatron.elastic.stages import Arrangement
-from megatron.trainer.arguments.rules.run import behind_frozen
+from megatron.trainer.arguments.rules.schedule import behind_frozen
 from megatron.trainer.plan.arrangement import arranged
 from tests.trainer.arguments.command_line import arguments
 

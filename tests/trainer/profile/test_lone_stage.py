@@ -10,7 +10,7 @@ from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.trainer.plan.command import model_argv
-from megatron.trainer.profile.tasks import StagePlan
+from megatron.trainer.profile.pool import StagePlan
 from tests import workers
 from tests.trainer.run.run_case import BASE, data_flags
 
@@ -32,7 +32,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
     from megatron.core import parallel_state
     from megatron.trainer.plan import from_flags as planner_records
     from megatron.trainer.profile.measurements import build_lone_stage, time_stage
-    from megatron.trainer.profile.tasks import prepare, training_program
+    from megatron.trainer.profile.pool import prepare, training_program
 
     found = []
     for plan in plans:

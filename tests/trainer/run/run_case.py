@@ -25,7 +25,7 @@ from tests.trainer.arguments.command_line import SMALL
 from tests.trainer.data.small_data import write_dataset
 
 if TYPE_CHECKING:
-    from megatron.trainer.start_up.program import TrainingProgram
+    from megatron.trainer.start_up.run import TrainingProgram
 
 ROOT = Path(__file__).parents[3]
 BASE = (

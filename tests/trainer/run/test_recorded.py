@@ -32,7 +32,7 @@ def test_training_is_in_order(flags):
 def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
     from megatron.pipeline.runtime.engine import PipelineEngine
     from megatron.trainer.data.microbatches import MicrobatchIterator
-    from megatron.trainer.start_up import model_and_optimizer
+    from megatron.trainer.start_up import run as parts_of_run
     from tests.pipeline.runtime.cuda.recorded_cases import pooled
     from tests.pipeline.runtime.cuda.recording import recording
 
@@ -61,7 +61,7 @@ def recorded_case(flags: str) -> tuple[list[tuple[str, str]], int]:
             return share(self, field, batch and {name: recorder.pin(tensor) for name, tensor in batch.items()})
 
         with (
-            mock.patch.object(model_and_optimizer, "PipelineEngine", RecordedEngine),
+            mock.patch.object(parts_of_run, "PipelineEngine", RecordedEngine),
             mock.patch.object(MicrobatchIterator, "_share", share_pinned),
             mock.patch.object(run_case, "_digests_of_gradients", lambda update: []),  # reads them on the host
         ):

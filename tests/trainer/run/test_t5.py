@@ -32,7 +32,7 @@ def plain_loop(flags: str, delay: int) -> tuple[list[float], dict[str, torch.Ten
     from megatron.core import parallel_state
     from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
     from megatron.core.models.T5.t5_model import T5Model
-    from megatron.trainer.data.t5 import build_t5_datasets
+    from megatron.trainer.data.masked import build_t5_datasets
     from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
     from megatron.trainer.models import core_config, t5
 

@@ -10,8 +10,8 @@ from megatron import backend
 backend.install()
 
 from megatron.planner import GIB
-from megatron.trainer.start_up import room
-from megatron.trainer.start_up.room import Need, shortage
+from megatron.trainer.start_up import initialize
+from megatron.trainer.start_up.initialize import Need, shortage
 from tests import workers
 from tests.trainer.checkpoint.test_ownership import holder
 from tests.trainer.run.run_case import data_flags, train, train_case
@@ -66,7 +66,7 @@ def refused(flags: str, missing: int) -> tuple[int, str]:
         there = [Need(each.host, int(stores) - missing, each.part, each.store, each.stash) for each in needs]
         return shortage(there)
 
-    with mock.patch.object(room, "shortage", watched):
+    with mock.patch.object(initialize, "shortage", watched):
         try:
             train_case(f"{flags} --train-iters 2")
         except ValueError as error:
@@ -103,7 +103,7 @@ def refusal_case(flags: str) -> str | None:
     """What this rank is told when a run with these flags starts."""
     import torch
 
-    from megatron.trainer.start_up.room import prepare_outputs
+    from megatron.trainer.start_up.initialize import prepare_outputs
     from tests.trainer.arguments.command_line import arguments
 
     try:

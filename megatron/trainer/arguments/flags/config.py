@@ -17,14 +17,11 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
 from megatron.trainer.arguments.flags import (
-    attention,
-    data,
     experts,
+    files,
     model,
-    output,
     parallel,
     refusals,
-    t5,
     training,
 )
 from megatron.trainer.arguments.flags.values import BatchSizes
@@ -84,10 +81,10 @@ _Unread = make_dataclass(
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class TrainConfig(
-    model.Model, attention.Attention, model.MultiToken, experts.Experts, parallel.Pipeline, parallel.Distributed,
+    model.Model, model.Attention, model.MultiToken, experts.Experts, parallel.Pipeline, parallel.Distributed,
     training.Freezing, training.Batch, training.Regularization, training.LearningRate, training.Precision,
-    training.EightBits, training.Recompute, data.Data, data.Conversations, data.Tokenizer, model.Bert,
-    t5.EncoderDecoder, model.Classification, model.Vision, output.Checkpoint, output.Logging, output.DryRunFlags,
+    training.EightBits, training.Recompute, files.Data, files.Conversations, files.Tokenizer, model.Bert,
+    model.EncoderDecoder, model.Classification, model.Vision, files.Checkpoint, files.Logging, files.DryRunFlags,
     Derived, _Unread,
 ):  # fmt: skip
     """The configuration of a run, by Megatron-LM's names; a part of it is one of the classes that it is made of."""

@@ -16,22 +16,18 @@ from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
 from megatron.trainer.arguments.flags import (
-    attention,
-    data,
     experts,
-    megatron_lm,
+    files,
     model,
-    output,
     parallel,
     refusals,
-    t5,
     training,
 )
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
-    attention.ATTENTION,
+    model.ATTENTION,
     model.MULTI_TOKEN,
     experts.EXPERTS,
     parallel.PIPELINE,
@@ -43,19 +39,30 @@ GROUPS: tuple[Group, ...] = (
     training.PRECISION,
     training.EIGHT_BITS,
     training.RECOMPUTE,
-    data.DATA,
-    data.CONVERSATIONS,
-    data.TOKENIZER,
+    files.DATA,
+    files.CONVERSATIONS,
+    files.TOKENIZER,
     model.BERT,
-    t5.T5,
+    model.T5,
     model.CLASSIFICATION,
     model.VISION,
-    output.CHECKPOINT,
-    output.LOGGING,
-    output.DRY_RUN,
+    files.CHECKPOINT,
+    files.LOGGING,
+    files.DRY_RUN,
     refusals.IGNORED,
     refusals.REFUSED,
 )
+PROGRAMS: dict[str, tuple[str, dict]] = {
+    "gpt": ("pretrain_gpt.py", {}),
+    "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "t5": ("pretrain_t5.py", {"architecture": "t5", "tokenizer_type": "BertWordPieceCase"}),
+    "vit": ("pretrain_vision_classify.py", {"architecture": "vit"}),
+    "bert-classify": (
+        "finetune_bert.py",
+        {"architecture": "bert-classify", "tokenizer_type": "BertWordPieceLowerCase"},
+    ),
+}
+"""Architecture -> the program that trains it, and the program's defaults that differ from the flags'."""
 FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS for flag in group.flags)
 _HEAD = "flags cannot be used here"
 
@@ -179,8 +186,8 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
     namespace.unknown, namespace.unread = mistakes, []
     seen = set()
-    for name, values in megatron_lm.by_flag(extra):
-        elsewhere = megatron_lm.table().get(name)
+    for name, values in refusals.by_flag(extra):
+        elsewhere = refusals.table().get(name)
         taken = elsewhere.takes(values) if elsewhere else len(values) if name else 0
         if elsewhere:
             _judge(elsewhere, values[:taken], namespace)
@@ -195,7 +202,7 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.
     return namespace
 
 
-def _judge(flag: megatron_lm.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
+def _judge(flag: refusals.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
     """A sentence about a flag that only Megatron-LM knows, among the mistakes or among the notes (`unread`)."""
     try:
         asks = flag.asks(values)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 
 from megatron.planner.memory.architecture import Latents, Windows
-from megatron.trainer.arguments.flags.attention import ATTENTION, OF_LATENTS, OF_YARN, layers_with_windows, window_of
+from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN, layers_with_windows, window_of
 from megatron.trainer.arguments.flags.specification import name_of
 
 _FLAGS = {flag.dest: flag for flag in ATTENTION.flags}

@@ -11,7 +11,7 @@ from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.training import FREEZING
-from megatron.trainer.arguments.rules.run import behind_frozen
+from megatron.trainer.arguments.rules.schedule import behind_frozen
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
 

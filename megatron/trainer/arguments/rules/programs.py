@@ -1,5 +1,4 @@
-"""Rules of single programs: which flags belong to which program, and what a BERT and a classifier require; those of a
-T5 are in t5.py.
+"""Rules of single programs: which flags belong to which program, and what a BERT, a T5 and a classifier require.
 
 `args.architecture` is "gpt", "bert", "t5", "vit" or "bert-classify". A flag that only another architecture has is
 refused by name.
@@ -8,8 +7,9 @@ refused by name.
 import argparse
 from collections.abc import Mapping
 
-from megatron.trainer.arguments.flags import attention, experts, model, t5
-from megatron.trainer.arguments.flags import data as data_flags
+from megatron.trainer.arguments.flags import experts, model
+from megatron.trainer.arguments.flags import files as file_flags
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
@@ -21,12 +21,12 @@ Refusals = Mapping[str, tuple[object, str]]
 """Destination -> (the value that asks for nothing, why any other is refused)."""
 
 _OWNERS = (
-    (attention.ATTENTION, ("gpt",), "pretrain_gpt.py"),
+    (model.ATTENTION, ("gpt",), "pretrain_gpt.py"),
     (experts.EXPERTS, ("gpt",), "pretrain_gpt.py"),
     (model.MULTI_TOKEN, ("gpt",), "pretrain_gpt.py"),
-    (data_flags.CONVERSATIONS, ("gpt",), "pretrain_gpt.py"),
+    (file_flags.CONVERSATIONS, ("gpt",), "pretrain_gpt.py"),
     (model.BERT, ("bert",), "pretrain_bert.py"),
-    (t5.T5, ("t5",), "pretrain_t5.py"),
+    (model.T5, ("t5",), "pretrain_t5.py"),
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
     (model.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
@@ -70,7 +70,7 @@ _LAYER_REFUSALS: Refusals = {
     "rotary_base": (10000, "megatron.core's BERT rotates with 10000; leave the flag out"),
     "use_rope_scaling": (False, "megatron.core's BERT does not scale them; leave the flag out"),
 }
-_REFUSALS: Refusals = {
+_REFUSALS_OF_BERT: Refusals = {
     "mock_data": (False, "megatron.core has no synthetic samples of BERT; give --data-path"),
     "reset_position_ids": (False, "a sample of BERT ends with its document; leave the flag out"),
     "reset_attention_mask": (False, "a sample of BERT ends with its document; leave the flag out"),
@@ -84,7 +84,7 @@ def bert(args: argparse.Namespace) -> None:
     """Check that flags fit a BERT and its samples."""
     if args.architecture != "bert":
         return
-    refuse_values(args, _REFUSALS)
+    refuse_values(args, _REFUSALS_OF_BERT)
     if args.seq_length < SHORTEST_SEQUENCE:
         raise ValueError(
             f"--seq-length {args.seq_length} has no room for [CLS], two [SEP] and two tokens of text; give at least "
@@ -126,7 +126,7 @@ def image_shape(args: argparse.Namespace) -> list[str]:
         return []
     if args.num_classes is None:
         args.num_classes = MEGATRONS_NUM_CLASSES
-    length = 1  # until `ranges` has looked at the numbers
+    length = 1  # until `ranges` has checked at the numbers
     if min(args.img_h, args.img_w, args.patch_dim) > 0:
         for name in ("img_h", "img_w"):
             if getattr(args, name) % args.patch_dim:
@@ -150,7 +150,7 @@ def classifier(args: argparse.Namespace) -> None:
     refuse_values(args, _REFUSALS_OF_CLASSIFIERS)
     if args.architecture == "vit":
         refuse_values(args, _REFUSALS_OF_VIT)
-        for each in data_flags.TOKENIZER.flags:
+        for each in file_flags.TOKENIZER.flags:
             if each.dest in args.given:
                 raise ValueError(f"{each.name}: images have no tokenizer; leave the flag out")
     else:
@@ -238,6 +238,109 @@ def _files(args: argparse.Namespace):
     return image_files
 
 
-FIRST = (image_shape,)
+# --- T5 ---------------------------------------------------------------------------------------------------------------
+
+
+_INSTEAD = {
+    "num_layers": ("encoder_num_layers", "decoder_num_layers"),
+    "seq_length": ("encoder_seq_length", "decoder_seq_length"),
+}
+_NEEDED_OF_T5 = ("encoder_num_layers", "encoder_seq_length", "decoder_seq_length")
+
+
+def t5_shape(args: argparse.Namespace) -> None:
+    """Fill `num_layers` (of both stacks) and `seq_length` (the encoder's) of a T5, for all that asks for either."""
+    if args.architecture != "t5":
+        return
+    for name, names in _INSTEAD.items():
+        if name in args.given:
+            raise ValueError(
+                f"{name_of(name)} {getattr(args, name)}: a T5 has an encoder and a decoder; give "
+                f"{' and '.join(map(name_of, names))}"
+            )
+    if missing := [name_of(name) for name in _NEEDED_OF_T5 if getattr(args, name) is None]:
+        raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
+    if args.decoder_num_layers is None:
+        args.decoder_num_layers = args.encoder_num_layers
+    args.num_layers = args.encoder_num_layers + args.decoder_num_layers
+    args.seq_length = args.encoder_seq_length
+
+
+_PADS = "a sample of T5 is padded to its two lengths; leave the flag out"
+_REFUSALS_OF_T5: Refusals = {
+    "reset_position_ids": (False, _PADS),
+    "reset_attention_mask": (False, _PADS),
+    "eod_mask_loss": (False, "a sample of T5 ends with its document; leave the flag out"),
+    "create_attention_mask_in_dataloader": (True, "T5 needs the masks of its padding; leave the flag out"),
+    "qk_layernorm": (False, "megatron.core's T5 layers have no such norm; leave the flag out"),
+    "normalization": ("LayerNorm", "the norms of megatron.core's T5 layers are LayerNorms; leave the flag out"),
+    "group_query_attention": (False, "megatron.core's cross-attention has no groups of queries; leave the flag out"),
+    "rotary_base": (10000, "megatron.core's T5 rotates with 10000; leave the flag out"),
+    "use_rope_scaling": (False, "megatron.core's T5 does not scale them; leave the flag out"),
+    "freeze_training": (False, "the layers of a decoder are not counted by it; leave the flag out"),
+    "elastic_pipeline": (False, "a T5 is not moved to another pipeline; leave the flag out"),
+    "account_for_embedding_in_pipeline_split": (False, "write the cut with --num-layer-list, and leave the flag out"),
+    "account_for_loss_in_pipeline_split": (False, "write the cut with --num-layer-list, and leave the flag out"),
+}
+_SHORTEST = 3
+"""Tokens of the encoder: two that megatron.core leaves free, and one of text."""
+
+
+def _unpriced_t5(args: argparse.Namespace) -> None:
+    """Refuse what asks for times of layers, which the planner knows of models of one stack only."""
+    if args.rank_mapping == "optimized":
+        raise ValueError(
+            "--rank-mapping optimized weighs what ranks send by the layers of one stack; give standard or pair-adjacent"
+        )
+    if args.dry_run is not None and choice_of(args).residency is not None:
+        raise ValueError(
+            f"--dry-run {args.dry_run} has no price of a T5 whose weights live on the host; leave out "
+            f"{choice_of(args).flag}"
+        )
+    if args.optimizer == "muon":
+        raise ValueError("--optimizer muon does not know the matrices of a T5's cross-attention; use adam or sgd")
+
+
+def t5(args: argparse.Namespace) -> None:
+    """Check that flags fit a T5 and its samples."""
+    if args.architecture != "t5":
+        return
+    refuse_values(args, _REFUSALS_OF_T5)
+    if not str(args.tokenizer_type).startswith("BertWordPiece"):
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} lacks tokens that megatron.core's samples of T5 need; give "
+            "BertWordPieceCase or BertWordPieceLowerCase with --vocab-file"
+        )
+    _unpriced_t5(args)
+    if args.recompute_method == "uniform" and args.recompute_num_layers > 1:
+        raise ValueError(
+            f"--recompute-num-layers {args.recompute_num_layers} with --recompute-method uniform makes chunks of equal "
+            "length, and a stage may have parts of both stacks of a T5; give 1, or use block"
+        )
+    encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
+    if encoder < _SHORTEST:
+        raise ValueError(f"--encoder-seq-length {encoder} has no room for a token of text; give at least {_SHORTEST}")
+    if decoder > args.max_position_embeddings:
+        raise ValueError(
+            f"--decoder-seq-length {decoder} is beyond --max-position-embeddings {args.max_position_embeddings}; raise "
+            "the latter or shorten the targets"
+        )
+    if args.sequence_parallel and decoder % args.tensor_model_parallel_size:
+        raise ValueError(
+            f"--sequence-parallel needs --decoder-seq-length {decoder} divisible by --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size}"
+        )
+    if args.seed > LARGEST_SEED:
+        raise ValueError(f"--seed {args.seed} is beyond what T5's sample index takes; give at most {LARGEST_SEED}")
+    spans = max(1, int(args.mask_prob * (encoder - 2)))
+    if args.vocab_extra_ids < spans:
+        raise ValueError(
+            f"--vocab-extra-ids {args.vocab_extra_ids} are fewer than the {spans} spans that --mask-prob "
+            f"{args.mask_prob:g} may take out of --encoder-seq-length {encoder} tokens, each with an id of its own; "
+            f"give at least {spans}"
+        )
+
+
+FIRST = (image_shape, t5_shape)
 RULES = (owners, bert, classifier, sources)
 LAST = (evaluations,)

@@ -1,23 +1,14 @@
-"""Rules about the run: batches, schedule, checkpoints, logging; and those of the optimizer in their place."""
+"""Rules about the run: batches and length, checkpoints, logging and dry runs; optimizer and learning rate."""
 
 import argparse
-from dataclasses import replace
-from functools import lru_cache
 
-from megatron.elastic.stages import Stages
-from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.schedules import ProgramSchedule, Schedule, TooManyRead
-from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 from megatron.planner.job.devices import device_gib
-from megatron.planner.memory.schedule_demand import representative_sizes
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
+from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
-from megatron.trainer.arguments.rules import optimizer
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
-from megatron.trainer.arguments.rules.schedule import relay, residency_of
-from megatron.trainer.arguments.rules.stages import tied_stage
+from megatron.trainer.arguments.rules.schedule import relay, schedule
 
 _PATHS = ("save", "load", "pretrained_checkpoint", "load_hf", "pipeline_timeline", "metrics_file", "tensorboard_dir",
           "data_cache_path", "dry_run_json")  # fmt: skip
@@ -27,7 +18,7 @@ def paths(args: argparse.Namespace) -> None:
     """Refuse an empty path (of an unset shell variable): it names no place, and does not leave the flag out."""
     for name in _PATHS:
         if getattr(args, name) == "":
-            raise ValueError(f"--{name.replace('_', '-')} is empty; name a path or leave the flag out")
+            raise ValueError(f"{name_of(name)} is empty; name a path or leave the flag out")
 
 
 def length(args: argparse.Namespace) -> None:
@@ -82,7 +73,7 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
         return ()
     for name in ("rampup_batch_size", "decrease_batch_size_if_needed"):
         if getattr(args, name):
-            raise ValueError(f"--step-batch-size-schedule and --{name.replace('_', '-')} exclude each other; keep one")
+            raise ValueError(f"--step-batch-size-schedule and {name_of(name)} exclude each other; keep one")
     steps = parse_steps(args.step_batch_size_schedule, seq_length=args.seq_length)
     last = steps[-1][1]
     if args.global_batch_size not in (None, last):
@@ -92,171 +83,6 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
         )
     args.global_batch_size = last
     return steps
-
-
-@lru_cache(maxsize=64)
-def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
-    """Whether a backward of a batch comes after a backward of a later batch. A known order is asked with the fewest
-    microbatches that show it, since a search asks thousands of times."""
-    sizes: tuple[int, ...] = ()
-    if isinstance(schedule, Schedule):
-        schedule = replace(schedule, balance=False)
-        sizes = representative_sizes(
-            schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1
-        )
-    return schedule.interleaves_batches((sizes or (num_microbatches,)) * 3)
-
-
-def schedule(args: argparse.Namespace) -> list[str]:
-    """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
-    `moves_activations`."""
-    if args.program is None:
-        _stages_of_ranks(args)
-    weights = choice_of(args).policy
-    if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
-        raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
-    _predictions(args, weights)
-    if weights.updates_alone:
-        _updates_alone(args)
-    try:
-        args.schedule, args.moves_activations = settled_schedule(args)
-    except TooManyRead as error:
-        raise error.under("--2bw-provisional-microbatches") from error
-    smallest = min(args.batch_sizes.all_num_microbatches())
-    if args.pipeline_2bw_single_gradient_buffer and _interleaves_batches(args.schedule, smallest):
-        raise ValueError(
-            f"{choice_of(args).flag} comes back to a batch after a backward of the next one, for "
-            "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
-        )
-    if args.schedule.balance and not args.moves_activations:
-        flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
-        return [f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"]
-    return []
-
-
-def _stages_of_ranks(args: argparse.Namespace) -> None:
-    """Check that the order fits the number of stages on a rank. Several stages without a named schedule select
-    `interleaved`, as in Megatron-LM."""
-    v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
-    if v is not None and "pipeline_schedule" not in args.given:
-        args.pipeline_schedule = "interleaved"
-    interleaves, on_host = choice_of(args).interleaves, residency_of(args) is not None
-    if v is None and interleaves and not on_host:
-        count = choice_of(args).virtual_stages or "2 or more"
-        raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
-            f"--num-virtual-stages-per-pipeline-rank {count}, or use flush"
-        )
-    if v is not None and not interleaves:
-        raise ValueError(
-            f"--pipeline-schedule {args.pipeline_schedule} has one stage on each rank, not {v}; use interleaved, or "
-            "leave out the flags that ask for several"
-        )
-    if v is None and group is not None:
-        raise ValueError(
-            f"--microbatch-group-size-per-virtual-pipeline-stage {group} says nothing where a rank has one stage; "
-            "leave it out, or add --num-virtual-stages-per-pipeline-rank"
-        )
-
-
-def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
-    """The schedule, for the layers that are frozen now, and whether it moves activations. Raises ValueError where it
-    does not accept a batch size of the run."""
-    sizes = set(args.batch_sizes.all_num_microbatches())
-    found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
-    for num_microbatches in sorted(sizes):
-        found.validate(num_microbatches)
-    return found, any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
-
-
-def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
-    if args.program is not None:
-        return args.program
-    num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
-    residency, reduced = residency_of(args), num_replicas(args)
-    has_copies = args.pipeline_model_parallel_size > 1
-    if residency is not None:
-        has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
-        reduced *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
-    return Schedule.preset(
-        args.pipeline_schedule,
-        num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
-        num_virtual_stages=num_virtual_stages,
-        microbatch_group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
-        recompute=args.pipeline_recompute,
-        extra_warmup=args.pipeline_extra_warmup,
-        balance=args.balance_activations,
-        data_parallel=reduced > 1,
-        tied_embeddings=shares_embedding(args) and has_copies,
-        tied_stage=tied_stage(args) if has_copies else None,
-        residency=residency,
-        predict=args.pipeline_2bw_provisional != "off",
-        provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
-        reduce_partial=args.pipeline_2bw_provisional_reduce,
-    )
-
-
-def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
-    """The schedule that `args` ask for where some of the `stages` are frozen."""
-    return Schedule.preset(
-        args.pipeline_schedule,
-        num_stages=len(stages.rank_of_stage),
-        rank_of_stage=stages.rank_of_stage,
-        num_frozen=stages.num_frozen,
-        recompute=args.pipeline_recompute,
-        extra_warmup=args.pipeline_extra_warmup,
-        balance=args.balance_activations,
-        data_parallel=num_replicas(args) > 1,
-    )
-
-
-def shares_embedding(args: argparse.Namespace) -> bool:
-    """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
-    or layers of multi-token prediction look tokens up."""
-    return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
-
-
-def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
-    """Check what predicted weights require, and what they exclude."""
-    take_error_feedback(args)
-    require_predictions(args, weights, choice_of(args).name)
-    mode = args.pipeline_2bw_provisional
-    if mode != "off" and args.pipeline_2bw_single_gradient_buffer:
-        reason = f"--2bw-provisional {mode} reads gradients that --2bw-single-gradient-buffer gives away early"
-        if args.pipeline_2bw_error_feedback:
-            reason = (
-                "--2bw-error-feedback takes the update of a STEP again, and --2bw-single-gradient-buffer steps early"
-            )
-        raise ValueError(f"{reason}; leave one of them out")
-
-
-def _updates_alone(args: argparse.Namespace) -> None:
-    """Refuse what stages that update independently exclude."""
-    if args.clip_grad > 0:
-        raise ValueError(
-            f"{choice_of(args).flag} updates each stage by itself, so there is no global norm to "
-            "clip with; add --clip-grad 0"
-        )
-    if args.fp16:
-        raise ValueError(
-            f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
-            "would be seen too late for --fp16; use --bf16"
-        )
-    if args.calculate_per_token_loss:
-        raise ValueError(
-            f"{choice_of(args).flag} updates each stage by itself, before the tokens of a batch are counted, so "
-            "--calculate-per-token-loss has no divisor; leave it out"
-        )
-    if args.mtp_num_layers is not None and args.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"{choice_of(args).flag} gives first and last stage different delays, so that the copies of the embedding "
-            f"of --mtp-num-layers {args.mtp_num_layers} would part; use flush or 2bw"
-        )
-    if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
-        raise ValueError(
-            f"{choice_of(args).flag} gives first and last stage different delays, so their "
-            "embeddings cannot stay tied; add --untie-embeddings-and-output-weights"
-        )
 
 
 def loss(args: argparse.Namespace) -> None:
@@ -273,7 +99,7 @@ def checkpoint(args: argparse.Namespace) -> list[str]:
         raise ValueError("--use-mp-args-from-checkpoint-args needs --use-checkpoint-args")
     for name in ("use_checkpoint_args", "exit_on_missing_checkpoint", "finetune", "ckpt_step"):
         if getattr(args, name) not in (None, False) and args.load is None and args.pretrained_checkpoint is None:
-            raise ValueError(f"--{name.replace('_', '-')} needs --load")
+            raise ValueError(f"{name_of(name)} needs --load")
     if args.dist_ckpt_strictness in ("log_all", "return_unexpected", "return_all", "ignore_all"):
         return [
             f"--dist-ckpt-strictness {args.dist_ckpt_strictness}: a tensor that the checkpoint lacks is an error all "
@@ -297,7 +123,7 @@ def dry_run(args: argparse.Namespace) -> None:
     if args.dry_run is None:
         for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "assume_packages", "dry_run_json"):
             if name in args.given:
-                raise ValueError(f"--{name.replace('_', '-')} needs --dry-run, the number of GPUs of the job")
+                raise ValueError(f"{name_of(name)} needs --dry-run, the number of GPUs of the job")
         return
     if args.dry_run_host_memory is not None and choice_of(args).residency is None:
         raise ValueError(
@@ -311,13 +137,180 @@ def dry_run(args: argparse.Namespace) -> None:
             raise ValueError(f"--dry-run-gpu: {error}") from error
 
 
+# --- the optimizer: which state may be shared out, what tensor ranks may share, decay and learning rate ---------------
+
+
+def optimizer(args: argparse.Namespace) -> None:
+    if args.start_weight_decay is not None or args.end_weight_decay is not None:
+        if args.start_weight_decay is None or args.end_weight_decay is None:
+            raise ValueError("--start-weight-decay and --end-weight-decay belong together")
+        if not 0 <= args.start_weight_decay <= args.end_weight_decay:
+            raise ValueError("--start-weight-decay must be at least 0 and at most --end-weight-decay")
+    elif args.weight_decay_incr_style != "constant":
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+            f"--end-weight-decay"
+        )
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None and args.start_weight_decay != args.end_weight_decay:
+            raise ValueError(
+                "--weight-decay-incr-style constant needs equal --start-weight-decay and --end-weight-decay"
+            )
+        if args.start_weight_decay is None:
+            args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    if args.overlap_param_gather and not args.use_distributed_optimizer:
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer")
+    if args.overlap_param_gather and not args.overlap_grad_reduce:
+        raise ValueError("--overlap-param-gather needs --overlap-grad-reduce")
+    _whole_tensors(args)
+    _precision_aware(args)
+
+
+def learning_rate(args: argparse.Namespace) -> None:
+    if args.skip_train:
+        args.lr = args.lr or 0.0
+    if args.lr is None:
+        raise ValueError("--lr is needed")
+    if args.muon_scalar_lr is not None and args.muon_scalar_min_lr is None and (args.min_lr or 0) > args.muon_scalar_lr:
+        raise ValueError(
+            f"--min-lr {args.min_lr} is greater than --muon-scalar-lr {args.muon_scalar_lr}, which would rise to it; "
+            "give --muon-scalar-min-lr"
+        )
+    for low, high in (
+        ("min_lr", "lr"),
+        ("lr_warmup_init", "lr"),
+        ("decoupled_min_lr", "decoupled_lr"),
+        ("muon_scalar_min_lr", "muon_scalar_lr"),
+    ):
+        small, large = getattr(args, low), getattr(args, high)
+        if small is not None and large is not None and small > large:
+            raise ValueError(f"{name_of(low)} {small} is greater than {name_of(high)} {large}")
+    by_samples = args.train_samples is not None
+    wrong, right = ("iters", "samples") if by_samples else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if getattr(args, f"{name}_{wrong}"):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}-{wrong} does not fit --train-{right}; use --{flag}-{right}")
+    if args.lr_warmup_fraction is not None and (args.lr_warmup_iters or args.lr_warmup_samples):
+        raise ValueError("--lr-warmup-fraction and --lr-warmup-iters or --lr-warmup-samples exclude each other")
+    if args.lr_decay_style == "WSD" and not (args.lr_wsd_decay_iters or args.lr_wsd_decay_samples):
+        raise ValueError(f"--lr-decay-style WSD needs --lr-wsd-decay-{right}")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler exclude each other")
+    decay = (args.lr_decay_samples or args.train_samples) if by_samples else (args.lr_decay_iters or args.train_iters)
+    warmup = args.lr_warmup_samples if by_samples else args.lr_warmup_iters
+    if not args.skip_train and warmup >= decay:
+        raise ValueError(
+            f"a warm-up of {warmup} {right} is not shorter than the decay of {decay} {right}; shorten "
+            f"--lr-warmup-{right} or set --lr-decay-{right}"
+        )
+
+
+def _whole_tensors(args: argparse.Namespace) -> None:
+    """Refuse shards for optimizers but Adam. The length of LAMB's step depends on the norm of the whole tensor."""
+    if args.optimizer == "sgd" and args.use_distributed_optimizer:
+        raise ValueError(
+            "--use-distributed-optimizer does not go with --optimizer sgd: megatron.core shards the state of Adam "
+            "alone; leave one of the two out"
+        )
+    if args.optimizer == "muon" and args.use_distributed_optimizer:
+        _whole_parameters(args)
+    if args.optimizer == "muon" and args.muon_tp_mode == "distributed":
+        raise ValueError(
+            "--muon-tp-mode distributed, which iterates on shared matrices without gathering them, is not supported; "
+            "use duplicated, which gives the same numbers but for rounding"
+        )
+    if args.optimizer == "muon":
+        _matrices_of_tensor_ranks(args)
+    if args.optimizer != "lamb":
+        return
+    for name, (is_asked, reason) in {
+        "--use-distributed-optimizer": (
+            args.use_distributed_optimizer,
+            "cuts weights into shards, of which no rank has the norm of a whole one",
+        ),
+        f"--tensor-model-parallel-size {args.tensor_model_parallel_size}": (
+            args.tensor_model_parallel_size > 1,
+            "gives each rank a part of a weight, whose norm is not the whole one's",
+        ),
+        f"--2bw-provisional {args.pipeline_2bw_provisional}": (
+            args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
+            "predicts weights element by element",
+        ),
+        "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "is a kernel of Adam and SGD"),
+    }.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} does not go with --optimizer lamb, which steps a weight by its norm: it {reason}; leave it "
+                "out, or use adam"
+            )
+
+
+def _precision_aware(args: argparse.Namespace) -> None:
+    """Refuse types that the optimizer does not keep, and what does not step them."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = getattr(args, name)
+        if value not in ("fp32", "bf16"):
+            raise ValueError(
+                f"{name_of(name)} {value} has so narrow a range that it takes scales, which are not kept; use bf16"
+            )
+        if value != "fp32" and not args.use_precision_aware_optimizer:
+            raise ValueError(f"{name_of(name)} {value} needs --use-precision-aware-optimizer; add it")
+    if not args.use_precision_aware_optimizer:
+        return
+    choice = choice_of(args)
+    for name, (is_asked, remedy) in {
+        f"--optimizer {args.optimizer}": (args.optimizer != "adam", "use adam"),
+        "a run without --use-distributed-optimizer": (not args.use_distributed_optimizer, "add it"),
+        "--grad-reduce-in-bf16": (args.grad_reduce_in_bf16, "leave it out, since gradients are FP32"),
+        "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "leave it out"),
+        choice.flag: (choice.residency is not None, "use another schedule: the host steps in FP32"),
+        f"--2bw-provisional {args.pipeline_2bw_provisional}": (
+            args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
+            "use --2bw-provisional off: predictions read moments in FP32",
+        ),
+    }.items():
+        if is_asked:
+            raise ValueError(f"--use-precision-aware-optimizer does not go with {name}; {remedy}")
+
+
+def _whole_parameters(args: argparse.Namespace) -> None:
+    """Refuse what is not built where replicas own whole parameters."""
+    for name, (is_asked, reason) in {
+        "--overlap-param-gather": (args.overlap_param_gather, "replicas exchange weights at the end of STEP"),
+        "--freeze-training": (args.freeze_training, "layers that freeze would change the owners"),
+        "--elastic-pipeline": (args.elastic_pipeline, "another number of replicas would have other owners"),
+    }.items():
+        if is_asked:
+            raise ValueError(
+                f"{name} does not go with --optimizer muon and --use-distributed-optimizer, with which replicas own "
+                f"whole parameters: {reason}; leave {name} or --use-distributed-optimizer out"
+            )
+
+
+def _matrices_of_tensor_ranks(args: argparse.Namespace) -> None:
+    """Refuse where Muon cannot have a matrix that tensor ranks share."""
+    tensor, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
+    if args.pipeline_schedule == "l2l" and tensor > 1 and args.muon_tp_mode == "duplicated":
+        raise ValueError(
+            "--muon-tp-mode duplicated does not go with --pipeline-schedule l2l and tensor parallelism: the host's "
+            "optimizer steps beside forwards that use the tensor ranks' group; use blockwise"
+        )
+    if groups is not None and groups < tensor and args.muon_tp_mode == "blockwise" and args.muon_split_qkv:
+        raise ValueError(
+            f"--tensor-model-parallel-size {tensor} gives each rank a part of one of {groups} query groups, so Muon "
+            "cannot tell queries, keys and values apart; add --muon-no-split-qkv, or --muon-tp-mode duplicated"
+        )
+
+
 RULES = (
     paths,
     length,
     batches,
     relay,
     schedule,
-    *optimizer.RULES,
+    optimizer,
+    learning_rate,
     loss,
     checkpoint,
     logging,

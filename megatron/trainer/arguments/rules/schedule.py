@@ -1,14 +1,21 @@
-"""Rules of `--pipeline-program`, whose file is read and must agree with the other flags, and of weights that live on
-the host (`--pipeline-schedule l2l`): how they do, and what they exclude."""
+"""Rules of the pipeline's schedule: the program of `--pipeline-program`, weights that live on the host
+(`--pipeline-schedule l2l`), and what a schedule requires of batches, stages and weights."""
 
 import argparse
+from dataclasses import replace
+from functools import lru_cache
 
 from megatron.documents import counted
+from megatron.elastic.stages import Stages
 from megatron.pipeline.program.lane_order import DEFERRED, EAGER, Residency
-from megatron.pipeline.schedules import OtherRun, ProgramSchedule, read_schedule
-from megatron.trainer.arguments.flags.config import choice_of, num_replicas
+from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.schedules import OtherRun, ProgramSchedule, Schedule, TooManyRead, read_schedule
+from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
+from megatron.planner.memory.schedule_demand import representative_sizes
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.rules.stages import tied_stage
 
 # --- a program from a file --------------------------------------------------------------------------------------------
 
@@ -109,9 +116,6 @@ def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
     return [f"program {args.pipeline_program}, sha256 {schedule.short_hash}: {which}{behind} run alike{drains}"]
 
 
-RULES = (pipeline_program,)
-
-
 # --- weights on the host ----------------------------------------------------------------------------------------------
 
 
@@ -132,7 +136,7 @@ def relay(args: argparse.Namespace) -> None:
         for name in ("l2l_update", "l2l_resident_stages", "l2l_stash", "l2l_fetch"):
             if name in args.given:
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(args, name)} is about weights on the host, and "
+                    f"{name_of(name)} {getattr(args, name)} is about weights on the host, and "
                     f"{schedule} has them on the device; use l2l, or leave it out"
                 )
         return
@@ -180,3 +184,171 @@ def _waits_for(args: argparse.Namespace) -> str | None:
     if args.calculate_per_token_loss:
         return "--calculate-per-token-loss"
     return "--fp16" if args.fp16 else None
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def schedule(args: argparse.Namespace) -> list[str]:
+    """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
+    `moves_activations`."""
+    if args.program is None:
+        _stages_of_ranks(args)
+    weights = choice_of(args).policy
+    if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
+        raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
+    _predictions(args, weights)
+    if weights.updates_alone:
+        _updates_alone(args)
+    try:
+        args.schedule, args.moves_activations = settled_schedule(args)
+    except TooManyRead as error:
+        raise error.under("--2bw-provisional-microbatches") from error
+    smallest = min(args.batch_sizes.all_num_microbatches())
+    if args.pipeline_2bw_single_gradient_buffer and _interleaves_batches(args.schedule, smallest):
+        raise ValueError(
+            f"{choice_of(args).flag} comes back to a batch after a backward of the next one, for "
+            "which a single gradient buffer has no room; leave out --2bw-single-gradient-buffer"
+        )
+    if args.schedule.balance and not args.moves_activations:
+        flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
+        return [f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"]
+    return []
+
+
+def _stages_of_ranks(args: argparse.Namespace) -> None:
+    """Check that the order fits the number of stages on a rank. Several stages without a named schedule select
+    `interleaved`, as in Megatron-LM."""
+    v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
+    if v is not None and "pipeline_schedule" not in args.given:
+        args.pipeline_schedule = "interleaved"
+    interleaves, on_host = choice_of(args).interleaves, residency_of(args) is not None
+    if v is None and interleaves and not on_host:
+        count = choice_of(args).virtual_stages or "2 or more"
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} needs several stages on each rank; add "
+            f"--num-virtual-stages-per-pipeline-rank {count}, or use flush"
+        )
+    if v is not None and not interleaves:
+        raise ValueError(
+            f"--pipeline-schedule {args.pipeline_schedule} has one stage on each rank, not {v}; use interleaved, or "
+            "leave out the flags that ask for several"
+        )
+    if v is None and group is not None:
+        raise ValueError(
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} says nothing where a rank has one stage; "
+            "leave it out, or add --num-virtual-stages-per-pipeline-rank"
+        )
+
+
+def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
+    """The schedule, for the layers that are frozen now, and whether it moves activations. Raises ValueError where it
+    does not accept a batch size of the run."""
+    sizes = set(args.batch_sizes.all_num_microbatches())
+    found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
+    for num_microbatches in sorted(sizes):
+        found.validate(num_microbatches)
+    return found, any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+
+
+def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
+    if args.program is not None:
+        return args.program
+    num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
+    residency, reduced = residency_of(args), num_replicas(args)
+    has_copies = args.pipeline_model_parallel_size > 1
+    if residency is not None:
+        has_copies = args.pipeline_model_parallel_size * num_virtual_stages > 1
+        reduced *= args.tensor_model_parallel_size  # they sum up what each has seen a part of, stage by stage
+    return Schedule.preset(
+        args.pipeline_schedule,
+        num_stages=args.pipeline_model_parallel_size * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        microbatch_group_size=args.microbatch_group_size_per_virtual_pipeline_stage,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
+        data_parallel=reduced > 1,
+        tied_embeddings=shares_embedding(args) and has_copies,
+        tied_stage=tied_stage(args) if has_copies else None,
+        residency=residency,
+        predict=args.pipeline_2bw_provisional != "off",
+        provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
+        reduce_partial=args.pipeline_2bw_provisional_reduce,
+    )
+
+
+def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+    """The schedule that `args` ask for where some of the `stages` are frozen."""
+    return Schedule.preset(
+        args.pipeline_schedule,
+        num_stages=len(stages.rank_of_stage),
+        rank_of_stage=stages.rank_of_stage,
+        num_frozen=stages.num_frozen,
+        recompute=args.pipeline_recompute,
+        extra_warmup=args.pipeline_extra_warmup,
+        balance=args.balance_activations,
+        data_parallel=num_replicas(args) > 1,
+    )
+
+
+def shares_embedding(args: argparse.Namespace) -> bool:
+    """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
+    or layers of multi-token prediction look tokens up."""
+    return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
+
+
+@lru_cache(maxsize=64)
+def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches: int) -> bool:
+    """Whether a backward of a batch comes after a backward of a later batch. A known order is asked with the fewest
+    microbatches that show it, since a search asks thousands of times."""
+    sizes: tuple[int, ...] = ()
+    if isinstance(schedule, Schedule):
+        schedule = replace(schedule, balance=False)
+        sizes = representative_sizes(
+            schedule, num_microbatches, least=2 * schedule.num_ranks, step=schedule.num_ranks, count=1
+        )
+    return schedule.interleaves_batches((sizes or (num_microbatches,)) * 3)
+
+
+def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
+    """Check what predicted weights require, and what they exclude."""
+    take_error_feedback(args)
+    require_predictions(args, weights, choice_of(args).name)
+    mode = args.pipeline_2bw_provisional
+    if mode != "off" and args.pipeline_2bw_single_gradient_buffer:
+        reason = f"--2bw-provisional {mode} reads gradients that --2bw-single-gradient-buffer gives away early"
+        if args.pipeline_2bw_error_feedback:
+            reason = (
+                "--2bw-error-feedback takes the update of a STEP again, and --2bw-single-gradient-buffer steps early"
+            )
+        raise ValueError(f"{reason}; leave one of them out")
+
+
+def _updates_alone(args: argparse.Namespace) -> None:
+    """Refuse what stages that update independently exclude."""
+    if args.clip_grad > 0:
+        raise ValueError(
+            f"{choice_of(args).flag} updates each stage by itself, so there is no global norm to "
+            "clip with; add --clip-grad 0"
+        )
+    if args.fp16:
+        raise ValueError(
+            f"{choice_of(args).flag} updates each stage by itself, so an overflow elsewhere "
+            "would be seen too late for --fp16; use --bf16"
+        )
+    if args.calculate_per_token_loss:
+        raise ValueError(
+            f"{choice_of(args).flag} updates each stage by itself, before the tokens of a batch are counted, so "
+            "--calculate-per-token-loss has no divisor; leave it out"
+        )
+    if args.mtp_num_layers is not None and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"{choice_of(args).flag} gives first and last stage different delays, so that the copies of the embedding "
+            f"of --mtp-num-layers {args.mtp_num_layers} would part; use flush or 2bw"
+        )
+    if not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1:
+        raise ValueError(
+            f"{choice_of(args).flag} gives first and last stage different delays, so their "
+            "embeddings cannot stay tied; add --untie-embeddings-and-output-weights"
+        )

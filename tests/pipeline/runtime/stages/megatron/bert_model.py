@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatron.core.utils import get_model_config
-from megatron.trainer.data.bert import bert_inputs, bert_loss
+from megatron.trainer.data.masked import bert_inputs, bert_loss
 
 SEQUENCE, VOCABULARY, MASK = 16, 64, 4
 

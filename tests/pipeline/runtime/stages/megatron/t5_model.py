@@ -13,8 +13,8 @@ from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage
+from megatron.trainer.data.masked import t5_inputs
 from megatron.trainer.data.microbatches import language_model_loss
-from megatron.trainer.data.t5 import t5_inputs
 from megatron.trainer.models.t5 import T5Stage, t5_model, t5_spec
 
 ENCODER, DECODER, VOCABULARY = 16, 8, 64

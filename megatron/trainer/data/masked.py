@@ -1,8 +1,10 @@
-"""BERT's datasets, the parts of its microbatches, and its losses.
+"""The samples of a BERT and of a T5: sentences of which some words are taken out, to be predicted.
 
-Samples come from megatron.core: sentences of one document up to the sequence length, with some tokens masked. At the
-end of a document, and with the probability of `--short-seq-prob`, a sample is shorter and padded. Every stage has
-attention, so every stage needs the mask of the padding. Each stage reads the samples itself, in the common order.
+Samples come from megatron.core: sentences of one document, up to the sequence length. In a sample of a BERT some tokens
+are masked; at the end of a document, and with the probability of `--short-seq-prob`, the sample is shorter and padded.
+In a sample of a T5 runs of words are taken out, and an extra id stands for each run; the decoder predicts the runs,
+each behind its id; all samples are padded to the two lengths. Every stage has attention, so every stage needs the masks
+of the padding. Each stage reads the samples itself, in the common order.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,13 +15,17 @@ from torch.nn.functional import cross_entropy
 
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.datasets import SPLITS, Datasets, TokenFiles, build_blended
 from megatron.trainer.data.microbatches import Field
-from megatron.trainer.data.sentences import LONGEST_SENTENCE
 from megatron.trainer.files.indexed_files import document_lengths
+from megatron.trainer.files.text_files import LONGEST_SENTENCE
 from megatron.trainer.report.metrics import LOSS
+
+# --- BERT -------------------------------------------------------------------------------------------------------------
+
 
 ORDER_LOSS = "sop loss"
 _LONGEST_NGRAM = 3  # largest number of adjacent words that are masked together, as in Megatron-LM
@@ -135,23 +141,29 @@ class BertDataset(WordPieceFiles, BERTMaskedWordPieceDataset):
 def build_bert_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of a BERT, as `build_blended` returns them. Raises ValueError also for a wrong tokenizer."""
     check_tokenizer(args, tokenizer)
-    return build_blended(
-        args,
-        BertDataset,
-        BERTMaskedWordPieceDatasetConfig,
-        reads=True,
-        num_elements=lambda contents: contents.num_documents,
-        check=lambda config, has_split: check_documents(config, has_split, least=2 if args.bert_binary_head else 1),
-        tokenizer=tokenizer,
-        masking_probability=args.mask_prob,
-        short_sequence_probability=args.short_seq_prob,
-        masking_max_ngram=_LONGEST_NGRAM,
-        masking_do_full_word=True,
-        masking_do_permutation=False,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
+    return _build(
+        args, BertDataset, BERTMaskedWordPieceDatasetConfig, tokenizer, least=2 if args.bert_binary_head else 1,
+        masking_max_ngram=_LONGEST_NGRAM, masking_use_geometric_distribution=False,
         classification_head=args.bert_binary_head,
-    )
+    )  # fmt: skip
+
+
+def _build(
+    args: TrainConfig,
+    dataset_class: type,
+    config_class: type[MaskedWordPieceDatasetConfig],
+    tokenizer: MegatronTokenizerBase,
+    *,
+    least: int,
+    **options: object,
+) -> Datasets:
+    """The three datasets. `least`: the fewest sentences of a sample. `options`: further fields of the configuration."""
+    return build_blended(
+        args, dataset_class, config_class, reads=True, num_elements=lambda contents: contents.num_documents,
+        check=None if args.mock_data else lambda config, has_split: check_documents(config, has_split, least=least),
+        tokenizer=tokenizer, masking_probability=args.mask_prob, short_sequence_probability=args.short_seq_prob,
+        masking_do_full_word=True, masking_do_permutation=False, masking_use_longer_ngrams=False, **options,
+    )  # fmt: skip
 
 
 def check_tokenizer(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> None:
@@ -202,3 +214,97 @@ def _parts(
             blend = config.blend or config.blend_per_split[index]
             part = config.split_matrix[index] if config.blend else (0.0, 1.0)
             yield from ((split, prefix, part) for prefix in blend[0])
+
+
+# --- T5 ---------------------------------------------------------------------------------------------------------------
+
+
+_LONGEST_SPAN = 10
+"""The largest number of words that are taken out together, as in Megatron-LM."""
+_MOCK_DOCUMENTS = 10_000
+
+
+def t5_fields(args: TrainConfig) -> tuple[Field, ...]:
+    """The fields that a T5's stages need for b samples of s tokens of the encoder and r of the decoder.
+
+    First stage: `text_enc` [b, s] and `text_dec` [b, r]. Last stage: `labels` [b, r] (-1 for no label), `loss_mask`
+    (float32 [b, r]). Every stage: `enc_mask` [b, s] and `dec_mask` [b, r] (0 at padding). All but one are int64.
+    """
+
+    def of_decoder(size: int, _: int) -> tuple[int, int]:
+        return size, args.decoder_seq_length
+
+    return (
+        Field(name="text_enc", stages="first", least_id=0),
+        Field(name="text_dec", stages="first", shape=of_decoder, least_id=0),
+        Field(name="labels", stages="last", shape=of_decoder, least_id=-1),
+        Field(name="loss_mask", stages="last", shape=of_decoder, dtype=torch.float32),
+        Field(name="enc_mask"),
+        Field(name="dec_mask", shape=of_decoder),
+    )
+
+
+def t5_inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """The arguments of T5Stage's forward for a microbatch; None for those that the stage does not need."""
+    labels = batch.get("labels")
+    return {
+        "encoder_tokens": batch.get("text_enc"),
+        "decoder_tokens": batch.get("text_dec"),
+        "encoder_padding": batch["enc_mask"],
+        "decoder_padding": batch["dec_mask"],
+        "labels": None if labels is None else labels.clamp(min=0),
+    }
+
+
+class T5Dataset(WordPieceFiles, T5MaskedWordPieceDataset):
+    """megatron.core's dataset, whose errors say what to change."""
+
+    def __getitem__(self, idx: int) -> dict:
+        try:
+            return super().__getitem__(idx)
+        except AssertionError as error:  # of the padding, which would be negative
+            raise ValueError(
+                f"what sample {idx} of {self.dataset_path} takes out is longer than --decoder-seq-length "
+                f"{self.config.sequence_length_decoder}; give more, or a lower --mask-prob"
+            ) from error
+
+
+class _MockSentences:
+    """Documents of one sentence each, of words that follow each other in the vocabulary, from a random one on."""
+
+    def __init__(self, config: T5MaskedWordPieceDatasetConfig) -> None:
+        self._seed, self._longest = config.random_seed, config.sequence_length
+        self._words = numpy.array(
+            sorted(number for number, word in config.tokenizer.inv_vocab.items() if not word.startswith(("[", "<")))
+        )
+
+    def __getitem__(self, index: int) -> numpy.ndarray:
+        random = numpy.random.default_rng((self._seed, index))
+        first, length = random.integers(len(self._words)), random.integers(1, self._longest + 1)
+        return self._words[(first + numpy.arange(length)) % len(self._words)]
+
+
+class MockT5Dataset(T5Dataset):
+    """Samples without files, for --mock-data."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: None, config: T5MaskedWordPieceDatasetConfig) -> _MockSentences:
+        return _MockSentences(config)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: _MockSentences) -> int:
+        return _MOCK_DOCUMENTS
+
+    def _build_sample_index(self, sequence_length: int, min_sentences_per_sample: int) -> numpy.ndarray:
+        """Each document in turn: (its sentence, the next one, the tokens to take), int64 [samples, 3]."""
+        documents = numpy.resize(self.indices, self.num_samples).astype(numpy.int64)
+        return numpy.stack([documents, documents + 1, numpy.full_like(documents, sequence_length)], axis=1)
+
+
+def build_t5_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
+    """The three datasets of a T5, as `build_blended` returns them."""
+    return _build(
+        args, MockT5Dataset if args.mock_data else T5Dataset, T5MaskedWordPieceDatasetConfig, tokenizer, least=1,
+        masking_max_ngram=_LONGEST_SPAN, masking_use_geometric_distribution=True,
+        sequence_length_decoder=args.decoder_seq_length,
+    )  # fmt: skip
