@@ -79,8 +79,13 @@ class LoneStage:
     deferred_bytes: int = 0
 
     def close(self) -> None:
-        """End the processes that load the stage's samples."""
+        """End the processes that load the stage's samples, and let go of its model.
+
+        The dispatcher of megatron.core's experts keeps a tensor with its graph, which refers to the model through the
+        hooks of its weights: no collection of garbage sees that circle, and a process measures several stages.
+        """
         self.iterator.close()
+        self.stage.model._modules.clear()
 
 
 def build_lone_stage(

@@ -100,6 +100,33 @@ def test_halves_are_timed_beside_whole_backwards():
     assert [result["deferred_bytes"] for result in results] == [of_layer, 3 * of_layer]
 
 
+def weights_left_case(plan: StagePlan) -> int:
+    """How many weights of a stage that was timed and closed are still in memory."""
+    import gc
+    import weakref
+
+    from megatron.core import parallel_state
+    from megatron.trainer.profile.measurements import build_lone_stage, time_stage
+    from megatron.trainer.profile.pool import prepare, training_program
+
+    lone = build_lone_stage(prepare(plan.arguments(), None), training_program("gpt"), plan.place, plan.weights)
+    weights = [weakref.ref(weight) for weight in lone.stage.model.parameters()]
+    time_stage(lone, num_microbatches=2, num_batches=1, num_warmup=0, start=lambda: None, halves=False)
+    lone.close()
+    del lone
+    gc.collect()
+    parallel_state.destroy_model_parallel()
+    return sum(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--num-experts 4 --moe-token-dispatcher-type alltoall"], ids=["dense", "experts"]
+)
+def test_a_closed_stage_is_not_kept(flags):
+    plan = stage_plan(flags=flags)
+    assert workers.run(1, "tests.trainer.profile.test_lone_stage:weights_left_case", plan=plan) == [0]
+
+
 @pytest.mark.full
 def test_more_work_takes_longer():
     """Layers and recompute: forward with the number of layers, backward with the scope."""
