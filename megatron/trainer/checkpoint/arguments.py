@@ -122,6 +122,9 @@ def parts_not_built(there: argparse.Namespace | None) -> Iterator[tuple[str, obj
         value = getattr(there, name, None)
         if value not in neutral:
             yield name, value
+    pattern = getattr(there, "hybrid_layer_pattern", None) or ""
+    if set(pattern) - set("*-|"):
+        yield "hybrid_layer_pattern", pattern
 
 
 def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:

@@ -303,7 +303,7 @@ def test_every_refused_flag_says_what_to_do():
         assert ";" in flag.refused or "use " in flag.refused
     for flag in refused:
         for value in flag.neutral:
-            parse_args(argv(f"{flag.name} {value}"))
+            parse_args(argv(f"{flag.name} {' '.join(value) if isinstance(value, list) else value}"))
 
 
 @pytest.mark.parametrize(

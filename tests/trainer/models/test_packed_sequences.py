@@ -34,7 +34,7 @@ def test_each_document_is_seen_and_placed_as_if_it_stood_alone(borders):
     expected = torch.ones(length, length, dtype=torch.bool)
     for part in parts:
         expected[part, part] = torch.ones(part.stop - part.start, part.stop - part.start).triu(1).bool()
-    assert torch.equal(packed.mask, expected[None, None])
+    assert torch.equal(packed.mask(None), expected[None, None])
     assert packed.cu_seqlens_q.tolist() == borders and packed.cu_seqlens_q.dtype == torch.int32
     assert packed.max_seqlen_q == packed.max_seqlen_kv == max(part.stop - part.start for part in parts)
 

@@ -107,7 +107,7 @@ REFUSED = Group(
             "--spec",
             "layer specifications from files are not loaded; edit megatron/trainer/models/gpt.py.",
             takes="+",
-            neutral=(None, ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"]),
+            neutral=(["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],),
         ),
         *_list(
             "validation always takes --eval-iters batches; leave the flag out.",

@@ -34,7 +34,7 @@ _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sf
 
 def hybrid(args: argparse.Namespace) -> None:
     """--hybrid-layer-pattern gives the number of layers, and with `|` those of each stage, as layers of a GPT."""
-    pattern = args.hybrid_layer_pattern
+    pattern = args.hybrid_layer_pattern = args.hybrid_layer_pattern or None
     if pattern is None:
         if args.spec is not None:
             raise ValueError(f"--spec {' '.join(args.spec)} is for --hybrid-layer-pattern; give both, or neither")
