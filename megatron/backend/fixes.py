@@ -43,7 +43,7 @@ def apply() -> None:
     _repair_parts_of_unequal_size(mappings)
     _repair_numbers_of_further_tokens(gpt_model if hasattr(gpt_model, "roll_tensor") else further_tokens)
     if not random.HAVE_TE and hasattr(further_tokens, "is_inference_column_parallel_linear"):
-        # The fault (from core 0.19 on): without Transformer Engine these kinds of layers are no classes.
+        # The fault (from core 0.20 on): without Transformer Engine these kinds of layers are no classes.
         further_tokens.is_inference_column_parallel_linear = lambda module: False
     follow_shown_gradients()
 
@@ -353,7 +353,8 @@ def _repair_numbers_of_further_tokens(losses) -> None:
     @functools.wraps(roll)
     def roll_and_count(tensor, *args, cp_group=None, **options):
         rolled, count = roll(tensor, *args, cp_group=cp_group, **options)
-        if tensor.is_floating_point() and cp_group is not None and cp_group.size() > 1:  # the mask, and no labels
+        shares = cp_group is not None and cp_group.size() > 1
+        if shares and count is not None and tensor.is_floating_point():  # the mask, and no labels
             torch.distributed.all_reduce(count, group=cp_group)
             count = count / cp_group.size()  # a rank's part of the gradient is one of so many
         return rolled, None if count is None else count.masked_fill(count == 0, 1)

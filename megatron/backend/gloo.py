@@ -4,8 +4,9 @@ Problem: torch gives each gloo group a device of its own, whose thread wakes a h
 end. megatron.core makes about forty groups on each rank, most of them of that rank alone: together they take 2% of a
 core while nothing is sent, and 0.4 s to destroy.
 
-Solution: groups that are made without options share a device (`share_device`). So do the links between stages
-(`transport/links.py`), which have another one: a reduction does not hold up what goes to the next stage.
+Solution: groups that are made with a timeout, as torch.distributed makes them, share a device (`share_device`). So do
+the links between stages (`transport/links.py`), which have another one: a reduction does not hold up what goes to the
+next stage.
 """
 
 import functools
@@ -19,37 +20,52 @@ _make_group = ProcessGroupGloo.__init__
 
 
 def share_device() -> None:
-    """Let the gloo groups that this process makes from now on share a device, but for those made with options."""
+    """Let the gloo groups that this process makes from now on share a device, but for those made with options.
+
+    Later calls are no-ops.
+    """
     ProcessGroupGloo.__init__ = _on_shared_device
 
 
-def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int) -> Any:
+def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int | None = None) -> Any:
     """Return options for a gloo group on the device that groups of one purpose share.
 
     Args:
         purpose: any name; each has its device.
         timeout: of the group's operations.
-        num_threads: threads of the group that start its operations.
+        num_threads: threads of the group that start its operations; None: two for each device, as torch has them.
     """
     options = ProcessGroupGloo._Options()
-    options._devices = _devices(purpose, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    options._devices = _devices(purpose, os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
     options._timeout = timeout
-    options._threads = num_threads
+    options._threads = num_threads or 2 * len(options._devices)
     return options
 
 
 @functools.cache
-def _devices(purpose: str, interfaces: str) -> list[Any]:
-    """Make a device on each interface of GLOO_SOCKET_IFNAME, or the one that gloo chooses."""
-    if not interfaces:
+def _devices(purpose: str, interfaces: str, process: int) -> list[Any]:
+    """Make a device on each interface of GLOO_SOCKET_IFNAME, or the one that gloo chooses.
+
+    `process`: the process's number, since a device's thread is not in a process that is forked.
+    """
+    names = [name for name in interfaces.split(",") if name]
+    if not names:
         return [ProcessGroupGloo.create_default_device()]
-    return [ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",")]
+    return [ProcessGroupGloo.create_device(interface=name) for name in names]
 
 
 def _on_shared_device(
-    self: ProcessGroupGloo, store: Store, rank: int, size: int, *args: Any, timeout: timedelta | None = None
+    self: ProcessGroupGloo,
+    store: Store,
+    rank: int,
+    size: int,
+    *args: Any,
+    timeout: timedelta | None = None,
+    **kwargs: Any,
 ) -> None:
     """As `ProcessGroupGloo.__init__`, whose last argument is the options or the timeout."""
+    if args and isinstance(args[0], timedelta):
+        timeout, *args = args
     if timeout is not None:
-        args = (options_on_shared_device("groups", timeout, num_threads=2),)
-    _make_group(self, store, rank, size, *args)
+        args = (options_on_shared_device("groups", timeout),)
+    _make_group(self, store, rank, size, *args, **kwargs)

@@ -181,6 +181,11 @@ def _completed(
     args = parse_args(argv, prog="convert_checkpoint.py", defaults=defaults)
     if saved is not None:
         args = with_saved_arguments(args, saved, source, further=("bf16", "fp16"))
+        if args.hybrid_layer_pattern:
+            raise ValueError(
+                f"{source} holds a HybridModel ({args.hybrid_layer_pattern}), whose weights have other names, and is "
+                "not converted; train the GPT by --num-layers"
+            )
     if args.seq_length is None:
         args.seq_length = args.max_position_embeddings
     validate_args(args, world_size=1)

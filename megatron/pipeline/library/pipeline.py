@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -299,7 +299,8 @@ class Pipeline:
         if error is not None and error is not self._agreement.refusal:
             self.has_failed = True
             self._guard.__exit__(kind, error, traceback)
-            self.close()
+            with suppress(Exception):  # the caller's error is the one to tell
+                self.close()
             return
         with self._guard:
             self.close()

@@ -240,7 +240,7 @@ class LossCounts:
 
 
 class Running(Protocol):
-    """A running pipeline. `has_failed`: whether the state of its work is unknown, so that it cannot be closed."""
+    """A running pipeline. `has_failed`: whether the state of its work is unknown, so that it is not drained."""
 
     has_failed: bool
 

@@ -20,12 +20,16 @@ class Core(NamedTuple):
     whole_sequences: Mapping[str, bool] = {"is_hybrid_cp": False}
     """What says that ranks share whole sequences."""
     has_hybrid_model: bool = True
+    has_common_file: bool = False
+    """Whether checkpoints have a file for what all ranks share, beside the tensors."""
+    weighs_further_tokens: bool = True
+    """Whether losses of multi-token prediction are weighed by a rank's own tokens where the loss is per token."""
 
 
 TRAINED = {
-    (0, 16): Core(null_tokenizer=("null", 0), whole_sequences={}, has_hybrid_model=False),
-    (0, 17): Core(null_tokenizer=("null-text", 0), whole_sequences={}, has_hybrid_model=False),
-    (0, 18): Core(),
+    (0, 16): Core(("null", 0), {}, has_hybrid_model=False, has_common_file=True, weighs_further_tokens=False),
+    (0, 17): Core(("null-text", 0), {}, has_hybrid_model=False, has_common_file=True),
+    (0, 18): Core(has_common_file=True),
     (0, 19): Core(),
     (0, 20): Core(),
 }

@@ -132,6 +132,7 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     attention = _attention(args, positions)
     rotary = {name: _value(args, name) for name in _OF_ROTARY}
     num_experts = _value(args, "num_experts")
+    pattern = _undivided(_value(args, "hybrid_layer_pattern"))
     if not rotary["use_rope_scaling"]:
         rotary["rope_scaling_factor"] = None
     as_they_stand = [
@@ -141,7 +142,9 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     ]
     return {
         **{name: _value(args, name) for name in as_they_stand},
-        "hybrid_layer_pattern": _value(args, "hybrid_layer_pattern") and _hybrid_layers(args),
+        "hybrid_layer_pattern": pattern,
+        # Megatron-LM's own number has attention and MLPs apart.
+        **({"num_layers": pattern.count("-")} if pattern else {}),
         "num_query_groups": _key_value_heads(args),
         "position_embedding_type": positions,
         **{name: value if positions == "rope" else None for name, value in rotary.items()},
@@ -153,9 +156,9 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
     }
 
 
-def _hybrid_layers(args: TrainConfig | argparse.Namespace) -> str:
+def _undivided(pattern: str | None) -> str | None:
     """The layers of a HybridModel, wherever stages divide them."""
-    return args.hybrid_layer_pattern.replace("|", "")
+    return pattern and pattern.replace("|", "")
 
 
 def _attention(args: TrainConfig | argparse.Namespace | None, positions: object) -> dict[str, object]:
@@ -407,6 +410,10 @@ def with_saved_arguments(
     taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
     for name in taken.keys() & _LISTS:  # Megatron-LM stores one value as it is
         taken[name] = taken[name] if isinstance(taken[name], list) else [taken[name]]
+    pattern = _undivided(taken.get("hybrid_layer_pattern"))
+    taken["hybrid_layer_pattern"] = (
+        args.hybrid_layer_pattern if _undivided(args.hybrid_layer_pattern) == pattern else pattern
+    )
     return argparse.Namespace(**{**vars(args), **taken})
 
 

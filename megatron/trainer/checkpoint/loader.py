@@ -12,7 +12,7 @@ import warnings
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.core import parallel_state
@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import (
     PREDICTED_VERSION,
     UPCOMING_VERSION,
 )
+from megatron.pipeline.start_up.core_version import installed_core
 from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
@@ -86,8 +87,16 @@ def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
     entry = "common_state/shard_0_1"
     if entry not in FileSystemReader(str(location.path)).read_metadata().state_dict_metadata:
         return None
+    if installed_core().has_common_file:
+        raise CheckpointError(
+            f"checkpoint {location.path} was saved with megatron.core 0.19 or later, and the one that is installed does "
+            "not read it; use 0.19 or later"
+        )
     found: dict = {entry: io.BytesIO()}
-    torch.distributed.checkpoint.load(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
+    try:
+        torch.distributed.checkpoint.load(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
+    except CheckpointException as error:  # no Exception, so nothing else would catch it
+        raise CheckpointError(_with_hint(location, f"checkpoint {location.path} cannot be read: {error}")) from error
     loaded = found[entry]
     if isinstance(loaded, io.BytesIO):
         loaded.seek(0)

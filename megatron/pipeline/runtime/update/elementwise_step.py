@@ -306,8 +306,11 @@ class TritonStep(ElementwiseStep):
         return super().can_take(each) and each.gradient.dtype in known and each.target.dtype in known
 
     def warm_up(self, types: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.device) -> None:
-        for gradient, target in types:
-            _kernel().warm_up(self._rule.kernel, gradient, target, device)
+        known = _kernel().ELEMENT_TYPES
+        own = (torch.float32, torch.float32)  # the optimizer's own step without a prediction
+        for gradient, target in {own, *types}:
+            if gradient in known and target in known:
+                _kernel().warm_up(self._rule.kernel, gradient, target, device)
 
     def take(self, stepped: list[Operands], where: list[Tensor | None]) -> None:
         alike = [each.due if each.due and each.due.rule.kernel == self._rule.kernel else None for each in stepped]

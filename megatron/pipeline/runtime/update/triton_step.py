@@ -120,6 +120,7 @@ def _launch(rows: list[Row], rule: str, gradient: tl.dtype, target: tl.dtype, is
     on_device = _table(numbers, torch.float32, device)
     factors, addresses = [], []  # the former: tensors that live until the launch
     for position, row in enumerate(rows):
+        assert row.own is None or not isinstance(row.own.factor, Tensor), "an own step's factor is a number"
         factor_at = on_device.data_ptr() + 4 * ((2 * position + 1) * (NUM_NUMBERS + 1) + NUM_NUMBERS)
         if row.ahead is not None and isinstance(row.ahead.factor, Tensor):
             factors.append(row.ahead.factor.to(device, torch.float32))

@@ -28,7 +28,7 @@ _OTHER_LAYERS = {
 }
 _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sft", "use_rope_scaling", "load_hf",
                   "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
-                  "window_attn_skip_freq")  # fmt: skip
+                  "window_attn_skip_freq", "fp8", "first_last_layers_bf16")  # fmt: skip
 """Flags that a HybridModel is not built with."""
 
 
@@ -40,6 +40,8 @@ def hybrid(args: argparse.Namespace) -> None:
             raise ValueError(f"--spec {' '.join(args.spec)} is for --hybrid-layer-pattern; give both, or neither")
         return
     asked = f"--hybrid-layer-pattern {pattern}"
+    if args.architecture != "gpt":
+        raise ValueError(f"{asked} belongs to pretrain_gpt.py; leave it out")
     other = next((symbol for symbol in pattern if symbol not in "*-|"), None)
     if other is not None:
         named = f", which is for {_OTHER_LAYERS[other]}," if other in _OTHER_LAYERS else ""
@@ -51,7 +53,7 @@ def hybrid(args: argparse.Namespace) -> None:
             "divide stages behind an MLP"
         )
     num_symbols = len(pattern) - pattern.count("|")
-    if args.num_layers not in (None, num_symbols):
+    if "num_layers" in args.given and args.num_layers != num_symbols:
         raise ValueError(f"{asked} has {num_symbols} layers, and --num-layers says {args.num_layers}; leave it out")
     given = [name_of(name) for name in _NOT_IN_HYBRID if getattr(args, name, None)]
     if args.context_parallel_size > 1:
@@ -61,6 +63,12 @@ def hybrid(args: argparse.Namespace) -> None:
     if given:
         raise ValueError(f"{' and '.join(given)} cannot be used with --hybrid-layer-pattern; leave one of them out")
     args.num_layers = num_symbols // 2
+    ranks = args.pipeline_model_parallel_size
+    if len(stages) > 1 and (ranks == 1 or len(stages) % ranks):
+        raise ValueError(
+            f"{asked} has {len(stages)} stages, and --pipeline-model-parallel-size is {ranks}; leave the | out, or "
+            "divide into as many stages"
+        )
     if len(stages) > 1:
         args.pipeline_model_parallel_layout = layout_text([len(stage) // 2 for stage in stages])
 

@@ -151,9 +151,11 @@ def test_kernels_are_loaded_before_they_are_needed(monkeypatch):
     loaded = []
     monkeypatch.setattr(triton_step, "_launch", lambda rows, *variant: loaded.append(variant))
     parameters = [torch.zeros(3, requires_grad=True)]
-    ProvisionalStep(torch.optim.SGD(parameters, momentum=0.9), {(torch.float32, torch.bfloat16)})
-    types = (triton_step.ELEMENT_TYPES[torch.float32], triton_step.ELEMENT_TYPES[torch.bfloat16])
-    assert loaded == [("momentum", *types, True), ("momentum", *types, False)]
+    types = {(torch.float32, torch.bfloat16), (torch.float64, torch.float64)}  # the latter go on copies
+    ProvisionalStep(torch.optim.SGD(parameters, momentum=0.9), types)
+    full, half = (triton_step.ELEMENT_TYPES[dtype] for dtype in (torch.float32, torch.bfloat16))
+    wanted = {("momentum", full, target, is_aligned) for target in (full, half) for is_aligned in (True, False)}
+    assert len(loaded) == 4 and set(loaded) == wanted
     monkeypatch.undo()
     with pytest.MonkeyPatch.context() as patched:
         use_kernel(patched)

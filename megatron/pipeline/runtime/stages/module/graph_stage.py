@@ -110,6 +110,7 @@ class GraphModuleStage(AnyModuleStage):
 
     def forward(self, microbatch: Microbatch, inputs: _Tensors) -> _Tensors:
         saved = _SavedInputs(inputs)
+        assert microbatch.index not in self.activations, f"microbatch {microbatch.index} is saved already"
         self.activations[microbatch.index] = saved
         if self._recompute:
             saved.random_state = RandomState.capture(self._device)

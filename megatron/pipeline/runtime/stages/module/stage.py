@@ -181,6 +181,7 @@ class ModuleStage(AnyModuleStage):
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
+        assert microbatch.index not in self.activations, f"microbatch {microbatch.index} is saved already"
         self.activations[microbatch.index] = saved
         with self._captured.capture(microbatch.index):
             if self._recompute:

@@ -251,7 +251,7 @@ class ModuleUpdate(DeviceUpdate):
     def close(self) -> None:
         """Show the newest weights in the parameters, and remove their gradients and hooks.
 
-        Called while drained, or after an error. Takes a step that was put off until a prediction that has failed.
+        Called while drained, or after an error. Takes a step that was put off until a prediction that did not begin.
         """
         if self._provisional.due:
             with self.versions.true_weights():
