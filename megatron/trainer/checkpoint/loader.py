@@ -89,8 +89,8 @@ def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
         return None
     if installed_core().has_common_file:
         raise CheckpointError(
-            f"checkpoint {location.path} was saved with megatron.core 0.19 or later, and the one that is installed does "
-            "not read it; use 0.19 or later"
+            f"checkpoint {location.path} was saved with megatron.core 0.19 or later, and the installed one does not "
+            "read it; use 0.19 or later"
         )
     found: dict = {entry: io.BytesIO()}
     try:

@@ -75,7 +75,7 @@ FACTS = {
         "Leave --activation-func-clamp-value out",
     ),
     "num_experts": plain("num_experts", 8),
-    "hybrid_layer_pattern": ("", {"hybrid_layer_pattern": "*-*-"}, r"Pass --hybrid-layer-pattern \*-\*-"),
+    "hybrid_layer_pattern": ("", {"hybrid_layer_pattern": "*-" * 24}, "Pass --hybrid-layer-pattern [*-]*"),
     "mtp_num_layers": plain("mtp_num_layers", 2, ROPE),
     "moe_layer_freq": (EXPERTS, THEIR_EXPERTS | {"moe_layer_freq": 2}, r"Pass --moe-layer-freq \[1, 0, 1.*"),
     "norm_epsilon": ("", {"layernorm_epsilon": 1e-6}, "Pass --norm-epsilon 1e-06"),

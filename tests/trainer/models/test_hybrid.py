@@ -101,6 +101,8 @@ def gradients(flags: str) -> list[dict[str, torch.Tensor]]:
         ("*-*|-*-", "has to be *- for each layer, in each stage"),
         ("*-|", "has to be *- for each layer, in each stage"),
         ("*-*- --num-layers 2", "has 4 layers, and --num-layers says 2; leave it out"),
+        ("*-|*-", "has 2 stages, and --pipeline-model-parallel-size is 1; leave the | out"),
+        ("*-*- --first-last-layers-bf16", "--first-last-layers-bf16 cannot be used with"),
         ("*-*- --num-experts 4", "--num-experts cannot be used with --hybrid-layer-pattern"),
         ("*-*- --recompute-activations", "--recompute-activations cannot be used with"),
     ],
@@ -109,6 +111,23 @@ def test_other_patterns_are_refused(flags, sentence):
     with pytest.raises(ValueError) as refused:
         arguments(f"--hybrid-layer-pattern {flags}", without="--num-layers" if "--num-layers" not in flags else "")
     assert sentence in str(refused.value)
+
+
+def test_a_checkpoint_gives_its_pattern():
+    """--use-checkpoint-args: also where Megatron-LM counts attention and MLP apart, and stages are divided anew."""
+    from argparse import Namespace
+
+    from megatron.trainer.arguments import parse_args, validate_args
+    from megatron.trainer.checkpoint.arguments import with_saved_arguments
+    from tests.trainer.arguments.command_line import argv
+
+    for given, kept in (("", "*-*-"), ("--hybrid-layer-pattern *-|*- --pipeline-model-parallel-size 2", "*-|*-")):
+        for num_layers in (2, 4):
+            args = parse_args(argv(given, without="--num-layers"))
+            saved = Namespace(**{**vars(args), "num_layers": num_layers, "hybrid_layer_pattern": "*-|*-"})
+            args = with_saved_arguments(args, saved, "DIR")
+            validate_args(args, world_size=2 if given else 1)
+            assert (args.hybrid_layer_pattern, args.num_layers) == (kept, 2)
 
 
 def test_megatron_lms_own_flags_are_taken():
