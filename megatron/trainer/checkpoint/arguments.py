@@ -410,10 +410,8 @@ def with_saved_arguments(
     taken |= {name: getattr(saved, name) for name in further if hasattr(saved, name)}
     for name in taken.keys() & _LISTS:  # Megatron-LM stores one value as it is
         taken[name] = taken[name] if isinstance(taken[name], list) else [taken[name]]
-    pattern = _undivided(taken.get("hybrid_layer_pattern"))
-    taken["hybrid_layer_pattern"] = (
-        args.hybrid_layer_pattern if _undivided(args.hybrid_layer_pattern) == pattern else pattern
-    )
+    own, pattern = getattr(args, "hybrid_layer_pattern", None), _undivided(taken["hybrid_layer_pattern"])
+    taken["hybrid_layer_pattern"] = own if own and _undivided(own) == pattern else pattern  # stages may divide it anew
     return argparse.Namespace(**{**vars(args), **taken})
 
 
