@@ -26,13 +26,8 @@ from megatron.trainer.arguments import parse_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import destroy_groups, restore_groups, set_groups_aside
 from megatron.trainer.changes.state_in_memory import hand_over, hold_run
-from megatron.trainer.checkpoint.checkpoint import (
-    CheckpointPosition,
-    CheckpointWriter,
-    RunParts,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts, load_checkpoint, save_checkpoint
+from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.trainer.programs.pretrain_gpt import program
 from megatron.trainer.run.pretraining import complete

@@ -1,8 +1,8 @@
 """One network device for all gloo groups of a process.
 
-Problem: torch gives each gloo group a device of its own, whose thread wakes a hundred times a second and takes 10 ms to
-end. megatron.core makes about forty groups on each rank, most of them of that rank alone: together they take 2% of a
-core while nothing is sent, and 0.4 s to destroy.
+Problem: torch gives each gloo group a device of its own, whose thread wakes a hundred times a second, and ends at such
+a moment. megatron.core makes dozens of groups on each rank, most of them of that rank alone: while nothing is sent
+their threads take processor time, and destroying the groups waits for one after the other.
 
 Solution: groups that are made with a timeout, as torch.distributed makes them, share a device (`share_device`). So do
 the links between stages (`transport/links.py`), which have another one: a reduction does not hold up what goes to the

@@ -23,7 +23,8 @@ from megatron.trainer.plan import from_flags
 from megatron.trainer.programs import pretrain_vision_classify as door
 from megatron.trainer.run.pretraining import assemble, complete
 from megatron.trainer.start_up import initialize
-from megatron.trainer.start_up.run import Run, build_optimizer
+from megatron.trainer.start_up.optimizer import build_optimizer
+from megatron.trainer.start_up.run import Run
 
 
 def freeze(chunk: torch.nn.Module, args, depth: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.commands import grid_search as tool
 from megatron.pipeline.placement.topology import load_topology
-from megatron.trainer.plan.command import PROGRAMS
+from megatron.trainer.plan.command import SEARCHED
 from tests.commands.in_process import ROOT, runner
 from tests.commands.search_argv import CLUSTER, GPT, QUICK, SCRIPT
 
@@ -67,7 +67,7 @@ def test_the_script_of_the_best_passes_a_dry_run(run, tmp_path, name, capsys, mo
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
     started = stubbed(script, tmp_path, "--dry-run", "--dry-run-json", str(tmp_path / "dry.json"))
     architecture = "bert" if name == "bert" else "gpt"
-    program, defaults = PROGRAMS[architecture]
+    program, defaults = SEARCHED[architecture]
     assert started[0] == program
     monkeypatch.chdir(ROOT)
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

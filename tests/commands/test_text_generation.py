@@ -24,7 +24,8 @@ def save_model(directory, flags="--tensor-model-parallel-size 2"):
     from megatron.core import parallel_state
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig
-    from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, RunParts, save_checkpoint
+    from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts, save_checkpoint
+    from megatron.trainer.checkpoint.writer import CheckpointWriter
     from megatron.trainer.models import core_config
     from megatron.trainer.models.gpt import build_chunks, gpt_model
     from megatron.trainer.plan import from_flags

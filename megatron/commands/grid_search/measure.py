@@ -39,7 +39,7 @@ from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.trainer import programs
 from megatron.trainer.arguments import parse_args
-from megatron.trainer.plan.command import PROGRAMS, missing_flags, model_argv
+from megatron.trainer.plan.command import SEARCHED, missing_flags, model_argv
 
 ROOT = Path(__file__).resolve().parents[3]
 TAKES_FLAGS = True  # those of the training programs
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     runs = Runs(
-        program=_program(PROGRAMS[architecture][0]), argv=model_argv(argv, architecture=architecture),
+        program=_program(SEARCHED[architecture][0]), argv=model_argv(argv, architecture=architecture),
         output=options.output, iterations=options.iterations, warmup=options.warmup, timeout=options.timeout,
         threads=options.threads, topology=_topology(argv, architecture, options.search),
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _program(name: str) -> Path:
 
 def _topology(argv: list[str], architecture: str, search: Path | None) -> Path | None:
     """The file that optimized rank mappings need: that of --rank-topology, or what a search wrote beside its own."""
-    program, defaults = PROGRAMS[architecture]
+    program, defaults = SEARCHED[architecture]
     given = parse_args(argv, prog=program, defaults=defaults).rank_topology
     beside = None if search is None else search.parent / "topology.yaml"
     return Path(given) if given else beside if beside is not None and beside.exists() else None

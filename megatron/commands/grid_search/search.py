@@ -47,9 +47,9 @@ from megatron.planner.search import (
 from megatron.planner.search.comparisons import note_on_fewer_nodes
 from megatron.planner.search.notes import (
     beside_ranking,
-    delay_sentences,
     notes_on_hosted,
     sentences_on_layers,
+    sentences_on_weights,
     without_pipeline_record,
     without_pipeline_sentence,
 )
@@ -310,7 +310,7 @@ def _notes(outcome: Outcome) -> tuple[str, ...]:
     fixed = "all GPUs are used, so cost ranks as time; `grid_search sweep --gpus` compares numbers of GPUs"
     return (
         *filter(None, [beside_ranking(outcome)]),
-        *delay_sentences(outcome.kept),
+        *sentences_on_weights(outcome.kept),
         *sentences_on_layers(outcome.kept),
         *notes_on_hosted(outcome),
         *unvalidated(outcome.kept),

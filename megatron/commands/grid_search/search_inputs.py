@@ -27,7 +27,7 @@ from megatron.planner.search.space import schedules_on_device
 from megatron.planner.time.calibration import DEFAULT_NAME, NAMES
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.script import read_script
-from megatron.trainer.plan.command import PROGRAMS, Job
+from megatron.trainer.plan.command import SEARCHED, Job
 
 _WITHOUT_ENGINE = frozenset({"V100-16", "V100-32", "RTX2080Ti", "GTX1080Ti", "cpu"})  # Transformer Engine asks for more
 _PRECISION = {"V100-16": "fp16", "V100-32": "fp16", "RTX2080Ti": "fp16", "GTX1080Ti": "fp32", "cpu": "fp32"}
@@ -215,7 +215,7 @@ def _for_processor(argv: list[str], options: argparse.Namespace, cluster: Cluste
 
 
 def _architecture_of(program: str, source: str) -> str:
-    for architecture, (known, _) in PROGRAMS.items():
+    for architecture, (known, _) in SEARCHED.items():
         if program == known:
             return architecture
     if program in _NOT_SEARCHED:
@@ -224,7 +224,7 @@ def _architecture_of(program: str, source: str) -> str:
             "configuration with its --dry-run"
         )
     raise ValueError(
-        f"{source} runs {program}, which is not among {', '.join(known for known, _ in PROGRAMS.values())}; give "
+        f"{source} runs {program}, which is not among {', '.join(known for known, _ in SEARCHED.values())}; give "
         "--architecture gpt or bert"
     )
 
@@ -235,8 +235,8 @@ def _argv_of_yaml(path: str) -> tuple[list[str], str | None]:
     if not isinstance(document, dict):
         raise ValueError(f"{path} is no mapping; write flags as num_layers: 24")
     architecture = document.pop("architecture", None)
-    if architecture not in (None, *PROGRAMS):
-        raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(PROGRAMS)}")
+    if architecture not in (None, *SEARCHED):
+        raise ValueError(f"{path}: architecture {architecture} is not known; write {' or '.join(SEARCHED)}")
     argv: list[str] = []
     for name, value in document.items():
         flag = "--" + str(name).replace("_", "-")

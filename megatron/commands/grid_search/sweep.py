@@ -38,7 +38,7 @@ from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.planner import Cluster
 from megatron.planner.job.cluster import MOST
-from megatron.planner.search.notes import beside_ranking, delay_sentences, sentences_on_layers
+from megatron.planner.search.notes import beside_ranking, sentences_on_layers, sentences_on_weights
 from megatron.planner.search.outcome import Sweep, SweepPoint, amount
 from megatron.planner.search.table import unvalidated
 
@@ -210,7 +210,7 @@ def _notes(sweep: Sweep) -> Iterator[str]:
         else:
             yield f"sequences of {length}: the curve does not bend, so it has no knee"
     best = [point.best for point in sweep.points if point.best is not None]
-    yield from (*delay_sentences(best), *sentences_on_layers(best), *unvalidated(best))
+    yield from (*sentences_on_weights(best), *sentences_on_layers(best), *unvalidated(best))
 
 
 def _print(sweep: Sweep, notes: tuple[str, ...], seconds: float) -> None:

@@ -24,10 +24,9 @@ def _prepare_continuation(args: argparse.Namespace, tokenizer: Any, file: File, 
         texts = file.texts(name, "text")
         if args.no_group_texts:
             tensors = padded(tokenizer, texts, length=args.max_seq_length)
-            labels = _labels(tensors)
         else:
             tensors = _grouped(tokenizer, texts, args, file.path)
-            labels = tensors["input_ids"].clone()
+        labels = _labels(tensors)
         predicted = labels[:, 1:]
         return _rows(file, tensors, labels, predicted, _perplexity, "a text of one token has nothing to predict")
 

@@ -7,8 +7,6 @@ argument that a version of Megatron-LM lacks counts as off.
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.dropin.flags import (
@@ -21,7 +19,7 @@ from megatron.pipeline.dropin.flags import (
     weights_of,
 )
 from megatron.pipeline.schedules import PRESETS
-from megatron.pipeline.start_up.core_version import core_version, dotted
+from megatron.pipeline.start_up.core_version import dotted, installed_version
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 
 _TELLS_ENDS_ALONE = (0, 16)
@@ -254,7 +252,7 @@ def _require_borders_on_all_stages(args: argparse.Namespace) -> None:
     stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     if not getattr(args, "sft", False) or stages <= 2:
         return
-    version = core_version(Path(find_spec("megatron.core").submodule_search_locations[0]))
+    version = installed_version()
     if version is not None and version[:2] == _TELLS_ENDS_ALONE:
         raise ValueError(
             f"--sft on {stages} pipeline stages: get_batch of Megatron-LM {dotted(version)} gives cu_seqlens to the "

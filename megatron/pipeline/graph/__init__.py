@@ -21,7 +21,7 @@ moves (`program.lane_order`). They do not depend on any time:
 The actions of a rank never depend on which other rank was faster: a rank reads its channels in its own order, as a
 process of a Kahn network does. So a single execution finds the graph (`execution`), and finds it in an order in which
 each node stands after everything that it waits for. If that execution cannot reach its end, the rows are in a deadlock,
-and `deadlock` says who waits for whom. The longest path through the graph, at any costs, is the simulation
+and `check.progress` says who waits for whom. The longest path through the graph, at any costs, is the simulation
 (`megatron.pipeline.simulate`).
 
 The graph has two forms. The full form (`row_graph`) has a node for every word of a program, transfers included. The

@@ -100,7 +100,6 @@ class PipelineEngine:
         self.stop_requests = 0
         self._stages = list(stage) if isinstance(stage, Sequence) else [stage]
         self._metrics_group = metrics_group
-        self._timeout = timeout
         self._device = torch.device(device)
         distributed = torch.distributed.is_initialized()
         ranks = list(range(torch.distributed.get_world_size() if distributed else 1)) if ranks is None else list(ranks)
@@ -316,7 +315,7 @@ class PipelineEngine:
         if self._guard is not None:
             self._guard.unwatch()
         for chain in (self._chain, self._late_chain):
-            chain.close(self._timeout.total_seconds())
+            chain.close()
         if self._transfers is not None:
             self._transfers.close()
         if self._lanes is not None:

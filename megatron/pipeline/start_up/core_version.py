@@ -38,13 +38,12 @@ TRAINED = {
 
 def require_trained_core() -> None:
     """Raise ValueError where the megatron.core on Python's path is one that the trainer cannot be run with."""
-    folder = _folder()
-    version = folder and core_version(folder)
+    version = installed_version()
     if version and version[:2] not in TRAINED:
         raise ValueError(
-            f"megatron.core {dotted(version)} of {folder.parents[1]} is not supported by this project's own programs, "
-            f"which are for {dotted(min(TRAINED))} to {dotted(max(TRAINED))}; pip install '.[core]' and take that "
-            "folder from PYTHONPATH, or train in a Megatron-LM checkout of that version through "
+            f"megatron.core {dotted(version)} of {_folder().parents[1]} is not supported by this project's own "
+            f"programs, which are for {dotted(min(TRAINED))} to {dotted(max(TRAINED))}; pip install '.[core]' and take "
+            "that folder from PYTHONPATH, or train in a Megatron-LM checkout of that version through "
             "python -m megatron.pipeline.dropin"
         )
 
@@ -52,9 +51,14 @@ def require_trained_core() -> None:
 @cache
 def installed_core() -> Core:
     """How the megatron.core on Python's path differs; of an unknown version, as the newest known one."""
-    folder = _folder()
-    version = folder and core_version(folder)
+    version = installed_version()
     return TRAINED[version[:2]] if version and version[:2] in TRAINED else TRAINED[max(TRAINED)]
+
+
+def installed_version() -> tuple[int, ...] | None:
+    """The version of the megatron.core on Python's path; None if there is none, or its sources do not state one."""
+    folder = _folder()
+    return core_version(folder) if folder else None
 
 
 def _folder() -> Path | None:

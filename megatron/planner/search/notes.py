@@ -58,6 +58,19 @@ def delay_sentence(kept: Iterable[Kept]) -> str | None:
     return f"{cost}, or add --2bw-provisional stage, which predicts them (docs/provisional.md)"
 
 
+def sentences_on_weights(kept: Iterable[Kept]) -> tuple[str, ...]:
+    """The notes on the weights of kept schedules."""
+    kept = list(kept)
+    found = [delay_sentence(kept)]
+    configurations = [each.estimate.configuration for each in kept]
+    if any(each.predicts and each.provisional_microbatches != 0 for each in configurations):
+        found.append(
+            "2bw with provisional weights computes a batch at a prediction from the part of the batch before that is "
+            "noted: the smaller, the noisier (docs/provisional.md)"
+        )
+    return tuple(filter(None, found))
+
+
 def beside_ranking(outcome: Outcome) -> str | None:
     """A sentence on the gain of schedules beside the ranking; None if there are none."""
     gains = [(each, outcome.gain(each)) for rank, each in outcome.best_of_schedules() if rank is None]
@@ -76,19 +89,6 @@ def beside_ranking(outcome: Outcome) -> str | None:
 def _compared(gain: float) -> str:
     percent = f"{100 * abs(gain):.1f}%"
     return "as fast" if percent == "0.0%" else f"{percent} {'faster' if gain > 0 else 'slower'}"
-
-
-def delay_sentences(kept: Iterable[Kept]) -> tuple[str, ...]:
-    """The notes on the weights of kept schedules."""
-    kept = list(kept)
-    found = [delay_sentence(kept)]
-    configurations = [each.estimate.configuration for each in kept]
-    if any(each.predicts and each.provisional_microbatches != 0 for each in configurations):
-        found.append(
-            "2bw with provisional weights computes a batch at a prediction from the part of the batch before that is "
-            "noted: the smaller, the noisier (docs/provisional.md)"
-        )
-    return tuple(filter(None, found))
 
 
 TRAINED_BY = {3: ("torchtitan", "Megatron-FSDP", "DeepSpeed"), 2: ("Megatron-FSDP", "DeepSpeed")}
@@ -157,10 +157,8 @@ def _compared_split(found: WithoutPipeline, outcome: Outcome) -> str:
     best: Kept = max(outcome.ranking, key=lambda each: each.sequences_per_second)
     ratio = found.sequences_per_second / best.sequences_per_second
     name = "best" if best is outcome.best else "fastest"
-    part = f"{100 * abs(ratio - 1):.1f}%"
-    text = f"{part} {'faster' if ratio > 1 else 'slower'} than the {name} here"
-    if part == "0.0%":
-        text = f"as fast as the {name} here"
+    text = _compared(ratio - 1)
+    text += f" {'as' if text == 'as fast' else 'than'} the {name} here"
     if found.software is not None and found.software.layers != best.layers:
         text += f" (with other layers: {found.software.layers}, not {best.layers})"
     if -MARGIN_OF_WHOLE <= ratio - 1 <= MARGIN_OF_SPLIT:

@@ -15,12 +15,12 @@ from functools import lru_cache
 from itertools import islice
 from typing import Protocol
 
-from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
+from megatron.pipeline.program.instruction import BUSY, COMPUTATIONS, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, PerStage
-from megatron.pipeline.simulate.timeline import BUSY, Timeline
+from megatron.pipeline.simulate.timeline import Timeline
 from megatron.planner.job.configuration import Configuration
 from megatron.planner.memory.schedule_demand import representative_sizes, resized
 from megatron.planner.time.closed_forms import closed_form_of

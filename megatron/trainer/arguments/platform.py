@@ -14,16 +14,17 @@ from packaging.version import InvalidVersion
 from megatron.pipeline.check import hardware_queues
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
-from megatron.pipeline.start_up.core_version import installed_core
+from megatron.pipeline.start_up.core_version import Core, installed_core
 from megatron.pipeline.start_up.late_weights import (
     LOOKS_UP_GRADIENTS,
     PUTS_GRADIENTS_OFF,
     engine_keeps_main_grad,
     engine_puts_off,
 )
+from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
-from megatron.trainer.arguments.rules.context import GATHER, RING, context_of_engine
+from megatron.trainer.arguments.rules.context import context_of_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,7 @@ class Platform:
     """What a machine offers.
 
     Attributes:
-        has_hybrid_model: megatron.core has the HybridModel.
-        weighs_further_tokens: as in `Core`.
+        core: how its megatron.core differs from others; this machine's if it is not given.
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
         engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
         without_fp8: by the recipes of FP8 that the machine does not have, why not.
@@ -42,8 +42,7 @@ class Platform:
     has_transformer_engine: bool
     has_apex: bool
     has_deep_ep: bool = False
-    has_hybrid_model: bool = True
-    weighs_further_tokens: bool = False
+    core: Core = field(default_factory=installed_core)
     engine_keeps_main_grad: bool = False
     engine_puts_off: bool = True
     without_fp8: Mapping[str, str] = field(default_factory=dict)
@@ -53,19 +52,13 @@ _ENGINE = "transformer_engine"
 _PACKAGES = {_ENGINE: "has_transformer_engine", "apex": "has_apex", "deep_ep": "has_deep_ep"}
 
 
-def of_core() -> dict[str, bool]:
-    """The values of a `Platform` that follow from the megatron.core on Python's path."""
-    core = installed_core()
-    return {"has_hybrid_model": core.has_hybrid_model, "weighs_further_tokens": core.weighs_further_tokens}
-
-
 def assumed_platform(packages: Iterable[str] | None) -> Platform:
     """A machine with CUDA and `packages`, each NAME or NAME==VERSION; None: with all, in their newest versions.
 
     Raises ValueError for another package, or a version that is none.
     """
     if packages is None:
-        return Platform(is_cuda=True, **of_core(), **dict.fromkeys(_PACKAGES.values(), True))
+        return Platform(is_cuda=True, **dict.fromkeys(_PACKAGES.values(), True))
     found: dict[str, str] = {}
     for word in [each for each in packages if each != "none"]:
         name, _, version = word.partition("==")
@@ -79,7 +72,7 @@ def assumed_platform(packages: Iterable[str] | None) -> Platform:
     except InvalidVersion as error:
         raise ValueError(f"--assume-packages {_ENGINE}=={version}: {error}; write it as 2.6.0") from error
     has = {attribute: name in found for name, attribute in _PACKAGES.items()}
-    return Platform(is_cuda=True, engine_keeps_main_grad=keeps, engine_puts_off=puts_off, **of_core(), **has)
+    return Platform(is_cuda=True, engine_keeps_main_grad=keeps, engine_puts_off=puts_off, **has)
 
 
 def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
@@ -108,13 +101,13 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
         )
     if args.num_experts and args.moe_token_dispatcher_type == FLEX and not (platform.is_cuda and platform.has_deep_ep):
         raise ValueError("--moe-token-dispatcher-type flex needs CUDA and the package deep_ep; use alltoall")
-    if args.hybrid_layer_pattern is not None and not platform.has_hybrid_model:
+    if args.hybrid_layer_pattern is not None and not platform.core.has_hybrid_model:
         raise ValueError(
             f"--hybrid-layer-pattern {args.hybrid_layer_pattern} needs megatron.core 0.18 or later, which has the "
             f"HybridModel; give --num-layers {args.num_layers} in its place for the same GPT"
         )
     if (
-        platform.weighs_further_tokens
+        platform.core.weighs_further_tokens
         and args.mtp_num_layers
         and args.context_parallel_size > 1
         and args.calculate_per_token_loss

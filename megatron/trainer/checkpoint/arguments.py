@@ -412,6 +412,8 @@ def with_saved_arguments(
         taken[name] = taken[name] if isinstance(taken[name], list) else [taken[name]]
     own, pattern = getattr(args, "hybrid_layer_pattern", None), _undivided(taken["hybrid_layer_pattern"])
     taken["hybrid_layer_pattern"] = own if own and _undivided(own) == pattern else pattern  # stages may divide it anew
+    if pattern:
+        taken["num_layers"] = len(pattern)  # as Megatron-LM counts them, whoever saved the checkpoint
     return argparse.Namespace(**{**vars(args), **taken})
 
 

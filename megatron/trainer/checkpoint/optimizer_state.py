@@ -237,9 +237,10 @@ def _to_distributed(loaded: dict, optimizer: DistributedOptimizer) -> dict:
     for group in groups:
         group["step"] = group.get("step", 0.0) if step is None else float(step)
     parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
-    for index, tensors in loaded["param_state"].items():
+    states = loaded.get("param_state", {})  # none where all that the rank has is frozen
+    for index, tensors in states.items():
         tensors.setdefault("param", parameters[int(index)].detach().float())
-    converted = {"optimizer": {"param_groups": groups}, "param_state": loaded["param_state"]}
+    converted = {"optimizer": {"param_groups": groups}, "param_state": states}
     if "grad_scaler" in loaded:
         converted["grad_scaler"] = loaded["grad_scaler"]
     return {**converted, _SHARDING: "fully_reshardable"}

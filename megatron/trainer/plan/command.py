@@ -23,11 +23,11 @@ from megatron.trainer.arguments.flags import parser
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
 from megatron.trainer.arguments.flags.specification import Flag, Role
-from megatron.trainer.arguments.rules import data, model, run
+from megatron.trainer.arguments.rules import data, model, optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
 
-PROGRAMS = {architecture: parser.PROGRAMS[architecture] for architecture in ("gpt", "bert")}
+SEARCHED = {architecture: parser.PROGRAMS[architecture] for architecture in ("gpt", "bert")}
 """The programs that a search knows, as in `parser.PROGRAMS`."""
 
 SOURCES = frozenset(destinations(Role.SOURCE))
@@ -63,7 +63,7 @@ class Job:
         Raises:
             ValueError: as the parser, or the shape is incomplete.
         """
-        program, defaults = PROGRAMS[architecture]
+        program, defaults = SEARCHED[architecture]
         given = parse_args(list(argv), prog=program, defaults=defaults, accepts=Role.PRICED)
         if given.global_batch_size is not None and given.global_batch_size < 1:
             raise ValueError(f"--global-batch-size {given.global_batch_size} is below 1; give the sequences of a batch")
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def program(self) -> str:
-        return PROGRAMS[self.architecture][0]
+        return SEARCHED[self.architecture][0]
 
     # --- configurations
 
@@ -228,7 +228,7 @@ class Job:
         return [flag for group in groups for flag in group.flags if flag.dest in self._given.given]
 
     def _parsed(self, argv: Sequence[str]) -> argparse.Namespace:
-        program, defaults = PROGRAMS[self.architecture]
+        program, defaults = SEARCHED[self.architecture]
         return parse_args(list(argv), prog=program, defaults=defaults)
 
     @cached_property
@@ -321,7 +321,7 @@ def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
 
     Raises ValueError as `parse_args`.
     """
-    program, defaults = PROGRAMS[architecture]
+    program, defaults = SEARCHED[architecture]
     args = parse_args(list(argv), prog=program, defaults=defaults)
     kept: list[str] = []
     for flag in _given_flags(args):
@@ -332,7 +332,7 @@ def model_argv(argv: Sequence[str], *, architecture: str) -> tuple[str, ...]:
 
 # --- what a command line does not say ---------------------------------------------------------------------------------
 
-_RULES = (model.required, run.learning_rate, data.data, data.text)
+_RULES = (model.required, optimizer.learning_rate, data.data, data.text)
 
 
 def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:
@@ -340,7 +340,7 @@ def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) ->
 
     Raises ValueError as `parse_args`.
     """
-    program, defaults = PROGRAMS[architecture]
+    program, defaults = SEARCHED[architecture]
     args = parse_args([*argv, "--micro-batch-size", "1", "--train-iters", str(iterations)], prog=program,
                       defaults=defaults)  # fmt: skip
     found = []

@@ -20,6 +20,7 @@ from megatron.planner import (
     demand_of,
     most,
 )
+from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
 from megatron.planner.memory.architecture import Decoder, ExpertDegrees, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
@@ -34,7 +35,6 @@ from megatron.trainer.arguments.flags.config import (
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Flag
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
-from megatron.trainer.arguments.rules.context import GATHER, RING
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
 from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 

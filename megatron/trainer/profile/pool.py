@@ -36,7 +36,7 @@ from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.processes import MARK, end_marked, mark_of
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.plan.command import PROGRAMS
+from megatron.trainer.plan.command import SEARCHED
 
 if TYPE_CHECKING:
     from megatron.trainer.start_up.run import TrainingProgram
@@ -280,7 +280,7 @@ class StagePlan:
         length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
         return parse_args(
             [*self.argv, *configuration.argv(), *length],
-            defaults=PROGRAMS[self.architecture][1],
+            defaults=SEARCHED[self.architecture][1],
         )
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int, int]:
@@ -378,7 +378,7 @@ class HostPlan:
 
 def training_program(architecture: str) -> TrainingProgram:
     """The training program of an architecture."""
-    name = PROGRAMS[architecture][0].removesuffix(".py")
+    name = SEARCHED[architecture][0].removesuffix(".py")
     return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 

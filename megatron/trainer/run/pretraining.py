@@ -40,14 +40,10 @@ from megatron.trainer.arguments.platform import require_attention_environment, r
 from megatron.trainer.arguments.rules.data import split_shares
 from megatron.trainer.changes.decisions import ChangeDecisions
 from megatron.trainer.changes.prefix_cache import PrefixCache, require_cache
-from megatron.trainer.checkpoint.checkpoint import (
-    CheckpointPosition,
-    CheckpointWriter,
-    load_checkpoint,
-    with_checkpoint_arguments,
-)
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_checkpoint, with_checkpoint_arguments
 from megatron.trainer.checkpoint.hugging_face import load_hugging_face
 from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
+from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.datasets import SPLITS
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank, iterations_to_the_end

@@ -38,7 +38,6 @@ from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_matrices, stage_parameters
 from megatron.trainer.arguments import Platform
 from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size
-from megatron.trainer.arguments.platform import of_core
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.checkpoint.ownership import OwnerMark
@@ -56,7 +55,6 @@ def this_platform() -> Platform:
         is_cuda=backend.is_cuda(),
         has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         has_deep_ep=importlib.util.find_spec("deep_ep") is not None,
-        **of_core(),
         has_apex=importlib.util.find_spec("apex") is not None and has_kernel,
         engine_keeps_main_grad=engine_keeps_main_grad(installed_version()),
         engine_puts_off=engine_puts_off(installed_version()),

@@ -36,7 +36,8 @@ from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, Megatro
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
-from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, CheckpointWriter, RunParts
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts
+from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
 from megatron.trainer.models import core_config
 from megatron.trainer.models.gpt import build_chunks, wrap_for_training

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.pipeline.dropin import refusals
 from megatron.pipeline.dropin.refusals import OF_ALL, OF_DELAYED_WEIGHTS, require_supported, require_supported_model
 from megatron.pipeline.schedules import PRESETS
+from megatron.pipeline.start_up import core_version
 from tests.pipeline.dropin.arguments import arguments
 
 HERE = ("flush", "gpipe", "bpipe", "zb-h1", "2bw")
@@ -91,7 +91,7 @@ def test_stages_between_the_ends_know_where_conversations_begin(
 ):
     """Megatron-LM 0.16 tells the first and the last alone."""
     found = SimpleNamespace(submodule_search_locations=[version_of(tmp_path, version)])
-    monkeypatch.setattr(refusals, "find_spec", lambda name: found)
+    monkeypatch.setattr(core_version, "find_spec", lambda name: found)
     cut = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": chunks}
     flags = f"--pipeline-schedule {'interleaved' if chunks else 'flush'}"
     require_supported(arguments(flags, **cut))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.planner import Configuration
 from megatron.planner.search import Training
-from megatron.planner.search.notes import delay_clause, delay_sentence, delay_sentences, known_share
+from megatron.planner.search.notes import delay_clause, delay_sentence, known_share, sentences_on_weights
 from tests.planner import made_up
 from tests.planner.search.test_search import SMALL, cluster, run
 
@@ -45,16 +45,16 @@ def test_plain_2bw_predicts_from_nothing():
 
 def test_sentences_are_of_what_was_kept():
     """One of what the delay costs where there is one; for predictions another, and in each row the share."""
-    assert delay_sentences(run(SMALL, MACHINES, schedules=("flush", "gpipe", "interleaved"), **SPACE).kept) == ()
+    assert sentences_on_weights(run(SMALL, MACHINES, schedules=("flush", "gpipe", "interleaved"), **SPACE).kept) == ()
     found = run(SMALL, MACHINES, schedules=("flush", "2bw"), **SPACE)
-    (delayed,) = delay_sentences(found.kept)
+    (delayed,) = sentences_on_weights(found.kept)
     assert delayed == delay_sentence(found.kept) and delayed.startswith(
         "with 2bw, gradients are taken at weights from before"
     )
     assert "18% more validation loss (docs/convergence.md)" in delayed and "--2bw-provisional stage" in delayed
     assert delay_sentence([each for each in found.kept if each.choice.schedule == "flush"]) is None
     predicted = run(SMALL, MACHINES, schedules=("flush", "2bw"), predictions={"provisional": "stage"}, **SPACE)
-    (noted,) = delay_sentences(predicted.kept)
+    (noted,) = sentences_on_weights(predicted.kept)
     assert "prediction from the part" in noted and delay_sentence(predicted.kept) is None
     shares = {(each.choice.schedule, any("predicts from" in note for note in each.notes)) for each in predicted.kept}
     assert shares == {("flush", False), ("2bw", True)}
@@ -64,12 +64,12 @@ def test_any_schedule_with_delayed_weights_is_named():
     """PipeDream's and one of two batches, by their policies; predictions are for 2bw's alone."""
     untied, training = replace(SMALL, tied_embeddings=False), Training(clips_gradients=False)
     space = SPACE | {"global_batch_size": 8, "training": training}
-    (alone,) = delay_sentences(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
+    (alone,) = sentences_on_weights(run(untied, MACHINES, schedules=("flush", "pipedream"), **space).kept)
     assert alone.startswith("with pipedream, gradients are taken") and "docs/convergence.md" in alone
     assert "2bw-provisional" not in alone
     with made_up.registered():
         found = run(SMALL, MACHINES, schedules=("flush", "2bw", "triple"), **SPACE).kept
-        (several,) = delay_sentences(found)
+        (several,) = sentences_on_weights(found)
         assert several.startswith(("with 2bw and triple, gradients", "with triple and 2bw, gradients"))
         assert "2bw-provisional" in several
         assert "2bw-provisional" not in delay_sentence([each for each in found if each.choice.schedule == "triple"])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.planner.search import Outcome, Rejected
 from megatron.planner.search import report_figures as timelines
-from megatron.planner.search.notes import delay_sentences, is_delayed
+from megatron.planner.search.notes import is_delayed, sentences_on_weights
 from megatron.planner.search.outcome import Choice, Kept
 from megatron.planner.search.report import configurations_table, html_report
 from megatron.planner.search.table import HEADINGS, cells
@@ -29,7 +29,7 @@ def outcome() -> Outcome:
 
 
 def page_of(outcome: Outcome, model=MODEL, machines=MACHINES, **options: object) -> str:
-    given = {"title": "A <title>", "summary": ["one & two"], "notes": delay_sentences(outcome.kept), "docs": DOCS}
+    given = {"title": "A <title>", "summary": ["one & two"], "notes": sentences_on_weights(outcome.kept), "docs": DOCS}
     return html_report(outcome, lambda _: planner(model, machines, PAPER), **given | options)
 
 

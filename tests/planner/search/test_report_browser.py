@@ -13,7 +13,7 @@ from html import unescape
 import pytest
 
 from megatron.planner.search import Outcome
-from megatron.planner.search.notes import delay_sentences
+from megatron.planner.search.notes import sentences_on_weights
 from megatron.planner.search.report import html_report
 from tests.planner.search.helper import PAPER, a100, gpt3, planner, run
 
@@ -58,7 +58,7 @@ def look(outcome, tmp_path_factory):
     """Opens the page in a window of this width, runs a script there, and returns its object `seen`."""
     text = html_report(
         outcome, lambda _: planner(MODEL, MACHINES, PAPER), title="A search", summary=["some models"],
-        notes=delay_sentences(outcome.kept), docs="file:///docs", script="#!/bin/sh", num_timelines=2,
+        notes=sentences_on_weights(outcome.kept), docs="file:///docs", script="#!/bin/sh", num_timelines=2,
     )  # fmt: skip
 
     def look(script: str, *, width: int = 1280, flags: tuple[str, ...] = ()) -> dict:

@@ -1,5 +1,6 @@
 """A small valid command line, for tests that change one thing about it."""
 
+from megatron.pipeline.start_up.core_version import TRAINED
 from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 
@@ -8,7 +9,9 @@ SMALL = (
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3 --mock-data "
     "--tokenizer-type NullTokenizer --vocab-size 100"
 )
-CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
+# What megatron.core 0.16 does, with the HybridModel of later versions.
+CORE = TRAINED[0, 16]._replace(has_hybrid_model=True)
+CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False, core=CORE)
 GPU = Platform(is_cuda=True, has_transformer_engine=True, has_apex=True)
 
 

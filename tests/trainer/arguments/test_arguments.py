@@ -14,6 +14,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+from megatron.pipeline.start_up.core_version import TRAINED
 from megatron.trainer.arguments import build_parser, parse_args, platform, reference, validate_args
 from megatron.trainer.arguments.flags.parser import GROUPS
 from megatron.trainer.arguments.flags.specification import integer, number
@@ -445,3 +446,18 @@ def test_refused_flags_are_named_at_once():
     assert sorted(line.split(":")[0].strip() for line in others) == [
         "--fp4-format e2m1", "--moe-use-upcycling", "--spec other",
     ]  # fmt: skip
+
+
+def test_losses_of_further_tokens_that_a_core_weighs_by_rank_are_refused():
+    """With shared sequences and a loss per token, from megatron.core 0.17 on; each of the flags alone is taken."""
+    flags = {
+        "--mtp-num-layers 1 --position-embedding-type rope",
+        "--context-parallel-size 2",
+        "--calculate-per-token-loss",
+    }
+    newer = replace(CPU, core=TRAINED[0, 17])
+    arguments(" ".join(flags), world_size=2)
+    with pytest.raises(ValueError, match=r"this megatron\.core weighs the losses of a rank by its own tokens"):
+        arguments(" ".join(flags), world_size=2, platform=newer)
+    for left_out in flags:
+        arguments(" ".join(flags - {left_out}), world_size=2, platform=newer)

@@ -17,14 +17,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW, WeightPolicy
 from megatron.pipeline.runtime.update.versions import WeightVersions
-from megatron.trainer.checkpoint.checkpoint import (
-    CheckpointPosition,
-    CheckpointWriter,
-    RunParts,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts, load_checkpoint, save_checkpoint
 from megatron.trainer.checkpoint.state import random_state
+from megatron.trainer.checkpoint.writer import CheckpointWriter
 from tests.trainer.checkpoint import small_run
 
 SAVED_AT = 3

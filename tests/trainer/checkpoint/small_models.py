@@ -158,14 +158,9 @@ def loaded(flags: str, architecture: str = "gpt") -> tuple:
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.trainer.checkpoint.checkpoint import (
-        CheckpointPosition,
-        CheckpointWriter,
-        RunParts,
-        load_checkpoint,
-        save_checkpoint,
-    )
+    from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts, load_checkpoint, save_checkpoint
     from megatron.trainer.checkpoint.hugging_face import load_hugging_face
+    from megatron.trainer.checkpoint.writer import CheckpointWriter
     from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
     from megatron.trainer.models import core_config
     from megatron.trainer.models.bert import bert_model

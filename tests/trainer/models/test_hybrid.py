@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.pipeline.start_up.core_version import installed_core
+from megatron.pipeline.start_up.core_version import TRAINED, installed_core
 from tests import workers
 from tests.trainer.arguments.command_line import CPU, arguments
 from tests.trainer.models import test_gpt
@@ -121,12 +121,13 @@ def test_a_checkpoint_gives_its_pattern():
     from megatron.trainer.checkpoint.arguments import with_saved_arguments
     from tests.trainer.arguments.command_line import argv
 
-    for given, kept in (("", "*-*-"), ("--hybrid-layer-pattern *-|*- --pipeline-model-parallel-size 2", "*-|*-")):
+    divided = "--hybrid-layer-pattern *-|*- --pipeline-model-parallel-size 2"
+    for given, kept in (("", "*-*-"), (divided, "*-|*-"), ("--num-layers 4 --hybrid-layer-pattern *-*-", "*-*-")):
         for num_layers in (2, 4):
-            args = parse_args(argv(given, without="--num-layers"))
+            args = parse_args(argv(given, without="" if "--num-layers" in given else "--num-layers"))
             saved = Namespace(**{**vars(args), "num_layers": num_layers, "hybrid_layer_pattern": "*-|*-"})
             args = with_saved_arguments(args, saved, "DIR")
-            validate_args(args, world_size=2 if given else 1)
+            validate_args(args, world_size=2 if given == divided else 1)
             assert (args.hybrid_layer_pattern, args.num_layers) == (kept, 2)
 
 
@@ -139,4 +140,4 @@ def test_megatron_lms_own_flags_are_taken():
     with pytest.raises(ValueError, match="is for --hybrid-layer-pattern; give both, or neither"):
         arguments(spec)
     with pytest.raises(ValueError, match=r"needs megatron.core 0.18 or later.*--num-layers 2 in its place"):
-        arguments("--hybrid-layer-pattern *-*-", without="--num-layers", platform=replace(CPU, has_hybrid_model=False))
+        arguments("--hybrid-layer-pattern *-*-", without="--num-layers", platform=replace(CPU, core=TRAINED[0, 17]))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from megatron.planner import Configuration
 from megatron.trainer.arguments import Platform, parse_args
-from megatron.trainer.plan.command import PROGRAMS, Job, missing_flags, model_argv
+from megatron.trainer.plan.command import SEARCHED, Job, missing_flags, model_argv
 from tests.commands.trial.strategies import configurations
 
 CPU = Platform(is_cuda=False, has_transformer_engine=False, has_apex=False)
@@ -17,14 +17,14 @@ WORDS = (
     "--bf16 --untie-embeddings-and-output-weights"
 )
 HOSTED = {"schedule": "l2l", "pipeline": 2, "data": 2, "virtual": 2, "stash": "host", "gathers_fetch": True}
-JOBS = {each: Job.read(WORDS.split(), architecture=each, platform=CPU) for each in PROGRAMS}
+JOBS = {each: Job.read(WORDS.split(), architecture=each, platform=CPU) for each in SEARCHED}
 
 
 def check(architecture: str, configuration: Configuration) -> None:
     job = JOBS[architecture]
     more = ("--rank-topology", "topology.yaml") if configuration.rank_mapping == "optimized" else ()
     command = [*job.argv, *configuration.argv(), *more]
-    parsed = parse_args(command, prog=job.program, defaults=PROGRAMS[architecture][1])
+    parsed = parse_args(command, prog=job.program, defaults=SEARCHED[architecture][1])
     assert vars(job.namespace(configuration)) == vars(parsed)
 
 
@@ -32,7 +32,7 @@ def check(architecture: str, configuration: Configuration) -> None:
 @given(configurations())
 def test_values_that_are_set_are_those_that_are_parsed(configuration):
     """Value by value, and which were given: so what a search has asked the rules about is what it writes."""
-    for architecture in PROGRAMS:
+    for architecture in SEARCHED:
         check(architecture, configuration)
 
 

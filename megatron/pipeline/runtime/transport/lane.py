@@ -227,7 +227,7 @@ class MoveQueue(LaneThread):
 
 
 class Chain(LaneThread):
-    """Runs reductions in order on one thread. `timeout`: the seconds that `wait_for` waits at most."""
+    """Runs reductions in order on one thread. `timeout`: the seconds that `wait_for` and `close` wait at most."""
 
     def __init__(self, *, timeout: float, **options: Any) -> None:
         super().__init__(CHAIN, **options)
@@ -254,6 +254,9 @@ class Chain(LaneThread):
         self.raise_error()
         if count:
             self._streams.wait(self._done)
+
+    def close(self, timeout: float | None = None) -> None:
+        super().close(self._timeout if timeout is None else timeout)
 
     def is_done(self, version: int) -> bool:
         """Whether all reductions posted for `version` are done, so that `wait_for` would not wait."""

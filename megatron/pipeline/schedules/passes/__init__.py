@@ -2,11 +2,10 @@
 
 A pass reads and returns the row of one rank, cut into *segments*. A segment reaches from the first forward of a batch
 to just before the first forward of the next batch. The last segment is the drain. `extent` is the extent of the program
-to be made: its batches, its weight policy and its update chain. `balance` and `communication` take the rows of all
-ranks at once.
+to be made: its batches, its weight policy and its update chain. `communication` and the moves of activations take
+the rows of all ranks at once.
 
-    balance         adds the moves of saved activations between pairs of ranks
-    recompute       adds an R before each backward
+    activations     adds the moves of saved activations between pairs of ranks, and an R before each backward
     updates         adds the reductions after each batch, and the STEPs
     residency       with weights on the host: adds FETCH and FREE, which bring the weights of each stage in time
     stash           with inputs on the host: adds OFFLOAD and RELOAD, which take inputs there and back

@@ -126,7 +126,7 @@ def image_shape(args: argparse.Namespace) -> list[str]:
         return []
     if args.num_classes is None:
         args.num_classes = MEGATRONS_NUM_CLASSES
-    length = 1  # until `ranges` has checked at the numbers
+    length = 1  # until `ranges` has checked the numbers
     if min(args.img_h, args.img_w, args.patch_dim) > 0:
         for name in ("img_h", "img_w"):
             if getattr(args, name) % args.patch_dim:
