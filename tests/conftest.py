@@ -1,5 +1,5 @@
-"""What holds for every test: one thread, fixed seeds, GPU tests only where there is a GPU, no worker left over, and
-where processes share the tests, a turn."""
+"""What holds for every test: one thread, fixed seeds, an environment of its own, GPU tests only where there is a GPU, no
+worker left over, and where processes share the tests, a turn."""
 
 import os
 
@@ -12,6 +12,7 @@ import random
 import sys
 from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -39,6 +40,13 @@ def pytest_runtest_protocol(item, nextitem):
 
 def pytest_collection_finish():
     gc.freeze()  # a collection need not look at thousands of tests, which takes it a second
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """Leave the environment as the test found it: megatron.core sets variables when it builds a model."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,11 @@ def draw():
     return torch.rand(2)
 
 
+def set_variable():
+    before, os.environ["SET_BY_A_CASE"] = os.environ.get("SET_BY_A_CASE"), "1"
+    return before
+
+
 def raise_on(*, rank):
     if dist.get_rank() == rank:
         raise LookupError(f"no such thing on {rank}")
@@ -71,6 +76,10 @@ def test_every_case_starts_with_the_same_seed():
     first = workers.run(2, "tests.test_workers:draw")
     second = workers.run(2, "tests.test_workers:draw")
     assert torch.equal(first[0], second[1])
+
+
+def test_every_case_has_an_environment_of_its_own():
+    assert [workers.run(1, "tests.test_workers:set_variable") for _ in range(2)] == [[None], [None]]
 
 
 def test_a_raising_rank_is_named_and_the_next_test_works():

@@ -17,8 +17,8 @@ imported everything (preloaded.py). A test hands it the name of a function, whic
 
 A case that raises, dies or hangs fails its own test only: the message holds the tracebacks of the ranks (for a hang the
 stacks of all their threads), the processes and their children are killed, and the next test gets a fresh pool. Every
-case has a default group of its own; it, and megatron.core's groups, are destroyed afterwards. Engines are the case's to
-close.
+case has a default group of its own; it, and megatron.core's groups, are destroyed afterwards, and what the case set of
+the environment is as before. Engines are the case's to close.
 
 Workers run on the CPU unless `device="cuda"`: GPUs are hidden from them, so results are the same on any machine. With
 `device="engine"` they run on the CPU, and megatron.core finds the stand-in of Transformer Engine (tests/stand_ins):
@@ -351,8 +351,10 @@ def _answer_to(function: str, kwargs: dict, path: list[str]) -> tuple[bool, byte
         _set_seeds()
         if "transformer_engine.pytorch.fp8" in sys.modules:  # it knows the layers of earlier cases, and their groups
             sys.modules["transformer_engine.pytorch.fp8"].FP8GlobalStateManager.reset()
+        with mock.patch.dict(os.environ):  # later cases find it as this one did: megatron.core sets variables
+            value = case(**kwargs)
         # Plain pickle copies tensors; multiprocessing's own would share memory with a process that may be killed.
-        return True, pickle.dumps((True, case(**kwargs)))
+        return True, pickle.dumps((True, value))
     except BaseException:
         return False, pickle.dumps((False, traceback.format_exc()))
 

@@ -1,6 +1,5 @@
 """Memory of a model in FP8 but for its first and last layers: against what the stand-in casts, and at the limits."""
 
-import os
 from collections import Counter
 from dataclasses import replace
 from unittest import mock
@@ -35,11 +34,6 @@ def parsed(flags: str):
 
 def cast_elements(flags: str) -> list[tuple[int, int]]:
     """Of each stage: the elements of inputs, and of weights, that a forward of its layers casts."""
-    with mock.patch.dict(os.environ):  # in which megatron.core names the kind of attention
-        return _cast_elements(flags)
-
-
-def _cast_elements(flags: str) -> list[tuple[int, int]]:
     from transformer_engine.pytorch.module import base
 
     from megatron.core import parallel_state
