@@ -1,5 +1,5 @@
-"""What holds for every test: one thread, fixed seeds, an environment of its own, GPU tests only where there is a GPU, no
-worker left over, and where processes share the tests, a turn."""
+"""What holds for every test: one thread, fixed seeds, an environment of its own, GPU tests only where there is a GPU,
+no worker left over, and where processes share the tests, a turn."""
 
 import os
 

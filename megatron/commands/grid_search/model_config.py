@@ -107,6 +107,8 @@ FAMILIES: dict[str, Family] = {
         may_have={"hidden_dropout_prob": "--hidden-dropout", "attention_probs_dropout_prob": "--attention-dropout",
                   "layer_norm_eps": "--norm-epsilon"},
         activations=_GELU, ties=None, architecture="bert",
+        remarks={"model_type": "priced, and trained, as Megatron-LM's BERT, whose norms come first; training with "
+                               "--load-hf computes the published one"},
     ),
 }  # fmt: skip
 """By `model_type`, of families whose configurations are read with their defaults."""

@@ -136,6 +136,30 @@ def _deepseek(model: str, *parts: Part, no_effect: tuple[str, ...] = (), **fixed
     )  # fmt: skip
 
 
+def _bert(model: str, **fixed: object) -> Family:
+    return Family(
+        model=model,
+        architecture="bert",
+        parts=(
+            *_OF_EVERY_LAYER,
+            WidthOfHeads(),
+            Number("intermediate_size", ("ffn_hidden_size",)),
+            Number("layer_norm_eps", ("norm_epsilon",), float),
+            Number("hidden_dropout_prob", ("hidden_dropout",), float),
+            Number("attention_probs_dropout_prob", ("attention_dropout",), float),
+            Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", inverted=True, absent=True),
+            Only("hidden_act", ("gelu",), "megatron.core's head of a BERT has the exact GELU alone", absent=False),
+            Only("type_vocab_size", (2,), "samples have two segments here", absent=False),
+            Only("position_embedding_type", ("absolute",), "positions are learned in this family"),
+            Only("is_decoder", (False,), "tokens attend to all others here"),
+            Only("add_cross_attention", (False,), "there is no encoder here"),
+        ),
+        fixed={"position_embedding_type": "learned_absolute", "bias_gelu_fusion": False, **fixed},
+        free=("attention_dropout", "hidden_dropout"),
+        no_effect=("classifier_dropout", "gradient_checkpointing"),
+    )
+
+
 _NO_MORE_LAYERS = "this family has no layers of multi-token prediction here"
 
 FAMILIES: dict[str, Family] = {
@@ -235,36 +259,18 @@ FAMILIES: dict[str, Family] = {
         no_effect=("embd_pdrop", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
                    "summary_type", "summary_use_proj"),
     ),
-    "megatron-bert": Family(
-        model="MegatronBertForPreTraining",
-        architecture="bert",
-        parts=(
-            *_OF_EVERY_LAYER,
-            WidthOfHeads(),
-            Number("intermediate_size", ("ffn_hidden_size",)),
-            Number("layer_norm_eps", ("norm_epsilon",), float),
-            Number("hidden_dropout_prob", ("hidden_dropout",), float),
-            Number("attention_probs_dropout_prob", ("attention_dropout",), float),
-            Switch("tie_word_embeddings", "untie_embeddings_and_output_weights", inverted=True, absent=True),
-            Only("hidden_act", ("gelu",), "megatron.core's head of a BERT has the exact GELU alone", absent=False),
-            Only("type_vocab_size", (2,), "samples have two segments here", absent=False),
-            Only("position_embedding_type", ("absolute",), "positions are learned in this family"),
-            Only("is_decoder", (False,), "tokens attend to all others here"),
-            Only("add_cross_attention", (False,), "there is no encoder here"),
-        ),
-        fixed={"position_embedding_type": "learned_absolute", "bias_gelu_fusion": False},
-        free=("attention_dropout", "hidden_dropout"),
-    ),
+    "bert": _bert("BertForPreTraining", apply_residual_connection_post_layernorm=True),
+    "megatron-bert": _bert("MegatronBertForPreTraining"),
 }  # fmt: skip
 """By `model_type`."""
 
-_POST_NORM = (
-    "its layers normalize behind the residual sum, and those of megatron.core before it; such a model cannot be "
-    "computed here (megatron-bert can)"
+_ROBERTA = (
+    "its positions begin behind the padding's number, and its tokenizer is not one of pretrain_bert.py's; such a model "
+    "cannot be trained here (bert can)"
 )
 _T5 = (
     "a bias of distances is added to its scores, which megatron.core's local attention does not take, and whose table "
     "all stages of a stack would share; such a model cannot be computed here"
 )
-NOT_COMPUTED = {**dict.fromkeys(("bert", "roberta"), _POST_NORM), **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}
+NOT_COMPUTED = {"roberta": _ROBERTA, **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}
 """`model_type` -> why models of this kind cannot be converted."""

@@ -193,6 +193,10 @@ def require_attention_environment(args: argparse.Namespace, environment: Mapping
 
 
 _RESETS = "--reset-attention-mask keeps documents apart by one"
+_KEEPS_NORMS = (
+    "--apply-residual-connection-post-layernorm adds to what norms give, which Transformer Engine's layers keep to "
+    "themselves"
+)
 
 
 def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
@@ -208,16 +212,23 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     needs = f"{choice_of(args).flag} splits backwards into I and W"
     hinders = _what_hinders_halves(args.program, platform) if splits else None
     if args.transformer_impl is None:
-        plain = hinders or args.reset_attention_mask
-        args.transformer_impl = "transformer_engine" if can_use_engine and not plain else "local"
+        local = hinders or args.reset_attention_mask or args.apply_residual_connection_post_layernorm
+        args.transformer_impl = "transformer_engine" if can_use_engine and not local else "local"
         if can_use_engine and hinders:
             yield f"transformer_impl is local: {needs}, and {hinders}"
-        elif can_use_engine and plain:
+        elif can_use_engine and args.reset_attention_mask:
             yield f"transformer_impl is local: Transformer Engine's causal attention reads no mask, and {_RESETS}"
+        elif can_use_engine and local:
+            yield f"transformer_impl is local: {_KEEPS_NORMS}"
     elif args.transformer_impl == "transformer_engine" and args.reset_attention_mask:
         raise ValueError(
             f"--transformer-impl transformer_engine has a causal attention that reads no mask, and {_RESETS}; use "
             "--transformer-impl local, or leave the latter out"
+        )
+    elif args.transformer_impl == "transformer_engine" and args.apply_residual_connection_post_layernorm:
+        raise ValueError(
+            f"--transformer-impl transformer_engine does not go with this residual: {_KEEPS_NORMS}; use "
+            "--transformer-impl local"
         )
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"

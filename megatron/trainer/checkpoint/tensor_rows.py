@@ -39,7 +39,8 @@ class Row:
     Attributes:
         key: here; `*` stands for the layers' part of the key. Layers of multi-token prediction have the rows with `*`,
             too, and alone those whose key begins with `+`.
-        names: there, with `{layer}` and `{expert}`.
+        names: there, with `{layer}`, the layer `{before}` it, the `{last}` one, and `{expert}`.
+        first: the names of the first layer, where they are others.
         where: the models that have it.
         has_experts: the layers that have it: those with experts, or those without; None: all.
         stacked: the tensors of all experts of a layer are one there.
@@ -53,11 +54,12 @@ class Row:
     where: Callable[[TrainConfig], bool] = lambda args: True
     has_experts: bool | None = None
     stacked: bool = False
+    first: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
 
     @property
     def of_layer(self) -> bool:
-        return "{layer}" in self.names[0]
+        return "{layer}" in self.names[0] or bool(self.first)
 
 
 def _untied(args: TrainConfig) -> bool:
@@ -171,7 +173,7 @@ _DEEPSEEK = (
     Row("+final_layernorm.weight", (f"{_LAYER}shared_head.norm.weight",), copied(_hidden)),
 )  # fmt: skip
 
-# --- GPT-2 and Megatron's BERT: biases everywhere ---------------------------------------------------------------------
+# --- GPT-2 and BERTs: biases everywhere ---------------------------------------------------------------------
 
 
 def _linear(key: str, name: str, weight: Layout, bias: Layout, *, transposed: bool = False) -> tuple[Row, Row]:
@@ -179,8 +181,11 @@ def _linear(key: str, name: str, weight: Layout, bias: Layout, *, transposed: bo
             Row(f"{key}bias", (f"{name}.bias",), bias))  # fmt: skip
 
 
-def _norm(key: str, name: str) -> tuple[Row, Row]:
-    return tuple(Row(f"{key}{each}", (f"{name}.{each}",), copied(_hidden)) for each in ("weight", "bias"))
+def _norm(key: str, name: str, *, first: str | None = None) -> tuple[Row, Row]:
+    return tuple(
+        Row(f"{key}{each}", (f"{name}.{each}",), copied(_hidden), first=(f"{first}.{each}",) if first else ())
+        for each in ("weight", "bias")
+    )
 
 
 _H = "transformer.h.{layer}."
@@ -201,22 +206,19 @@ _GPT2 = (
 
 _B, _E = "encoder.layers.", "bert.encoder.layer.{layer}."
 _HEAD_OF_BERT = "cls.predictions."
-_BERT = (
+_OF_BERT = (
     Row(_WORDS, ("bert.embeddings.word_embeddings.weight",), vocabulary),
     Row(_PLACES, ("bert.embeddings.position_embeddings.weight",), _POSITIONS),
     Row("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",),
         copied(lambda args: 2, _hidden)),
-    *_norm(f"{_B}self_attention.linear_qkv.layer_norm_", f"{_E}attention.ln"),
     Row(f"{_B}self_attention.linear_qkv.weight",
         tuple(f"{_E}attention.self.{each}.weight" for each in ("query", "key", "value")), queries_keys_values(_hidden)),
     Row(f"{_B}self_attention.linear_qkv.bias",
         tuple(f"{_E}attention.self.{each}.bias" for each in ("query", "key", "value")), queries_keys_values(None)),
     *_linear(f"{_B}self_attention.linear_proj.", f"{_E}attention.output.dense", copied(_hidden, _attended),
              copied(_hidden)),
-    *_norm(f"{_B}mlp.linear_fc1.layer_norm_", f"{_E}ln"),
     *_linear(f"{_B}mlp.linear_fc1.", f"{_E}intermediate.dense", copied(_wide, _hidden), copied(_wide)),
     *_linear(f"{_B}mlp.linear_fc2.", f"{_E}output.dense", copied(_hidden, _wide), copied(_hidden)),
-    *_norm("encoder.final_layernorm.", "bert.encoder.ln"),
     *_linear("pooler.dense.", "bert.pooler.dense", copied(_hidden, _hidden), copied(_hidden)),
     *_linear("lm_head.dense.", f"{_HEAD_OF_BERT}transform.dense", copied(_hidden, _hidden), copied(_hidden)),
     *_norm("lm_head.layer_norm.", f"{_HEAD_OF_BERT}transform.LayerNorm"),
@@ -224,6 +226,23 @@ _BERT = (
     Row("output_layer.bias", (f"{_HEAD_OF_BERT}bias",), vocabulary_bias),
     *_linear("binary_head.", "cls.seq_relationship", copied(lambda args: 2, _hidden), copied(lambda args: 2)),
 )  # fmt: skip
+_B_NORM_1, _B_NORM_2 = f"{_B}self_attention.linear_qkv.layer_norm_", f"{_B}mlp.linear_fc1.layer_norm_"
+_B_NORM_LAST = "encoder.final_layernorm."
+_MEGATRON_BERT = (
+    *_OF_BERT,
+    *_norm(_B_NORM_1, f"{_E}attention.ln"),
+    *_norm(_B_NORM_2, f"{_E}ln"),
+    *_norm(_B_NORM_LAST, "bert.encoder.ln"),
+)
+# The published BERT has a norm behind each sum. Here the same norms begin the next half of a layer, the next layer, and
+# the heads.
+_E_NORM = "bert.encoder.layer.{}.output.LayerNorm"
+_BERT = (
+    *_OF_BERT,
+    *_norm(_B_NORM_1, _E_NORM.format("{before}"), first="bert.embeddings.LayerNorm"),
+    *_norm(_B_NORM_2, f"{_E}attention.output.LayerNorm"),
+    *_norm(_B_NORM_LAST, _E_NORM.format("{last}")),
+)
 
 TABLE: dict[str, tuple[Row, ...]] = {
     "llama": _LLAMA,
@@ -237,7 +256,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v2": _DEEPSEEK,
     "gpt2": _GPT2,
-    "megatron-bert": _BERT,
+    "bert": _BERT,
+    "megatron-bert": _MEGATRON_BERT,
 }  # fmt: skip
 """By `model_type`, the same ones as `model_families.FAMILIES` has."""
 REPEATED = {
@@ -272,7 +292,8 @@ def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
 
 
 def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int | None = None) -> Tensor:
-    names = tuple(name.format(layer=layer, expert=expert) for name in row.names)
+    places = {"layer": layer, "before": (layer or 0) - 1, "last": args.num_layers - 1, "expert": expert}
+    names = tuple(name.format(**places) for name in (row.first if layer == 0 and row.first else row.names))
     shape, pieces = row.layout(args, names)
     further, count, own = args.mtp_num_layers or 0, args.num_layers, layer
     key = row.key.replace("*", LAYERS)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,13 @@ UNREAD = (
     "model in bf16 first"
 )
 """Why a dtype is refused."""
+
+_OLD_NAMES = re.compile(r"LayerNorm\.(gamma|beta)$")
+
+
+def _new_name(old: re.Match[str]) -> str:
+    """As transformers renames the norms of BERTs that were converted from TensorFlow."""
+    return f"LayerNorm.{'weight' if old[1] == 'gamma' else 'bias'}"
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,7 @@ class SafetensorsFolder:
                 raise ValueError(
                     f"{path} and {INDEX} do not agree about {min(names ^ found.keys())}; download both again"
                 )
-            self.tensors |= found
+            self.tensors |= {_OLD_NAMES.sub(_new_name, name): tensor for name, tensor in found.items()}
 
     def _files(self) -> dict[Path, set[str] | None]:
         """File -> the names that the index has for it; None without an index."""

@@ -64,6 +64,28 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, **options)
 
 
+class ResidualAfterNormLayer(SeededTransformerLayer):
+    """A layer that adds to the outputs of its norms, and not to their inputs, as the published BERT does
+    (`--apply-residual-connection-post-layernorm`, which megatron.core takes without effect)."""
+
+    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
+        super().__init__(config, submodules, layer_number, **options)
+        self.self_attn_bda = _adding_to_output(self.input_layernorm, self.self_attn_bda)
+        self.mlp_bda = _adding_to_output(self.pre_mlp_layernorm, self.mlp_bda)
+
+
+def _adding_to_output(norm: torch.nn.Module, bias_dropout_add: Callable) -> Callable:
+    """megatron.core's `bias_dropout_add`, which adds to the newest output of `norm` in place of the residual."""
+    outputs: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def chosen(training: bool, fused: bool) -> Callable:
+        add = bias_dropout_add(training, fused)
+        return lambda hidden_and_bias, residual, probability: add(hidden_and_bias, outputs.pop(), probability)
+
+    return chosen
+
+
 def layer_spec(args: TrainConfig) -> ModuleSpec:
     """The module specification of a transformer layer, with the seeded layer class."""
     kinds = {"qk_layernorm": args.qk_layernorm, "multi_latent_attention": args.multi_latent_attention}
@@ -120,7 +142,8 @@ def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> Modu
         spec = sharing_sequences(spec)
     elif args.sft and args.transformer_impl == "local":
         spec = taking_packed_sequences(spec)
-    seeded = type("TransformerLayer", (SeededTransformerLayer,), {"seed": layer_stream(args, before)})
+    kind = ResidualAfterNormLayer if args.apply_residual_connection_post_layernorm else SeededTransformerLayer
+    seeded = type("TransformerLayer", (kind,), {"seed": layer_stream(args, before)})
     return dataclasses.replace(spec, module=seeded)
 
 

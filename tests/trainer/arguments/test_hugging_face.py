@@ -50,15 +50,17 @@ DEEPSEEK_V2 = {  # Lite, as published, but for its size
     "norm_topk_prob": False, "q_lora_rank": None, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
     "topk_method": "greedy", "num_experts_per_tok": 6,
 }  # fmt: skip
-MEGATRON_BERT = {
-    "model_type": "megatron-bert", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_size": 64,
+BERT = {
+    "model_type": "bert", "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_size": 64,
     "hidden_dropout_prob": 0.1, "intermediate_size": 128, "layer_norm_eps": 1e-12, "max_position_embeddings": 32,
     "num_attention_heads": 4, "num_hidden_layers": 4, "type_vocab_size": 2, "vocab_size": 100,
 }  # fmt: skip
+MEGATRON_BERT = {**BERT, "model_type": "megatron-bert"}
 ALL = {
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v2": DEEPSEEK_V2,
+    "bert": BERT,
     "megatron-bert": MEGATRON_BERT,
     "llama": LLAMA,
     "mistral": MISTRAL,
@@ -80,7 +82,7 @@ def with_model(folder, config: dict, flags: str = "", *, without: str = MODEL):
 
 def of_program(config: dict, flags: str, without: str = MODEL):
     """The configuration of a run of the program that trains this model."""
-    if config.get("model_type") == "megatron-bert":
+    if config.get("model_type") in ("bert", "megatron-bert"):
         words = argv(f"{flags} --data-path x --vocab-file y", without=f"{without} --mock-data --tokenizer-type")
         return configuration(words, defaults={"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"})
     return configuration(argv(flags, without=without))
@@ -144,8 +146,10 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
     args = with_model(tmp_path, DEEPSEEK_V2)
     assert (args.q_lora_rank, args.moe_router_topk_scaling_factor, args.moe_router_num_groups) == (None, None, None)
     assert args.moe_router_pre_softmax and not args.moe_router_enable_expert_bias
-    args = with_model(tmp_path, MEGATRON_BERT)
-    assert (args.architecture, args.bias_gelu_fusion, args.norm_epsilon) == ("bert", False, 1e-12)
+    for config in (BERT, MEGATRON_BERT):
+        args = with_model(tmp_path, config)
+        assert (args.architecture, args.bias_gelu_fusion, args.norm_epsilon) == ("bert", False, 1e-12)
+        assert args.apply_residual_connection_post_layernorm == (config is BERT)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +183,7 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "128 x 128 block"),
         ({**LLAMA, "model_type": "gemma"}, "model_type is 'gemma', and these can be converted: llama"),
-        ({**LLAMA, "model_type": "bert"}, "model_type is 'bert': its layers normalize behind the residual sum"),
+        ({**LLAMA, "model_type": "roberta"}, "model_type is 'roberta': its positions begin behind the padding's"),
         ({**LLAMA, "model_type": "t5"}, "model_type is 't5': a bias of distances is added to its scores"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window is 4096, and models of this family have no windows"),
         ({**QWEN_2, "use_sliding_window": True, "max_window_layers": None}, "max_window_layers is missing"),

@@ -27,6 +27,11 @@ _DEEPSEEK = _LLAMA | dict(
     kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16, first_k_dense_replace=1, rms_norm_eps=1e-6,
     norm_topk_prob=False,
 )  # fmt: skip
+_BERT = dict(
+    hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
+    max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5,
+    pad_token_id=None,
+)  # fmt: skip
 MODELS = {
     "llama": ("Llama", _LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
     "llama 3.1": ("Llama", _LLAMA | dict(rope_parameters=_LLAMA_31, num_key_value_heads=4)),
@@ -49,10 +54,8 @@ MODELS = {
     "deepseek_v2, groups": ("DeepseekV2", _DEEPSEEK | dict(
         q_lora_rank=16, num_experts_per_tok=2, topk_method="group_limited_greedy", n_group=4, topk_group=2,
         rope_parameters=_YARN, first_k_dense_replace=0)),
-    "megatron-bert": ("MegatronBert", dict(
-        hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48,
-        vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5, pad_token_id=None)),
+    "bert": ("Bert", _BERT),
+    "megatron-bert": ("MegatronBert", _BERT),
     "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
     "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
         head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
@@ -73,7 +76,7 @@ def model_class(kind: str) -> type:
     """transformers' class of a model with its head."""
     import transformers
 
-    head = {"GPT2": "LMHeadModel", "MegatronBert": "ForPreTraining"}.get(kind, "ForCausalLM")
+    head = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining", "MegatronBert": "ForPreTraining"}.get(kind, "ForCausalLM")
     return getattr(transformers, kind + head)
 
 
@@ -121,7 +124,7 @@ def convert_case(
 
 
 def is_bert(folder: Path) -> bool:
-    return json.loads((folder / "config.json").read_text())["model_type"] == "megatron-bert"
+    return json.loads((folder / "config.json").read_text())["model_type"] in ("bert", "megatron-bert")
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:
@@ -135,7 +138,7 @@ def transformers_logits(folder: Path) -> torch.Tensor:
 def logits_of(model) -> torch.Tensor:
     """As `transformers_logits`, of a model of transformers."""
     with torch.no_grad():
-        if model.config.model_type != "megatron-bert":
+        if model.config.model_type not in ("bert", "megatron-bert"):
             return model.eval()(tokens()).logits
         output = model.eval()(tokens(), token_type_ids=tokens() % 2)
         return with_order(output.prediction_logits, output.seq_relationship_logits)

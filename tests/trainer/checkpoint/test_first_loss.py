@@ -80,6 +80,7 @@ def with_further_layer() -> tuple[Path, dict]:
 CUTS = {
     "gpt_oss": ("gpt_oss", EXPERTS),
     "deepseek_v3": ("deepseek_v3", BOTH),
+    "bert": ("bert", TENSORS),
     "megatron-bert": ("megatron-bert", TENSORS),
     "deepseek_v2": ("deepseek_v2", BOTH),
     "deepseek_v2, groups": ("deepseek_v2, groups", EXPERTS),
@@ -95,9 +96,7 @@ def test_the_first_loss_is_that_of_transformers(name, cut):
     """On two stages, of two tensor ranks or with experts on two ranks."""
     folder = saved(name)
     flags = f"{cut} --load-hf {folder} --train-iters 1 --lr 1e-3"
-    model = model_class("MegatronBert" if is_bert(folder) else _kind(name)).from_pretrained(
-        folder, attn_implementation="eager"
-    )
+    model = model_class(_kind(name)).from_pretrained(folder, attn_implementation="eager")
     watch = f"{__name__}:first_samples"
     if is_bert(folder):
         first, *_, run = train(4, f"{bert_data()} {flags}", base=BASE, program="pretrain_bert", watch=watch)

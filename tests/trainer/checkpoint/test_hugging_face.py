@@ -69,6 +69,21 @@ def test_older_files_are_read(tmp_path):
         reaches(older, f"--load-hf {older} {NULL}", transformers_logits(folder))
 
 
+def test_norms_of_the_first_berts_are_read(tmp_path):
+    """Their names are TensorFlow's."""
+    folder = saved("bert")
+    older = Path(shutil.copytree(folder, tmp_path / "older"))
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    tensors = {old_name(name, old): tensor for name, tensor in stored(folder).items()}
+    assert len(tensors.keys() - stored(folder).keys()) == 2 * (2 + 2 * 2)
+    save_file(tensors, older / "model.safetensors")
+    assert reaches(older, f"--load-hf {older} {NULL}", transformers_logits(folder)) < TOLERANCE
+
+
+def old_name(name: str, old: dict[str, str]) -> str:
+    return next((name.removesuffix(new) + then for new, then in old.items() if name.endswith(new)), name)
+
+
 @pytest.mark.parametrize(
     "name, tensors, message",
     [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests import workers
@@ -59,3 +60,56 @@ def test_weights_do_not_depend_on_the_tensor_degree():
             assert torch.equal(torch.cat([first, second], dim=dimension), whole), name
     weights = [tensor for tensor in single.values() if tensor.dim() == 2]
     assert len({tensor.flatten()[0].item() for tensor in weights}) == len(weights), "layers share a stream"
+
+
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+RESIDUAL = "--apply-residual-connection-post-layernorm"
+
+
+def residual_case(flags: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the layers and of a loop over their parts that adds to what the norms give: the last hidden states [s, b, h],
+    then the gradient of each parameter."""
+    from megatron.core import parallel_state
+    from megatron.trainer.models import core_config
+    from megatron.trainer.models.bert import bert_model
+
+    args = replace(bert_arguments(f"{RESIDUAL} {flags}"), padded_vocab_size=256)
+    parallel_state.initialize_model_parallel()
+    encoder = bert_model(args, core_config.transformer_config(args)).encoder
+    entered = torch.randn(args.seq_length, 2, args.hidden_size)
+    mask = torch.zeros(2, 1, args.seq_length, args.seq_length, dtype=torch.bool)
+    parts = lambda part, hidden, *more: [each for each in part(hidden, *more) if each is not None]  # noqa: E731
+    found = []
+    for by_hand in (False, True):
+        encoder.zero_grad(set_to_none=True)
+        hidden = entered.clone().requires_grad_()
+        if by_hand:
+            for layer in encoder.layers:
+                hidden = layer.input_layernorm(hidden)
+                hidden = hidden + sum(parts(layer.self_attention, hidden, mask))
+                hidden = layer.pre_mlp_layernorm(hidden)
+                hidden = hidden + sum(parts(layer.mlp, hidden))
+            hidden = encoder.final_layernorm(hidden)
+        else:
+            hidden = encoder(hidden, mask)
+        hidden.square().mean().backward()
+        found.append([hidden.detach(), *(each.grad for each in encoder.parameters())])
+    return list(zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+)
+def test_the_residual_is_what_the_norms_give(flags):
+    """As the published BERT is defined."""
+    [pairs] = workers.run(1, "tests.trainer.models.test_bert:residual_case", flags=f"{flags} {NO_DROPOUT}")
+    for ours, by_hand in pairs:
+        torch.testing.assert_close(ours, by_hand, rtol=1e-5, atol=1e-7)
+
+
+def test_what_the_residual_does_not_go_with():
+    with pytest.raises(ValueError, match=r"is not computed with --recompute-modules layernorm; leave it out"):
+        bert_arguments(f"{RESIDUAL} --recompute-granularity selective --recompute-modules layernorm")
+    with pytest.raises(ValueError, match=r"does not go with this residual: .*; use --transformer-impl local"):
+        bert_arguments(f"{RESIDUAL} --transformer-impl transformer_engine")
+    assert bert_arguments(RESIDUAL).transformer_impl == "local"

@@ -65,7 +65,9 @@ class Model:
     apply_layernorm_1p: bool = switch(
         "Store normalization weights minus one, so that weight decay pulls them to 1. Needs Transformer Engine."
     )
-    apply_residual_connection_post_layernorm: bool = switch("Take the residual after the normalization.")
+    apply_residual_connection_post_layernorm: bool = switch(
+        "Add to what a layer's norms give, as the published BERT does, and not to what they take."
+    )
     swiglu: bool = switch("Gated SiLU in the MLP instead of GELU.")
     squared_relu: bool = switch("Squared ReLU in the MLP instead of GELU.")
     quick_geglu: bool = switch("Gated quick GELU in the MLP instead of GELU.")

@@ -26,7 +26,8 @@ _OTHER_LAYERS = {
 }
 _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sft", "use_rope_scaling", "load_hf",
                   "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
-                  "window_attn_skip_freq", "fp8", "first_last_layers_bf16")  # fmt: skip
+                  "window_attn_skip_freq", "fp8", "first_last_layers_bf16",
+                  "apply_residual_connection_post_layernorm")  # fmt: skip
 """Flags that a HybridModel is not built with."""
 
 
@@ -181,6 +182,21 @@ def positions(args: argparse.Namespace) -> None:
     args.encoder_seq_length = args.seq_length
 
 
+def residual(args: argparse.Namespace) -> None:
+    """Check what --apply-residual-connection-post-layernorm goes with: stacks of one kind of layer."""
+    if not args.apply_residual_connection_post_layernorm:
+        return
+    other = {
+        "this program": args.architecture not in ("gpt", "bert"),
+        "--mtp-num-layers": args.mtp_num_layers,
+        "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # its output is not kept
+    }
+    if given := [name for name, is_given in other.items() if is_given]:
+        raise ValueError(
+            f"--apply-residual-connection-post-layernorm is not computed with {' and '.join(given)}; leave it out"
+        )
+
+
 def sequence_parallel(args: argparse.Namespace) -> list[str]:
     t = args.tensor_model_parallel_size
     if args.sequence_parallel and t == 1:
@@ -296,4 +312,5 @@ RULES = (
     precision,
     recompute,
     multi_token,
+    residual,
 )

@@ -44,11 +44,6 @@ _OTHER_TOKENIZER = "the tokenizer of --tokenizer-type does not read it"
 
 ROWS = (
     Idle(
-        "apply_residual_connection_post_layernorm",
-        lambda args: True,
-        "megatron.core's layers take the residual before the normalization, in Megatron-LM, too",
-    ),
-    Idle(
         "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
         lambda args: args.position_embedding_type != "rope",
         "it is about rotary positions, which --position-embedding-type rope has",
