@@ -39,8 +39,11 @@ _OF_PROGRAM = {
     "gpt": (["--mock-data"], {}),
     "bert": (["--data-path", "none", "--vocab-file", "none"],
              {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
+    "t5": (["--data-path", "none", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none"],
+           {"architecture": "t5"}),
 }  # fmt: skip
 """Architecture -> what its program needs besides the model, and its defaults."""
+_TOKENS_OF_T5 = 512  # any number serves, since its weights depend on none
 _GIB = 2**30
 
 
@@ -186,7 +189,10 @@ def _completed(
                 f"{source} holds a HybridModel ({args.hybrid_layer_pattern}), whose weights have other names, and is "
                 "not converted; train the GPT by --num-layers"
             )
-    if args.seq_length is None:
+    if architecture == "t5":
+        args.encoder_seq_length = args.encoder_seq_length or _TOKENS_OF_T5
+        args.decoder_seq_length = args.decoder_seq_length or _TOKENS_OF_T5
+    elif args.seq_length is None:
         args.seq_length = args.max_position_embeddings
     validate_args(args, world_size=1)
     resolve_platform(args, Platform(is_cuda=False, has_transformer_engine=False, has_apex=False))

@@ -14,7 +14,7 @@ import torch
 from tests import workers
 from tests.trainer.checkpoint.small_models import (
     MODELS,
-    is_bert,
+    architecture_of,
     reaches,
     saved,
     stored,
@@ -71,7 +71,7 @@ def test_bits_return(name, tmp_path):
     assert same_tensors(stored(folder), stored(tmp_path / "back"))
     assert torch.equal(transformers_logits(tmp_path / "back"), transformers_logits(folder))
     flags = [convert(each, "--to", "flags") for each in (folder, tmp_path / "ours", tmp_path / "back")]
-    assert flags[0] == flags[1] == flags[2] and "--num-layers" in flags[0]
+    assert flags[0] == flags[1] == flags[2] and "num-layers" in flags[0]
 
 
 TENSORS = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
@@ -84,6 +84,7 @@ TENSORS = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
         ("deepseek_v3", f"{TENSORS} --sequence-parallel"),  # its layers have keys of their own
         ("gpt_oss", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
         ("bert", TENSORS),
+        ("t5", f"{TENSORS} --sequence-parallel"),
         pytest.param("megatron-bert", TENSORS, marks=pytest.mark.full),
         pytest.param("mixtral", f"{TENSORS} --sequence-parallel", marks=pytest.mark.full),
         pytest.param("deepseek_v2", TENSORS + " --sequence-parallel", marks=pytest.mark.full),
@@ -93,7 +94,7 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
     """At other degrees, with no weight left over; and what training saves from there converts back."""
     folder = saved(name)
     convert(folder, tmp_path / "ours", "--to", "torch_dist")
-    cut += " --make-vocab-size-divisible-by 64" + " --tokenizer-type NullTokenizer" * is_bert(folder)
+    cut += " --make-vocab-size-divisible-by 64" + " --tokenizer-type NullTokenizer" * (architecture_of(folder) != "gpt")
     flags = f"@{tmp_path / 'ours' / 'flags.txt'} --load {tmp_path / 'ours'} --dist-ckpt-strictness raise_all {cut}"
     assert reaches(folder, f"{flags} --save {tmp_path / 'again'}", transformers_logits(folder), ranks=4) < TOLERANCE
     convert(tmp_path / "again", tmp_path / "back", "--to", "hugging-face", "--config", folder / "config.json")
@@ -131,7 +132,7 @@ def test_the_old_format_is_read(name, cut, tmp_path):
     folder = saved(name)
     ranks = 2 ** sum(f"--{each}-model-parallel" in cut for each in ("pipeline", "tensor", "expert"))
     flags = f"--load-hf {folder} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 64 {cut}"
-    architecture = "bert" if is_bert(folder) else "gpt"
+    architecture = architecture_of(folder)
     workers.run(ranks, f"{CASES}save_in_old_format", flags=flags, root=tmp_path / "old", architecture=architecture)
     convert(tmp_path / "old", tmp_path / "back", "--to", "hugging-face")
     assert same_tensors(stored(folder), stored(tmp_path / "back"))

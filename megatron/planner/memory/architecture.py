@@ -108,10 +108,13 @@ class Decoder:
     Attributes:
         first: layers before it, those of the encoder.
         sequence_length: tokens that it reads, beside those of the encoder.
+        distances: rows of a table with a bias of each head for each class of distances, which encoder and decoder have
+            each on the first stage; 0: they have none.
     """
 
     first: int
     sequence_length: int
+    distances: int = 0
 
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
         """How many of the layers of each stage are the decoder's."""

@@ -10,8 +10,9 @@ encoder's output. With s tokens of the encoder and r of the decoder, and e bytes
     dropout's mask      r h                                                                   shared
 
 The encoder's output is saved once on each stage with layers of the decoder, whatever their number, and the input of its
-final norm on the stage that has that. Between stages goes one tensor of s + r tokens. A stage of the encoder also holds
-the part of its input that it only passes on, the embedded tokens of the decoder.
+final norm on the stage that has that. Between stages goes one tensor of s + r tokens, and of the few rows that hold
+tables of distances. A stage of the encoder also holds the part of its input that it only passes on, the embedded tokens
+of the decoder.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,10 @@ class T5Activations(Activations):
 
     @property
     def boundary(self) -> float:
-        return self._encoder.boundary + self._decoder.boundary
+        shape, setting = self.shape, self.setting
+        rows = -(-2 * shape.decoder.distances * shape.num_attention_heads // shape.hidden_size)
+        of_distances = rows * setting.micro_batch_size * setting.residual_bytes * shape.hidden_size
+        return self._encoder.boundary + self._decoder.boundary + of_distances
 
     def _saved(self, encoder: float, decoder: float, is_first: bool, is_last: bool) -> float:
         if self.setting.recompute.whole_stage:

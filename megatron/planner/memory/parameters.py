@@ -208,11 +208,13 @@ def stage_parameters(
 
 
 def _beyond_one_stack(shape: Architecture, tensor: int, layers: Sequence[int]) -> list[int]:
-    """Parameters of each stage of a T5 that a model of one stack has not: cross-attentions and the encoder's norm."""
+    """Parameters of each stage of a T5 that a model of one stack has not: cross-attentions, the encoder's norm and
+    tables of distances."""
     if shape.decoder is None:
         return [0] * len(layers)
     of_layer = cross_attention_parameters(shape, tensor)
     counts = [own * of_layer for own in shape.decoder.of_stages(layers)]
+    counts[0] += 2 * shape.decoder.distances * shape.num_attention_heads
     counts[shape.decoder.stage_behind_encoder(layers)] += shape.norm_vectors * shape.hidden_size
     return counts
 

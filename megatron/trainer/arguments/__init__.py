@@ -32,6 +32,7 @@ __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "res
 RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
     *programs.FIRST,
     hugging_face.load_hf,
+    programs.t5_shape,
     *model.RULES,
     attention.attention,
     experts.experts,

@@ -214,6 +214,23 @@ class Gelu(Part):
         return {"activation_function": "gelu_new" if facts["bias_gelu_fusion"] else "gelu"}
 
 
+class Stacks(Part):
+    """The layers of an encoder, and of a decoder, which has as many unless its key says otherwise."""
+
+    names = ("num_layers", "num_decoder_layers")
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        encoder = number(self.names[0], present(config, self.names[:1]), int)
+        decoder = config.get(self.names[1])
+        return {
+            "encoder_num_layers": encoder,
+            "decoder_num_layers": encoder if decoder is None else number(self.names[1], decoder, int),
+        }
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        return {self.names[0]: facts["encoder_num_layers"], self.names[1]: facts["decoder_num_layers"]}
+
+
 # --- experts ----------------------------------------------------------------------------------------------------------
 
 

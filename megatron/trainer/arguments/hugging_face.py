@@ -156,7 +156,7 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     return take_over(args, model, folder / "config.json")
 
 
-_PROGRAMS = {architecture: PROGRAMS[architecture][0] for architecture in ("gpt", "bert")}
+_PROGRAMS = {architecture: PROGRAMS[architecture][0] for architecture in ("gpt", "bert", "t5")}
 """Architectures with models that can be converted, and the programs that train them."""
 
 
@@ -239,6 +239,8 @@ def facts_of(args: argparse.Namespace) -> Facts:
         facts["rope_scaling_factor"] = _BY_DEST["rope_scaling_factor"].default
     if facts["add_bias_linear"]:
         facts["add_qkv_bias"] = False
+    if facts.get("encoder_num_layers") is not None:
+        facts["num_layers"] = None  # that of both stacks
     if facts.get("num_experts") is None:
         facts |= {name: _plain(name, flag.default) for name, flag in _SHAPING.items() if name.startswith("moe_")}
     return facts

@@ -16,6 +16,7 @@ from megatron.trainer.arguments.config_parts import (
     Only,
     Part,
     SharedExperts,
+    Stacks,
     Switch,
     WidthOfHeads,
     head_dim,
@@ -160,6 +161,39 @@ def _bert(model: str, **fixed: object) -> Family:
     )
 
 
+def _t5(model: str) -> Family:
+    return Family(
+        model=model,
+        architecture="t5",
+        parts=(
+            Stacks(),
+            Number("d_model", ("hidden_size",)),
+            Number("d_kv", ("kv_channels",)),
+            Number("d_ff", ("ffn_hidden_size",)),
+            Number("num_heads", ("num_attention_heads",)),
+            Number("vocab_size", ("vocab_size",)),
+            Number("relative_attention_num_buckets", ("relative_attention_num_buckets",)),
+            Number("relative_attention_max_distance", ("relative_attention_max_distance",)),
+            Number("layer_norm_epsilon", ("norm_epsilon",), float),
+            Number("dropout_rate", ("hidden_dropout", "attention_dropout"), float),
+            Only("feed_forward_proj", ("gated-gelu",), "the gated GELU of T5 1.1 alone has a flag", absent=False),
+            Only("is_gated_act", (True,), "the gated GELU of T5 1.1 alone has a flag"),
+            Only("dense_act_fn", ("gelu_new",), "the gated GELU of T5 1.1 alone has a flag"),
+            Only("tie_word_embeddings", (False,), "a T5 has a head of its own here; where the files hold "
+                 "lm_head.weight, write false", absent=False),
+            Only("is_encoder_decoder", (True,), "a T5 has both stacks"),
+            Only("is_decoder", (False,), "a T5 has both stacks"),
+            Only("scale_decoder_outputs", (False,), "no flag scales what the head reads"),
+        ),
+        fixed={
+            "normalization": "RMSNorm", "position_embedding_type": "relative", "add_bias_linear": False,
+            "gated_gelu": True, "attention_scale": 1.0, "untie_embeddings_and_output_weights": True,
+        },
+        free=("attention_dropout", "hidden_dropout"),
+        no_effect=("initializer_factor", "n_positions", "output_past", "classifier_dropout"),
+    )  # fmt: skip
+
+
 _NO_MORE_LAYERS = "this family has no layers of multi-token prediction here"
 
 FAMILIES: dict[str, Family] = {
@@ -261,6 +295,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": _bert("BertForPreTraining", apply_residual_connection_post_layernorm=True),
     "megatron-bert": _bert("MegatronBertForPreTraining"),
+    "t5": _t5("T5ForConditionalGeneration"),
+    "mt5": _t5("MT5ForConditionalGeneration"),
 }  # fmt: skip
 """By `model_type`."""
 
@@ -268,9 +304,6 @@ _ROBERTA = (
     "its positions begin behind the padding's number, and its tokenizer is not one of pretrain_bert.py's; such a model "
     "cannot be trained here (bert can)"
 )
-_T5 = (
-    "a bias of distances is added to its scores, which megatron.core's local attention does not take, and whose table "
-    "all stages of a stack would share; such a model cannot be computed here"
-)
-NOT_COMPUTED = {"roberta": _ROBERTA, **dict.fromkeys(("t5", "mt5", "umt5"), _T5)}
+_UMT5 = "each of its layers has a table of distances of its own; such a model cannot be computed here (mt5 can)"
+NOT_COMPUTED = {"roberta": _ROBERTA, "umt5": _UMT5}
 """`model_type` -> why models of this kind cannot be converted."""

@@ -156,6 +156,7 @@ def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
     for name in (name for name, is_given in packs.items() if is_given):  # megatron.core does not tell the first kernel
         turn_off("apply_rope_fusion", not args.sft, f"its kernels for conversations of --sft are not used with {name}")
     turn_off("masked_softmax_fusion", args.window_size is None, "its kernel knows no window")
+    turn_off("masked_softmax_fusion", args.position_embedding_type != "relative", "its kernel adds no bias")
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion"):
         turn_off(name, platform.is_cuda and uses_engine, "it needs Transformer Engine")
     turn_off("persist_layer_norm", platform.is_cuda and platform.has_apex, "it needs CUDA and Apex")
@@ -193,10 +194,18 @@ def require_attention_environment(args: argparse.Namespace, environment: Mapping
 
 
 _RESETS = "--reset-attention-mask keeps documents apart by one"
-_KEEPS_NORMS = (
-    "--apply-residual-connection-post-layernorm adds to what norms give, which Transformer Engine's layers keep to "
-    "themselves"
-)
+
+
+def _needs_local(args: argparse.Namespace) -> str | None:
+    """Why the model has local layers alone; None: it has either."""
+    if args.apply_residual_connection_post_layernorm:
+        return (
+            "--apply-residual-connection-post-layernorm adds to what norms give, which Transformer Engine's layers do "
+            "not hand out"
+        )
+    if args.position_embedding_type == "relative":
+        return "--position-embedding-type relative adds its bias in local attention"
+    return None
 
 
 def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
@@ -212,23 +221,22 @@ def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iter
     needs = f"{choice_of(args).flag} splits backwards into I and W"
     hinders = _what_hinders_halves(args.program, platform) if splits else None
     if args.transformer_impl is None:
-        local = hinders or args.reset_attention_mask or args.apply_residual_connection_post_layernorm
+        local = hinders or args.reset_attention_mask or _needs_local(args)
         args.transformer_impl = "transformer_engine" if can_use_engine and not local else "local"
         if can_use_engine and hinders:
             yield f"transformer_impl is local: {needs}, and {hinders}"
         elif can_use_engine and args.reset_attention_mask:
             yield f"transformer_impl is local: Transformer Engine's causal attention reads no mask, and {_RESETS}"
         elif can_use_engine and local:
-            yield f"transformer_impl is local: {_KEEPS_NORMS}"
+            yield f"transformer_impl is local: {local}"
     elif args.transformer_impl == "transformer_engine" and args.reset_attention_mask:
         raise ValueError(
             f"--transformer-impl transformer_engine has a causal attention that reads no mask, and {_RESETS}; use "
             "--transformer-impl local, or leave the latter out"
         )
-    elif args.transformer_impl == "transformer_engine" and args.apply_residual_connection_post_layernorm:
+    elif args.transformer_impl == "transformer_engine" and (reason := _needs_local(args)):
         raise ValueError(
-            f"--transformer-impl transformer_engine does not go with this residual: {_KEEPS_NORMS}; use "
-            "--transformer-impl local"
+            f"--transformer-impl transformer_engine does not compute this model: {reason}; use --transformer-impl local"
         )
     elif args.transformer_impl == "transformer_engine" and not can_use_engine:
         missing = "the transformer_engine package, which is not installed" if platform.is_cuda else "CUDA"

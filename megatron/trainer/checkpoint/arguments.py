@@ -91,7 +91,7 @@ _NOT_BUILT_HERE = {
         ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
     ),
     "qk_l2_norm": (None, False),
-    "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "none"),
+    "position_embedding_type": (None, "learned_absolute", "rope", "yarn", "relative", "none"),
     "normalization": (None, "LayerNorm", "RMSNorm"),
 }
 

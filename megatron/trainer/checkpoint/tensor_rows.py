@@ -16,6 +16,7 @@ from megatron.trainer.checkpoint.tensor_table import (
     copied,
     gated,
     gated_in_turn,
+    keys_values,
     queries_keys_values,
     vocabulary,
     vocabulary_bias,
@@ -244,6 +245,44 @@ _BERT = (
     *_norm(_B_NORM_LAST, _E_NORM.format("{last}")),
 )
 
+# --- T5 ---------------------------------------------------------------------------------------------------------------
+
+_distances = copied(lambda args: args.relative_attention_num_buckets, _heads)
+
+
+def _stack(stack: str) -> tuple[Row, ...]:
+    """What encoder and decoder have alike. The last part of a layer is the feed-forward layer."""
+    own, block = f"{stack}.layers.", f"{stack}.block."
+    attention, mlp = f"{block}{{layer}}.layer.0.", f"{block}{{layer}}.layer.{1 if stack == 'encoder' else 2}."
+    products = f"{mlp}DenseReluDense."
+    queries = tuple(f"{attention}SelfAttention.{each}.weight" for each in "qkv")
+    return (
+        Row(f"{stack}_relative_pos_emb.relative_attention_bias.weight",
+            (f"{block}0.layer.0.SelfAttention.relative_attention_bias.weight",), _distances),
+        Row(f"{own}self_attention.linear_qkv.layer_norm_weight", (f"{attention}layer_norm.weight",), copied(_hidden)),
+        Row(f"{own}self_attention.linear_qkv.weight", queries, queries_keys_values(_hidden)),
+        Row(f"{own}self_attention.linear_proj.weight", (f"{attention}SelfAttention.o.weight",),
+            copied(_hidden, _attended)),
+        Row(f"{own}mlp.linear_fc1.layer_norm_weight", (f"{mlp}layer_norm.weight",), copied(_hidden)),
+        Row(f"{own}mlp.linear_fc1.weight", (f"{products}wi_0.weight", f"{products}wi_1.weight"), gated(_wide)),
+        Row(f"{own}mlp.linear_fc2.weight", (f"{products}wo.weight",), copied(_hidden, _wide)),
+        Row(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",), copied(_hidden)),
+    )  # fmt: skip
+
+
+_D, _CROSS = "decoder.layers.", "decoder.block.{layer}.layer.1."
+_T5 = (
+    Row(_WORDS, ("shared.weight",), vocabulary),
+    *_stack("encoder"),
+    *_stack("decoder"),
+    Row(f"{_D}pre_cross_attn_layernorm.weight", (f"{_CROSS}layer_norm.weight",), copied(_hidden)),
+    Row(f"{_D}cross_attention.linear_q.weight", (f"{_CROSS}EncDecAttention.q.weight",), copied(_attended, _hidden)),
+    Row(f"{_D}cross_attention.linear_kv.weight",
+        tuple(f"{_CROSS}EncDecAttention.{each}.weight" for each in "kv"), keys_values),
+    Row(f"{_D}cross_attention.linear_proj.weight", (f"{_CROSS}EncDecAttention.o.weight",), copied(_hidden, _attended)),
+    Row("output_layer.weight", ("lm_head.weight",), vocabulary),
+)  # fmt: skip
+
 TABLE: dict[str, tuple[Row, ...]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -258,12 +297,16 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "gpt2": _GPT2,
     "bert": _BERT,
     "megatron-bert": _MEGATRON_BERT,
+    "t5": _T5,
+    "mt5": _T5,
 }  # fmt: skip
 """By `model_type`, the same ones as `model_families.FAMILIES` has."""
 REPEATED = {
     "lm_head.weight": _WORDS,
     f"{_HEAD_OF_BERT}decoder.weight": _WORDS,
     f"{_HEAD_OF_BERT}decoder.bias": "output_layer.bias",
+    "encoder.embed_tokens.weight": _WORDS,
+    "decoder.embed_tokens.weight": _WORDS,
 }
 """Tensors there that some files have although they are another one -> what they are here."""
 
@@ -284,6 +327,8 @@ def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
         for row in rows:
             if not row.of_layer or (row.key.startswith("+") and not is_further):
                 continue
+            if not is_further and layer >= _num_layers(row, args):
+                continue
             if row.has_experts is None or row.has_experts is experts[min(layer, args.num_layers - 1)]:
                 of_expert = "{expert}" in row.names[0] or row.stacked
                 for expert in range(args.num_experts) if of_expert else (None,):
@@ -291,11 +336,18 @@ def tensors_of(model_type: str, args: TrainConfig) -> Iterator[Tensor]:
     yield from (_tensor(row, args) for row in ends if not row.key.startswith("embedding."))
 
 
+def _num_layers(row: Row, args: TrainConfig) -> int:
+    """The layers of the row's stack."""
+    if args.architecture != "t5":
+        return args.num_layers
+    return args.encoder_num_layers if row.key.startswith("encoder.") else args.decoder_num_layers
+
+
 def _tensor(row: Row, args: TrainConfig, layer: int | None = None, expert: int | None = None) -> Tensor:
     places = {"layer": layer, "before": (layer or 0) - 1, "last": args.num_layers - 1, "expert": expert}
     names = tuple(name.format(**places) for name in (row.first if layer == 0 and row.first else row.names))
     shape, pieces = row.layout(args, names)
-    further, count, own = args.mtp_num_layers or 0, args.num_layers, layer
+    further, count, own = args.mtp_num_layers or 0, _num_layers(row, args), layer
     key = row.key.replace("*", LAYERS)
     if layer is not None and layer >= args.num_layers:
         key = FURTHER_LAYERS + row.key.replace("*", INNER).removeprefix("+")

@@ -120,6 +120,14 @@ def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
     return layout
 
 
+def keys_values(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
+    """Of a cross-attention: for each head its keys, then its values."""
+    width, pieces = args.kv_channels, []
+    for head in range(args.num_attention_heads):
+        pieces += [Piece(name, (2 * head + n) * width, width, head * width) for n, name in enumerate(names)]
+    return (2 * args.num_attention_heads * width, args.hidden_size), pieces
+
+
 def gated(width: Callable[[TrainConfig], int]) -> Layout:
     """The gate's rows, then those that it multiplies."""
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.pipeline.start_up.core_version import installed_core
-from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
+from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary, runs_of_sample
 
 _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>", "<|eot_id|>")
 _PACKAGES = {
@@ -122,6 +122,32 @@ class SentinelTokenizer(WordPieceTokenizer):
         self.bos, self.eos, *self.additional_special_tokens_ids = map(core.token_to_id, names)
 
 
+class TextToTextTokenizer(FastTokenizer):
+    """The tokenizer of a T5 of Hugging Face, from its `tokenizer.json`.
+
+    A decoder begins with <pad>, so what pads samples is no token. Raises ValueError if a token that samples of a T5
+    need is missing, or fewer than `num_runs` extra ids are there.
+    """
+
+    pad = cls = sep = -1
+
+    def __init__(self, path: str, core, *, num_runs: int) -> None:
+        super().__init__(path, core)
+        found = [core.token_to_id(f"<extra_id_{number}>") for number in range(num_runs)]
+        self.bos = core.token_to_id("<pad>")
+        if None in (self.bos, *found) or self.eod_token != "</s>":
+            raise ValueError(
+                f"{path} has not all of <pad>, </s> and {num_runs} extra ids (<extra_id_0>, ...), one for each run "
+                "that --mask-prob may take out of a sample; give the tokenizer.json of a T5, or a lower --mask-prob"
+            )
+        self.mask, self.additional_special_tokens_ids = self.eos, tuple(found)
+        self._words = super().inv_vocab
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        return self._words  # cached, since megatron.core reads it for every token
+
+
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:
     """The tokenizer that `args` name. Raises ValueError for a missing package or file, or one that cannot be read."""
     if (problem := problem_with_tokenizer(args)) is not None:
@@ -185,6 +211,11 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
             **options,
         )
     if kind == "HuggingFaceTokenizer":
+        if getattr(args, "architecture", None) == "t5":
+            from tokenizers import Tokenizer
+
+            path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+            return TextToTextTokenizer(path, Tokenizer.from_file(path), num_runs=runs_of_sample(args))
         if os.path.isfile(path):
             from tokenizers import Tokenizer
 

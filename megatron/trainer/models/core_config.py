@@ -27,11 +27,17 @@ def _activation(args: TrainConfig) -> tuple:
         return silu, True, args.bias_swiglu_fusion
     if args.quick_geglu:
         return quick_gelu, True, False
+    if args.gated_gelu:
+        return _tanh_gelu, True, False
     if args.squared_relu:
         return squared_relu, False, False
     # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse. It does not
     # multiply by the scores of experts.
     return gelu, False, args.bias_gelu_fusion and args.add_bias_linear and args.num_experts is None
+
+
+def _tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
+    return gelu(hidden, approximate="tanh")
 
 
 def _experts(args: TrainConfig) -> dict[str, object]:
@@ -123,6 +129,7 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
                 attention_dropout=args.attention_dropout,
                 fp32_residual_connection=args.fp32_residual_connection,
                 apply_residual_connection_post_layernorm=args.apply_residual_connection_post_layernorm,
+                softmax_scale=args.attention_scale,
                 layernorm_epsilon=args.norm_epsilon,
                 layernorm_zero_centered_gamma=args.apply_layernorm_1p,
                 normalization=args.normalization,

@@ -16,11 +16,17 @@ stage returns the gradient of the encoder's output as it came from the next stag
 cross-attentions, which autograd adds in the order of one process. So p stages compute the bits of one.
 
 Under sequence parallelism a tensor rank has its part of the encoder's tokens, and behind it its part of the decoder's.
+
+Relative positions: attention adds a bias of each head for each class of distances. All layers of a stack share its
+table, so each stage needs both. The tables are on the first stage, and go from stage to stage in the last rows of the
+same tensor (`_Distances`), a row or two of the hidden size. So no weight is shared by stages, and a table's gradient
+comes back along the chain, in the order of one process.
 """
 
 import warnings
 from collections.abc import Sequence
-from copy import copy
+from copy import copy, deepcopy
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,14 +34,19 @@ from torch import Tensor
 from megatron.core import tensor_parallel
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.relative_pos_embedding import RelativePositionEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import scatter_to_tensor_model_parallel_region
 from megatron.core.transformer.enums import LayerType, ModelType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import scaled_init_method_normal
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import StageLayout
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, rows_of_distances
+from megatron.trainer.models.context_parallel import mixed_into_attention
 from megatron.trainer.models.core_config import rotary_embedding
 from megatron.trainer.models.gpt import layer_stream, seeded_spec
 from megatron.trainer.ranks import set_seeds
@@ -82,8 +93,11 @@ class T5Stage(LanguageModule):
                 max_sequence_length=args.max_position_embeddings,
                 position_embedding_type=args.position_embedding_type,
             )
+        self.distances = _Distances(args) if args.position_embedding_type == "relative" else None
+        if pre_process and self.distances is not None:
+            self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = self.distances.tables(config)
         counts = _stacks(_layers_of_stages(config), args.encoder_num_layers)
-        specs = [spec() for spec in _SPECS[args.transformer_impl]]
+        specs = [_fitted(args, spec()) for spec in _SPECS[args.transformer_impl]]
         stage = self.pp_group.rank()
         (encoder, decoder), here = counts, [count[stage] for count in counts]
         is_behind_encoder = sum(encoder[: stage + 1]) == args.encoder_num_layers
@@ -130,18 +144,26 @@ class T5Stage(LanguageModule):
             labels: token ids [b, decoder tokens] on the last stage; None on others.
         """
         of_encoder, of_decoder, of_both = self._masks(encoder_padding, decoder_padding)
+        rows, tables = [], (None, None)
         if self.pre_process:
             source, target = self._embedded(encoder_tokens, decoder_tokens)
+            if self.distances is not None:
+                stacks = (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)
+                tables = tuple(stack.relative_attention_bias.weight for stack in stacks)
+                rows = [] if self.post_process else [self.distances.rows(tables, like=source)]
         else:
-            source, target = self.input_tensor.split(self.lengths)
+            source, target, *rows = self.input_tensor.split((*self.lengths, *self._further_rows))
+            if self.distances is not None:
+                tables = self.distances.read(rows[0])
         if self.encoder is not None:
-            source = self.encoder(source, of_encoder, rotary_pos_emb=self._rotated(0))
+            source = self.encoder(source, of_encoder, rotary_pos_emb=self._rotated(0), attention_bias=tables[0])
         if self.decoder is not None:
             target = self.decoder(
-                target, of_decoder, context=source, context_mask=of_both, rotary_pos_emb=self._rotated(1)
-            )
+                target, of_decoder, context=source, context_mask=of_both, rotary_pos_emb=self._rotated(1),
+                attention_bias=tables[1],
+            )  # fmt: skip
         if not self.post_process:
-            return torch.cat((source, target))
+            return torch.cat((source, target, *rows))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(target, weight=weight)
         if labels is None:
@@ -156,8 +178,90 @@ class T5Stage(LanguageModule):
         source, target = ((tokens, _positions(tokens)) for tokens in (encoder_tokens, decoder_tokens))
         return self.embedding(*source), self.embedding.forward(*target)
 
+    @property
+    def _further_rows(self) -> tuple[int, ...]:
+        return () if self.distances is None else (self.distances.num_rows,)
+
     def _rotated(self, stack: int) -> Tensor | None:
         return None if self.rotary_pos_emb is None else self.rotary_pos_emb(self.rotary_lengths[stack])
+
+
+# --- relative positions -----------------------------------------------------------------------------------------------
+
+
+class _Distances:
+    """A T5's two tables of distances, each [classes, heads], and how stages send them on."""
+
+    def __init__(self, args: TrainConfig) -> None:
+        self._shape = args.relative_attention_num_buckets, args.num_attention_heads
+        self._furthest = args.relative_attention_max_distance
+        self._seed = layer_stream(args, args.num_layers + 2)
+        self.num_rows = rows_of_distances(args)
+
+    def tables(self, config: TransformerConfig) -> tuple[RelativePositionEmbedding, RelativePositionEmbedding]:
+        """The modules of the first stage that hold them, with initial weights of a stream of their own."""
+        set_seeds(self._seed)
+        return tuple(
+            RelativePositionEmbedding(is_encoder, config.init_method, self._shape[1], self._shape[0], self._furthest)
+            for is_encoder in (True, False)
+        )
+
+    def rows(self, tables: tuple[Tensor, Tensor], *, like: Tensor) -> Tensor:
+        """Both as rows [n, b, hidden] of the tensor for the next stage, alike for each sample."""
+        numbers = torch.cat([table.flatten() for table in tables]).to(like.dtype)
+        missing = self.num_rows * like.size(2) - numbers.numel()
+        return torch.nn.functional.pad(numbers, (0, missing)).view(self.num_rows, 1, -1).expand(-1, like.size(1), -1)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables from such rows."""
+        size = self._shape[0] * self._shape[1]
+        return tuple(table.view(self._shape) for table in rows[:, 0].flatten()[: 2 * size].split(size))
+
+
+class _Relative:
+    """Mixed into megatron.core's local attention: its `attention_bias` is a table of distances [classes, heads]."""
+
+    is_encoder: bool
+    furthest: int
+
+    def forward(
+        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
+    ):
+        """As of the wrapped class."""
+        softmax, table = self.scale_mask_softmax, scatter_to_tensor_model_parallel_region(attention_bias)
+        classes = _classes(query.size(0), table.size(0), self.furthest, self.is_encoder, table.device)
+        bias = torch.nn.functional.embedding(classes, table).permute(2, 0, 1)
+        mask, softmax.mask_func = softmax.mask_func, lambda scores, masked: mask(scores + bias, masked)
+        try:
+            return super().forward(query, key, value, attention_mask, attn_mask_type)
+        finally:
+            softmax.mask_func = mask
+
+
+@cache
+def _classes(length: int, number: int, furthest: int, is_encoder: bool, device: torch.device) -> Tensor:
+    """The class of the distance from each token to each, once for all layers: int64 [queries, keys]."""
+    places = torch.arange(length, device=device)
+    return RelativePositionEmbedding._relative_position_bucket(
+        None, places[None, :] - places[:, None], is_encoder, number, furthest
+    )
+
+
+def _fitted(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
+    """The specification of a layer with the norms and the attention that the flags ask for."""
+    spec = deepcopy(spec)
+    parts = spec.submodules
+    if args.normalization == "RMSNorm" and args.transformer_impl == "local":
+        norms = [name for name, each in vars(parts).items() if name.endswith("layernorm") and each is not IdentityOp]
+        for name in norms:  # Apex has no such norm
+            setattr(parts, name, WrappedTorchNorm)
+    if args.position_embedding_type == "relative":
+        facts = {"is_encoder": parts.cross_attention is IdentityOp, "furthest": args.relative_attention_max_distance}
+        spec = mixed_into_attention(spec, type("Relative", (_Relative,), facts))
+    return spec
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 def attention_masks(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,6 +29,7 @@ from megatron.trainer.arguments.flags.config import (
     TrainConfig,
     choice_of,
     expert_tensor_size,
+    is_gated,
     num_expert_replicas,
     num_replicas,
 )
@@ -133,7 +134,7 @@ def architecture(args: TrainConfig) -> Architecture:
         binary_head=is_bert and args.bert_binary_head,
         num_positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
-        gated=args.swiglu or args.quick_geglu,
+        gated=is_gated(args),
         linear_biases=args.add_bias_linear,
         qkv_bias=args.add_qkv_bias,
         norm_vectors=2 if args.normalization == "LayerNorm" else 1,
@@ -141,13 +142,20 @@ def architecture(args: TrainConfig) -> Architecture:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=None if args.num_experts is None else experts(args),
-        decoder=Decoder(first=args.encoder_num_layers, sequence_length=args.decoder_seq_length)
-        if args.architecture == "t5"
-        else None,
+        decoder=_decoder(args) if args.architecture == "t5" else None,
         latents=latents_of(args),
         sinks=args.softmax_type == "learnable",
         windows=windows_of(args),
         further=None if args.mtp_num_layers is None else further_layers(args),
+    )
+
+
+def _decoder(args: TrainConfig) -> Decoder:
+    has_distances = args.position_embedding_type == "relative"
+    return Decoder(
+        first=args.encoder_num_layers,
+        sequence_length=args.decoder_seq_length,
+        distances=args.relative_attention_num_buckets * has_distances,
     )
 
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, is_gated
 from megatron.trainer.arguments.flags.experts import has_experts
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 
@@ -77,7 +77,7 @@ def flops_per_sample(args: TrainConfig) -> float:
         width = heads * (latents.head + latents.rotated + latents.value)
         matrices = (*latents.matrices(args.hidden_size, heads), (args.hidden_size, heads * latents.value))
         projections = sum(rows * columns for rows, columns in matrices)
-    of_column = args.hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    of_column = args.hidden_size * (3 if is_gated(args) else 2)
     mlp = mlp_of_last = args.ffn_hidden_size * of_column
     if args.num_experts is not None:
         pattern = has_experts(args.moe_layer_freq, args.num_layers)
@@ -104,7 +104,7 @@ def _flops_of_t5(args: TrainConfig) -> float:
     """Encoder, decoder and output layer each count their own tokens. Of a cross-attention, keys and values are made of
     the encoder's tokens."""
     s, r, h, q = args.seq_length, args.decoder_seq_length, args.hidden_size, args.kv_channels * args.num_attention_heads
-    layer = 4 * h * q + h * args.ffn_hidden_size * (3 if args.swiglu or args.quick_geglu else 2)
+    layer = 4 * h * q + h * args.ffn_hidden_size * (3 if is_gated(args) else 2)
     encoder = s * (layer + 2 * s * q)
     decoder = r * (layer + 2 * r * q) + r * (2 * h * q + 2 * s * q) + s * 2 * h * q
     layers = args.encoder_num_layers * encoder + args.decoder_num_layers * decoder

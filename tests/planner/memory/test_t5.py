@@ -8,13 +8,18 @@ import torch
 from megatron.planner import ActivationSetting
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.parameters import stage_parameters
+from megatron.trainer.arguments.flags.config import edge_length
 from tests import workers
 from tests.trainer.arguments.t5_command_line import t5_arguments
 
 CUTS = ((5,), (1, 1, 1, 1, 1), (3, 2), (2, 3), (4, 1), (1, 3, 1))
 """Layers of the stages, of three layers of the encoder and two of the decoder."""
 FLAGS = "--encoder-num-layers 3 --decoder-num-layers 2 --hidden-size 128 --micro-batch-size 2"
-SHAPES = ("", "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear --kv-channels 24")
+RELATIVE = "--position-embedding-type relative --gated-gelu --disable-bias-linear"
+SHAPES = (
+    "", "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear --kv-channels 24",
+    f"{RELATIVE} --normalization RMSNorm --untie-embeddings-and-output-weights --relative-attention-num-buckets 16",
+)  # fmt: skip
 
 
 def stages(args, cut: tuple[int, ...]):
@@ -99,7 +104,7 @@ def _captured_bytes(args, model: torch.nn.Module, dtype: torch.dtype) -> int:
         return tensor
 
     if not model.pre_process:
-        given = torch.randn(sum(lengths), size, args.hidden_size, dtype=dtype).requires_grad_()
+        given = torch.randn(edge_length(args), size, args.hidden_size, dtype=dtype).requires_grad_()
         model.set_input_tensor(given)
         found[given.untyped_storage().data_ptr()] = given.untyped_storage().nbytes()
     tokens = padding if model.pre_process else (None, None)
@@ -111,7 +116,7 @@ def _captured_bytes(args, model: torch.nn.Module, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"],
+        ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RELATIVE],
         pytest.param(
             [
                 "--bf16 --attention-softmax-in-fp32",

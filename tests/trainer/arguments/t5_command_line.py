@@ -1,5 +1,7 @@
 """A small valid command line of pretrain_t5.py, and the data of BERT's tests, which serve it, too."""
 
+from pathlib import Path
+
 from megatron.trainer.arguments.flags.config import TrainConfig
 from tests.trainer.arguments.command_line import configuration
 
@@ -20,3 +22,15 @@ def defaults() -> dict:
 def t5_arguments(extra: str = "", *, world_size: int = 1) -> TrainConfig:
     """The configuration of `SMALL_T5` with `extra` flags, on a machine without CUDA."""
     return configuration(f"{SMALL_T5} {extra}".split(), defaults=defaults(), world_size=world_size)
+
+
+def write_tokenizer(folder: Path, *, words: int = 40, extra_ids: int = 20) -> Path:
+    """A `tokenizer.json` as a T5 of Hugging Face has it: words w0, w1, ..., and extra ids at the end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(words))]
+    core = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens([f"<extra_id_{number}>" for number in reversed(range(extra_ids))])
+    core.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"

@@ -56,7 +56,15 @@ BERT = {
     "num_attention_heads": 4, "num_hidden_layers": 4, "type_vocab_size": 2, "vocab_size": 100,
 }  # fmt: skip
 MEGATRON_BERT = {**BERT, "model_type": "megatron-bert"}
+T5 = {
+    "model_type": "t5", "d_ff": 128, "d_kv": 16, "d_model": 64, "dropout_rate": 0.1, "feed_forward_proj": "gated-gelu",
+    "initializer_factor": 1.0, "is_encoder_decoder": True, "layer_norm_epsilon": 1e-6, "num_heads": 4, "num_layers": 4,
+    "num_decoder_layers": 2, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "tie_word_embeddings": False, "vocab_size": 100, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
 ALL = {
+    "t5": T5,
+    "mt5": {**T5, "model_type": "mt5"},
     "gpt_oss": GPT_OSS,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v2": DEEPSEEK_V2,
@@ -85,6 +93,11 @@ def of_program(config: dict, flags: str, without: str = MODEL):
     if config.get("model_type") in ("bert", "megatron-bert"):
         words = argv(f"{flags} --data-path x --vocab-file y", without=f"{without} --mock-data --tokenizer-type")
         return configuration(words, defaults={"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"})
+    if config.get("model_type") in ("t5", "mt5"):
+        flags = flags.replace("--seq-length 16", "--encoder-seq-length 16 --decoder-seq-length 8")
+        flags += " --data-path x --tokenizer-type HuggingFaceTokenizer --tokenizer-model y"
+        words = argv(flags, without=f"{without} --mock-data --tokenizer-type")
+        return configuration(words, defaults={"architecture": "t5"})
     return configuration(argv(flags, without=without))
 
 
@@ -100,7 +113,7 @@ def test_a_run_takes_the_model_over(kind, tmp_path):
     by_flags = of_program(config, f"--seq-length 16 {' '.join(model.argv())}")
     assert config_of(by_flags, dtype="bfloat16", model_type=kind) == again
     found = config_of(args, dtype="bfloat16")["model_type"]
-    assert found == ("llama" if kind == "mistral" else kind)  # the same model
+    assert found == {"mistral": "llama", "mt5": "t5"}.get(kind, kind)  # the same model
     with_model(tmp_path / "model", config, " ".join(model.argv()))  # who says the same may say it
 
 
@@ -184,7 +197,9 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
         ({**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "128 x 128 block"),
         ({**LLAMA, "model_type": "gemma"}, "model_type is 'gemma', and these can be converted: llama"),
         ({**LLAMA, "model_type": "roberta"}, "model_type is 'roberta': its positions begin behind the padding's"),
-        ({**LLAMA, "model_type": "t5"}, "model_type is 't5': a bias of distances is added to its scores"),
+        ({**LLAMA, "model_type": "umt5"}, "model_type is 'umt5': each of its layers has a table of distances"),
+        ({**T5, "feed_forward_proj": "relu"}, "feed_forward_proj is 'relu': the gated GELU of T5 1.1 alone has a flag"),
+        ({**T5, "tie_word_embeddings": True}, "tie_word_embeddings is True: a T5 has a head of its own here"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window is 4096, and models of this family have no windows"),
         ({**QWEN_2, "use_sliding_window": True, "max_window_layers": None}, "max_window_layers is missing"),
         ({**MIXTRAL, "sliding_window": 0}, "sliding_window is 0, and a token attends to itself"),

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
+from tests.trainer.arguments.t5_command_line import write_tokenizer
+
 VOCABULARY, POSITIONS, NUM_LAYERS = 100, 32, 2
+TARGET = 12  # tokens of a decoder
 _LLAMA = dict(
     hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
     vocab_size=VOCABULARY, max_position_embeddings=POSITIONS, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=None,
@@ -31,6 +34,11 @@ _BERT = dict(
     hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, intermediate_size=48, vocab_size=VOCABULARY,
     max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-5,
     pad_token_id=None,
+)  # fmt: skip
+_T5 = dict(
+    d_model=32, d_kv=16, d_ff=48, num_layers=NUM_LAYERS, num_decoder_layers=NUM_LAYERS, num_heads=4, dropout_rate=0.0,
+    relative_attention_num_buckets=8, relative_attention_max_distance=12, feed_forward_proj="gated-gelu",
+    vocab_size=VOCABULARY, tie_word_embeddings=False, decoder_start_token_id=0,
 )  # fmt: skip
 MODELS = {
     "llama": ("Llama", _LLAMA | dict(rope_parameters={"rope_type": "default", "rope_theta": 20_000.0})),
@@ -56,6 +64,8 @@ MODELS = {
         rope_parameters=_YARN, first_k_dense_replace=0)),
     "bert": ("Bert", _BERT),
     "megatron-bert": ("MegatronBert", _BERT),
+    "t5": ("T5", _T5),
+    "mt5": ("MT5", _T5 | dict(num_decoder_layers=3)),
     "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
     "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
         head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
@@ -76,8 +86,9 @@ def model_class(kind: str) -> type:
     """transformers' class of a model with its head."""
     import transformers
 
-    head = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining", "MegatronBert": "ForPreTraining"}.get(kind, "ForCausalLM")
-    return getattr(transformers, kind + head)
+    heads = {"GPT2": "LMHeadModel", "Bert": "ForPreTraining", "MegatronBert": "ForPreTraining"}
+    heads |= dict.fromkeys(("T5", "MT5"), "ForConditionalGeneration")
+    return getattr(transformers, kind + heads.get(kind, "ForCausalLM"))
 
 
 @functools.cache
@@ -89,15 +100,36 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
     torch.manual_seed(7)
     model = model_class(kind)(getattr(transformers, kind + "Config")(**options))
     with torch.no_grad():
+        spread = 0.05 if kind in ("T5", "MT5") else 0.15  # scores of a T5 are not scaled
         for key, parameter in model.named_parameters():
             mean = 1.0 if "norm" in key or "ln_" in key else 0.0
-            parameter.copy_(mean * key.endswith("weight") + 0.15 * torch.randn(parameter.shape))
+            parameter.copy_(mean * key.endswith("weight") + spread * torch.randn(parameter.shape))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.15 * torch.randn(buffer.shape))
     folder = Path(tempfile.mkdtemp(prefix="hugging_face_"))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    if kind in ("T5", "MT5"):
+        _give_head(folder)
     return folder
+
+
+def _give_head(folder: Path) -> None:
+    """Add a head of its own, as published T5s have, to one that transformers has tied."""
+    from safetensors.torch import save_file
+
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    config.pop("scale_decoder_outputs", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors, index = stored(folder), folder / "model.safetensors.index.json"
+    name, head = "lm_head.weight", 0.15 * torch.randn_like(tensors["shared.weight"])
+    if not index.exists():
+        save_file(tensors | {name: head}, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    places = json.loads(index.read_text())
+    places["weight_map"][name] = "head.safetensors"
+    index.write_text(json.dumps(places))
+    save_file({name: head}, folder / "head.safetensors", metadata={"format": "pt"})
 
 
 def convert_case(
@@ -123,21 +155,29 @@ def convert_case(
         assert convert_checkpoint.main([str(source), str(output), "--to", to, *further]) == 0
 
 
-def is_bert(folder: Path) -> bool:
-    return json.loads((folder / "config.json").read_text())["model_type"] in ("bert", "megatron-bert")
+def architecture_of(folder: Path) -> str:
+    """Of the program that trains the model."""
+    from megatron.trainer.arguments.model_families import FAMILIES
+
+    return FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]].architecture
 
 
 def transformers_logits(folder: Path) -> torch.Tensor:
     """(batch, sequence, vocabulary) in FP32; of a BERT with one row more for the order of the segments."""
     import transformers
 
-    kind = transformers.AutoModelForPreTraining if is_bert(folder) else transformers.AutoModelForCausalLM
+    kind = {
+        "gpt": transformers.AutoModelForCausalLM, "bert": transformers.AutoModelForPreTraining,
+        "t5": transformers.AutoModelForSeq2SeqLM,
+    }[architecture_of(folder)]  # fmt: skip
     return logits_of(kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager"))
 
 
 def logits_of(model) -> torch.Tensor:
     """As `transformers_logits`, of a model of transformers."""
     with torch.no_grad():
+        if model.config.model_type in ("t5", "mt5"):
+            return model.eval()(tokens(), decoder_input_ids=tokens()[:, :TARGET]).logits
         if model.config.model_type not in ("bert", "megatron-bert"):
             return model.eval()(tokens()).logits
         output = model.eval()(tokens(), token_type_ids=tokens() % 2)
@@ -168,14 +208,21 @@ def loaded(flags: str, architecture: str = "gpt") -> tuple:
     from megatron.trainer.models import core_config
     from megatron.trainer.models.bert import bert_model
     from megatron.trainer.models.gpt import build_chunks, gpt_model
+    from megatron.trainer.models.t5 import t5_model
     from megatron.trainer.plan import from_flags
     from megatron.trainer.start_up.initialize import initialize
     from tests.trainer.arguments.command_line import configuration
 
-    words = f"--seq-length 16 --micro-batch-size 2 --train-iters 1 --lr 1e-3 {flags}".split()
-    own, model = {"gpt": (["--mock-data"], gpt_model), "bert": (["--data-path", "none"], bert_model)}[architecture]
+    words = f"--micro-batch-size 2 --train-iters 1 --lr 1e-3 {flags}".split()
+    own, model = {
+        "gpt": ("--seq-length 16 --mock-data", gpt_model),
+        "bert": ("--seq-length 16 --data-path none", bert_model),
+        "t5": (f"--encoder-seq-length 16 --decoder-seq-length {TARGET} --data-path none", t5_model),
+    }[architecture]
     defaults = {"architecture": architecture}
-    args = initialize(configuration([*words, *own], world_size=dist.get_world_size(), defaults=defaults))
+    if architecture == "t5":
+        words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", f"{_tokenizer()}"]
+    args = initialize(configuration([*words, *own.split()], world_size=dist.get_world_size(), defaults=defaults))
     args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
     config = core_config.transformer_config(args)
     chunks = build_chunks(
@@ -194,12 +241,18 @@ def loaded(flags: str, architecture: str = "gpt") -> tuple:
     return args, chunks
 
 
+@functools.cache
+def _tokenizer() -> Path:
+    return write_tokenizer(Path(tempfile.mkdtemp(prefix="tokenizer_")))
+
+
 def logits_case(flags: str, architecture: str = "gpt") -> torch.Tensor | None:
     """Load as `pretrain_gpt.py` does, and compute through the pipeline; the last stage returns the logits."""
     import torch.distributed as dist
 
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
+    from megatron.trainer.arguments.flags.config import edge_length
 
     args, chunks = loaded(flags, architecture)
     stage, stages = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size
@@ -211,11 +264,14 @@ def logits_case(flags: str, architecture: str = "gpt") -> torch.Tensor | None:
     neighbours = dist.get_process_group_ranks(group)
     with torch.no_grad():
         if stage:
-            length = ids.shape[1] // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+            length = edge_length(args) // (args.tensor_model_parallel_size if args.sequence_parallel else 1)
             entered = torch.empty(length, ids.shape[0], args.hidden_size)
             dist.recv(entered, neighbours[stage - 1])
             model.set_input_tensor(entered)
-        if architecture == "bert":
+        if architecture == "t5":
+            target = ids[:, :TARGET]
+            output = model(ids, target, torch.ones_like(ids), torch.ones_like(target))
+        elif architecture == "bert":
             output = model(ids, torch.ones_like(ids), tokentype_ids=ids % 2)
             order = output[1] if stage == stages - 1 else None
             output = output[0] if stage == stages - 1 else output
@@ -228,7 +284,7 @@ def logits_case(flags: str, architecture: str = "gpt") -> torch.Tensor | None:
             parts = [torch.empty_like(output) for _ in range(args.tensor_model_parallel_size)]
             dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
             output = torch.cat(parts, dim=-1)
-            output = output if architecture == "gpt" else with_order(output, order)
+            output = with_order(output, order) if architecture == "bert" else output
     parallel_state.destroy_model_parallel()
     return output
 
@@ -237,6 +293,6 @@ def reaches(folder: Path, flags: str, expected: torch.Tensor, ranks: int = 1) ->
     """The largest difference of the logits from transformers', over the largest logit."""
     from tests import workers
 
-    options = {"flags": flags, "architecture": "bert" if is_bert(folder) else "gpt"}
+    options = {"flags": flags, "architecture": architecture_of(folder)}
     found = workers.run(ranks, "tests.trainer.checkpoint.small_models:logits_case", **options)[-1]
     return ((found[..., :VOCABULARY] - expected).abs().max() / expected.abs().max()).item()

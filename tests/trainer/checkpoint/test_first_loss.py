@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from tests import workers
 from tests.trainer.arguments.bert_command_line import data_flags as bert_data
-from tests.trainer.checkpoint.small_models import is_bert, model_class, saved, stored
+from tests.trainer.arguments.t5_command_line import write_tokenizer
+from tests.trainer.checkpoint.small_models import architecture_of, model_class, saved, stored
 from tests.trainer.run.run_case import data_flags, train
 
 NULL = "--tokenizer-type NullTokenizer"
@@ -81,6 +82,7 @@ CUTS = {
     "gpt_oss": ("gpt_oss", EXPERTS),
     "deepseek_v3": ("deepseek_v3", BOTH),
     "bert": ("bert", TENSORS),
+    "t5": ("t5", f"{TENSORS} --sequence-parallel"),
     "megatron-bert": ("megatron-bert", TENSORS),
     "deepseek_v2": ("deepseek_v2", BOTH),
     "deepseek_v2, groups": ("deepseek_v2, groups", EXPERTS),
@@ -89,7 +91,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize(
-    "name, cut", [pytest.param(*row, id=name, marks=() if n < 3 else pytest.mark.full)
+    "name, cut", [pytest.param(*row, id=name, marks=() if n < 4 else pytest.mark.full)
                   for n, (name, row) in enumerate(CUTS.items())]
 )  # fmt: skip
 def test_the_first_loss_is_that_of_transformers(name, cut):
@@ -98,7 +100,7 @@ def test_the_first_loss_is_that_of_transformers(name, cut):
     flags = f"{cut} --load-hf {folder} --train-iters 1 --lr 1e-3"
     model = model_class(_kind(name)).from_pretrained(folder, attn_implementation="eager")
     watch = f"{__name__}:first_samples"
-    if is_bert(folder):
+    if architecture_of(folder) == "bert":
         first, *_, run = train(4, f"{bert_data()} {flags}", base=BASE, program="pretrain_bert", watch=watch)
         rows, samples = first["watched"]
         with torch.no_grad():
@@ -111,6 +113,21 @@ def test_the_first_loss_is_that_of_transformers(name, cut):
         expected = (losses[:2].sum() / mask[:2].sum() + losses[2:].sum() / mask[2:].sum()) / 2
         order = torch.nn.functional.cross_entropy(output.seq_relationship_logits, together(samples, "is_random"))
         assert run["records"][0]["sop_loss"] == pytest.approx(order.item(), rel=TOLERANCE)
+    elif architecture_of(folder) == "t5":
+        tokenizer = write_tokenizer(Path(tempfile.mkdtemp()), words=62)
+        flags += f" --tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer} --decoder-seq-length 12"
+        base = BASE.replace("--seq-length", "--encoder-seq-length")
+        first, *_, run = train(4, f"{bert_data()} {flags}", base=base, program="pretrain_t5", watch=watch)
+        rows, samples = first["watched"]
+        with torch.no_grad():
+            logits = model.eval()(
+                together(samples, "text_enc"), attention_mask=together(samples, "enc_mask"),
+                decoder_input_ids=together(samples, "text_dec"), decoder_attention_mask=together(samples, "dec_mask"),
+            ).logits  # fmt: skip
+        assert not together(samples, "text_dec")[:, 0].any(), "a decoder begins with <pad>"
+        mask = together(samples, "loss_mask").float()
+        losses = losses_of(logits, together(samples, "labels"), rows) * mask
+        expected = (losses[:2].sum() + losses[2:].sum()) / mask.sum()
     else:
         first, *_, run = train(4, f"{data_flags()} {NULL} {flags}", base=BASE, watch=watch)
         rows, samples = first["watched"]

@@ -7,6 +7,7 @@ import pytest
 
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, vocab_size
 from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.t5_command_line import t5_arguments, write_tokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 20
 
@@ -101,6 +102,17 @@ def test_wordpiece(tmp_path):
         build(f"--tokenizer-type BertWordPieceCase --vocab-file {tmp_path}/vocab.txt")
     with pytest.raises(ValueError, match=r"--vocab-file none\.txt does not exist"):
         build("--tokenizer-type BertWordPieceCase --vocab-file none.txt")
+
+
+def test_the_tokenizer_of_a_t5(tmp_path):
+    """Runs of words have its extra ids, in their order; samples begin with <pad>, which is no padding."""
+    path = write_tokenizer(tmp_path, words=10, extra_ids=4)
+    flags = f"--vocab-extra-ids 0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
+    tokenizer = build_tokenizer(t5_arguments(flags))
+    assert tokenizer.additional_special_tokens_ids == (16, 15, 14)
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad, tokenizer.tokenize("w3 w0")) == (0, 1, -1, [6, 3])
+    with pytest.raises(ValueError, match=r"has not all of <pad>, </s> and 5 extra ids .*, or a lower --mask-prob"):
+        build_tokenizer(t5_arguments(f"{flags} --mask-prob 0.25"))
 
 
 def test_null_and_bytes():

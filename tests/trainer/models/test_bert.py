@@ -110,6 +110,6 @@ def test_the_residual_is_what_the_norms_give(flags):
 def test_what_the_residual_does_not_go_with():
     with pytest.raises(ValueError, match=r"is not computed with --recompute-modules layernorm; leave it out"):
         bert_arguments(f"{RESIDUAL} --recompute-granularity selective --recompute-modules layernorm")
-    with pytest.raises(ValueError, match=r"does not go with this residual: .*; use --transformer-impl local"):
+    with pytest.raises(ValueError, match=r"does not compute this model: .*; use --transformer-impl local"):
         bert_arguments(f"{RESIDUAL} --transformer-impl transformer_engine")
     assert bert_arguments(RESIDUAL).transformer_impl == "local"

@@ -118,6 +118,29 @@ def test_a_run_is_a_plain_loop_over_the_whole_model(stages, schedule):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in joined.items())
 
 
+RELATIVE = (
+    f"{UNTIED} --position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance "
+    "12 --normalization RMSNorm --disable-bias-linear --gated-gelu --attention-scale 1.0"
+)
+
+
+@pytest.mark.parametrize(
+    "stages, flags",
+    [(4, ""), pytest.param(2, "--pipeline-recompute --pipeline-schedule interleaved "
+                              "--num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_distances_of_any_cut_are_those_of_one_process(stages, flags):
+    """Bit for bit, tables of distances included, which the first stage trains for all."""
+    reference = alone(RELATIVE)
+    found = train_t5(stages, f"{RELATIVE} --pipeline-model-parallel-size {stages} {flags}")
+    assert found[-1]["losses"] == reference[-1]["losses"] and len(found[-1]["losses"]) == 4
+    weights, joined = joined_weights(reference), joined_weights(found)
+    assert {f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder")} < set(
+        joined
+    )
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in joined.items())
+
+
 @functools.cache
 def alone(flags: str = "") -> list[dict]:
     return train_t5(1, flags)
@@ -205,6 +228,13 @@ def vocabulary() -> str:
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", "give 1, or use block"),
         ("--freeze-training", "--freeze-training: the layers of a decoder"),
         ("--tokenizer-type ByteLevelTokenizer", "--tokenizer-type ByteLevelTokenizer lacks tokens"),
+        (
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model x",
+            "--vocab-extra-ids 10: the tokenizer of a T5 has",
+        ),
+        ("--position-embedding-type relative --relative-attention-max-distance 16", "give more than 16"),
+        ("--position-embedding-type relative --transformer-impl transformer_engine", "use --transformer-impl local"),
+        ("--gated-gelu --swiglu", "--swiglu and --gated-gelu exclude each other"),
         ("--num-experts 4", "--num-experts belongs to pretrain_gpt.py"),
         ("--bert-no-binary-head", "--bert-no-binary-head belongs to pretrain_bert.py"),
         (
@@ -225,8 +255,9 @@ def test_the_two_stacks_belong_to_this_program():
     """A GPT has one number of layers and one length; the decoder has as many layers as the encoder."""
     from tests.trainer.arguments.command_line import arguments
 
-    with pytest.raises(ValueError, match=r"--encoder-num-layers belongs to pretrain_t5\.py"):
-        arguments("--encoder-num-layers 2")
+    for flag in ("--encoder-num-layers", "--position-embedding-type relative"):
+        with pytest.raises(ValueError, match=rf"{flag} belongs to pretrain_t5\.py"):
+            arguments(f"{flag} 2" if flag.endswith("layers") else flag)
     args = t5_arguments(SMALL_T5.replace("--decoder-num-layers 2", ""))
     assert (args.num_layers, args.decoder_num_layers, args.seq_length) == (4, 2, 24)
     assert "tokenizer_type" in defaults() and args.architecture == "t5"

@@ -187,8 +187,29 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
 
 
 def edge_length(args: TrainConfig | argparse.Namespace) -> int:
-    """Tokens of the tensor that stages send each other: of a T5 the encoder's and, behind them, the decoder's."""
-    return args.seq_length + (args.decoder_seq_length if args.architecture == "t5" else 0)
+    """Tokens of the tensor that stages send each other: of a T5 the encoder's and, behind them, the decoder's and the
+    rows of the tables of distances."""
+    if args.architecture != "t5":
+        return args.seq_length
+    parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return args.seq_length + args.decoder_seq_length + parts * rows_of_distances(args)
+
+
+def rows_of_distances(args: TrainConfig | argparse.Namespace) -> int:
+    """How many vectors of the hidden size hold a T5's two tables of distances, which each stage of a chain sends on."""
+    if args.position_embedding_type != "relative":
+        return 0
+    return -(-2 * args.relative_attention_num_buckets * args.num_attention_heads // args.hidden_size)
+
+
+def runs_of_sample(args: TrainConfig | argparse.Namespace) -> int:
+    """The most runs of words that are taken out of a sample of a T5, for each of which an extra id stands."""
+    return max(1, int(args.mask_prob * (args.encoder_seq_length - 2)))
+
+
+def is_gated(args: TrainConfig | argparse.Namespace) -> bool:
+    """Whether an MLP multiplies two products of its input."""
+    return args.swiglu or args.quick_geglu or args.gated_gelu
 
 
 def schedule_text(args: TrainConfig) -> str:

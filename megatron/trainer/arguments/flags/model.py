@@ -35,7 +35,9 @@ class Model:
         None, "Longest sequence the position embedding knows; at least --seq-length.", roles=Role.SAVED
     )
     position_embedding_type: str = option(
-        "learned_absolute", "How positions enter the network.", choices=("learned_absolute", "rope", "yarn", "none")
+        "learned_absolute",
+        "How positions enter the network.",
+        choices=("learned_absolute", "rope", "yarn", "relative", "none"),
     )
     use_rotary_position_embeddings: bool = switch("Old name of --position-embedding-type rope.", roles=Role.NONE)
     rotary_base: int = option(10000, "Base period of rotary position embeddings.")
@@ -288,8 +290,8 @@ OF_YARN = (
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class EncoderDecoder:
-    """The two stacks of `pretrain_t5.py`, in place of --num-layers and --seq-length. The other programs refuse these
-    flags."""
+    """The two stacks of `pretrain_t5.py`, in place of --num-layers and --seq-length, and what Hugging Face's T5s have.
+    The other programs refuse these flags."""
 
     encoder_num_layers: int | None = option(None, "Number of layers of the encoder.", roles=Role.SHAPE)
     decoder_num_layers: int | None = option(
@@ -300,6 +302,16 @@ class EncoderDecoder:
     )
     decoder_seq_length: int | None = option(
         None, "Tokens that the decoder reads in a sample.", roles=Role.SAVED | Role.ORDER
+    )
+    relative_attention_num_buckets: int = option(
+        32, "Classes of distances that --position-embedding-type relative tells apart.", roles=Role.SHAPE
+    )
+    relative_attention_max_distance: int = option(
+        128, "Tokens from which on all distances are of one class.", roles=Role.SHAPE
+    )
+    gated_gelu: bool = switch("Gated GELU, by its tanh formula, in the MLP instead of GELU.", roles=Role.SHAPE)
+    attention_scale: float | None = option(
+        None, "Factor of attention scores. Default: 1 / root of the width of a head.", roles=Role.SHAPE
     )
 
 

@@ -134,7 +134,7 @@ def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
 
 
 def feed_forward(args: argparse.Namespace) -> None:
-    kinds = [name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu") if getattr(args, name)]
+    kinds = [name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu", "gated_gelu") if getattr(args, name)]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} exclude each other; keep one")
     if args.ffn_hidden_size is None:
@@ -167,6 +167,8 @@ def positions(args: argparse.Namespace) -> None:
                 "exclude each other; keep one"
             )
         args.position_embedding_type = "rope"
+    if args.position_embedding_type == "relative" and args.architecture != "t5":
+        raise ValueError("--position-embedding-type relative belongs to pretrain_t5.py; choose another")
     if not args.add_position_embedding and args.position_embedding_type == "learned_absolute":
         args.position_embedding_type = "none"
     if args.seq_length > args.max_position_embeddings:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import experts, model
 from megatron.trainer.arguments.flags import files as file_flags
-from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.config import choice_of, runs_of_sample
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 from megatron.trainer.arguments.flags.specification import name_of
@@ -264,6 +264,8 @@ def t5_shape(args: argparse.Namespace) -> None:
         args.decoder_num_layers = args.encoder_num_layers
     args.num_layers = args.encoder_num_layers + args.decoder_num_layers
     args.seq_length = args.encoder_seq_length
+    if args.position_embedding_type == "relative" and args.max_position_embeddings is None:  # it knows any length
+        args.max_position_embeddings = max(args.encoder_seq_length, args.decoder_seq_length)
 
 
 _PADS = "a sample of T5 is padded to its two lengths; leave the flag out"
@@ -273,7 +275,6 @@ _REFUSALS_OF_T5: Refusals = {
     "eod_mask_loss": (False, "a sample of T5 ends with its document; leave the flag out"),
     "create_attention_mask_in_dataloader": (True, "T5 needs the masks of its padding; leave the flag out"),
     "qk_layernorm": (False, "megatron.core's T5 layers have no such norm; leave the flag out"),
-    "normalization": ("LayerNorm", "the norms of megatron.core's T5 layers are LayerNorms; leave the flag out"),
     "group_query_attention": (False, "megatron.core's cross-attention has no groups of queries; leave the flag out"),
     "rotary_base": (10000, "megatron.core's T5 rotates with 10000; leave the flag out"),
     "use_rope_scaling": (False, "megatron.core's T5 does not scale them; leave the flag out"),
@@ -306,16 +307,28 @@ def t5(args: argparse.Namespace) -> None:
     if args.architecture != "t5":
         return
     refuse_values(args, _REFUSALS_OF_T5)
-    if not str(args.tokenizer_type).startswith("BertWordPiece"):
+    has_extra_ids = args.tokenizer_type == "HuggingFaceTokenizer"
+    if not has_extra_ids and not str(args.tokenizer_type).startswith("BertWordPiece"):
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type} lacks tokens that megatron.core's samples of T5 need; give "
-            "BertWordPieceCase or BertWordPieceLowerCase with --vocab-file"
+            "BertWordPieceCase or BertWordPieceLowerCase with --vocab-file, or HuggingFaceTokenizer with the "
+            "tokenizer.json of a T5"
+        )
+    if has_extra_ids and args.vocab_extra_ids:
+        raise ValueError(
+            f"--vocab-extra-ids {args.vocab_extra_ids}: the tokenizer of a T5 has extra ids of its own; leave it out"
         )
     _unpriced_t5(args)
     if args.recompute_method == "uniform" and args.recompute_num_layers > 1:
         raise ValueError(
             f"--recompute-num-layers {args.recompute_num_layers} with --recompute-method uniform makes chunks of equal "
             "length, and a stage may have parts of both stacks of a T5; give 1, or use block"
+        )
+    classes, furthest = args.relative_attention_num_buckets, args.relative_attention_max_distance
+    if args.position_embedding_type == "relative" and furthest <= classes // 2:
+        raise ValueError(
+            f"--relative-attention-max-distance {furthest}: half of the {classes} classes (--relative-attention-num-"
+            f"buckets) are of one distance each; give more than {classes // 2}"
         )
     encoder, decoder = args.encoder_seq_length, args.decoder_seq_length
     if encoder < _SHORTEST:
@@ -332,8 +345,8 @@ def t5(args: argparse.Namespace) -> None:
         )
     if args.seed > LARGEST_SEED:
         raise ValueError(f"--seed {args.seed} is beyond what T5's sample index takes; give at most {LARGEST_SEED}")
-    spans = max(1, int(args.mask_prob * (encoder - 2)))
-    if args.vocab_extra_ids < spans:
+    spans = runs_of_sample(args)
+    if args.vocab_extra_ids < spans and not has_extra_ids:
         raise ValueError(
             f"--vocab-extra-ids {args.vocab_extra_ids} are fewer than the {spans} spans that --mask-prob "
             f"{args.mask_prob:g} may take out of --encoder-seq-length {encoder} tokens, each with an id of its own; "
@@ -341,6 +354,6 @@ def t5(args: argparse.Namespace) -> None:
         )
 
 
-FIRST = (image_shape, t5_shape)
+FIRST = (image_shape,)
 RULES = (owners, bert, classifier, sources)
 LAST = (evaluations,)

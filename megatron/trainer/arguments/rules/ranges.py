@@ -52,7 +52,8 @@ RANGES = (
         "tensorboard_queue_size pipeline_timeline_iterations l2l_resident_stages dry_run "
         "dry_run_gpus_per_node dry_run_host_memory num_dataset_builder_threads lr lr_decay_iters "
         "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps muon_extra_scale_factor "
-        "muon_num_ns_steps initial_loss_scale min_loss_scale hysteresis",
+        "muon_num_ns_steps initial_loss_scale min_loss_scale hysteresis relative_attention_max_distance "
+        "attention_scale",
     ),
     Range(
         "at least 0",
@@ -71,6 +72,7 @@ RANGES = (
         lambda value: 0 <= value < 1,
         "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum lr_warmup_fraction",
     ),
+    Range("at least 4", lambda value: value >= 4, "relative_attention_num_buckets"),
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
     Range("greater than 0 and less than 1", lambda value: 0 < value < 1, "mask_prob freeze_alpha"),
     Range("greater than -1 and less than 1", lambda value: -1 < value < 1, "freeze_watch_validation"),

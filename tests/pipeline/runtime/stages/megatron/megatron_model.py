@@ -105,7 +105,7 @@ class Case:
     @property
     def edge_length(self) -> int:
         """Tokens of what stages send each other."""
-        return t5_model.ENCODER + t5_model.DECODER if self.t5 else SEQUENCE
+        return t5_model.edge_length(self) if self.t5 else SEQUENCE
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -131,7 +131,7 @@ class Case:
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter by its global name, where each rank has one stage."""
-        if self.p == 1 or name.startswith("embedding"):
+        if self.p == 1 or name.startswith(("embedding", "encoder_relative", "decoder_relative")):
             return 0
         if name.startswith("encoder.final") and self.t5:
             return self.stage_of_layer(self.layers // 2 - 1)

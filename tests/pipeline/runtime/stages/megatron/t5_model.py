@@ -10,14 +10,17 @@ import torch
 
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
 from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, config_of_stage
+from megatron.trainer.arguments.flags.config import edge_length as edge_length_of
 from megatron.trainer.data.masked import t5_inputs
 from megatron.trainer.data.microbatches import language_model_loss
 from megatron.trainer.models.t5 import T5Stage, t5_model, t5_spec
 
 ENCODER, DECODER, VOCABULARY = 16, 8, 64
+CLASSES, FURTHEST = 8, 10  # of distances, so that the farthest tokens of the encoder share a class
 
 
 def arguments(case) -> SimpleNamespace:
@@ -27,8 +30,15 @@ def arguments(case) -> SimpleNamespace:
         encoder_seq_length=ENCODER, decoder_seq_length=DECODER, max_position_embeddings=ENCODER, seed=1234,
         padded_vocab_size=VOCABULARY, untie_embeddings_and_output_weights=not case.tied, transformer_impl="local",
         position_embedding_type=case.position, rotary_percent=1.0, rotary_seq_len_interpolation_factor=None,
-        init_method_xavier_uniform=False, context_parallel_size=1, sft=False,
+        init_method_xavier_uniform=False, context_parallel_size=1, sft=False, architecture="t5", seq_length=ENCODER,
+        apply_residual_connection_post_layernorm=False, normalization=case.normalization, hidden_size=case.hidden,
+        num_attention_heads=4, relative_attention_num_buckets=CLASSES, relative_attention_max_distance=FURTHEST,
+        tensor_model_parallel_size=case.t, sequence_parallel=case.sequence_parallel,
     )  # fmt: skip
+
+
+def edge_length(case) -> int:
+    return edge_length_of(arguments(case))
 
 
 def stage(case, config: TransformerConfig, index: int, num_stages: int) -> T5Stage:
@@ -44,16 +54,36 @@ def stage(case, config: TransformerConfig, index: int, num_stages: int) -> T5Sta
 def whole(case, config: TransformerConfig) -> T5Model:
     """megatron.core's model in one piece."""
     config.num_layers = case.layers // 2
+    if case.position == "relative":  # megatron.core's own bias is made outside of what it recomputes
+        config.recompute_granularity = None
+    specs = [t5_spec.encoder_model_with_local_spec(), t5_spec.decoder_model_with_local_spec()]
+    for spec in specs:
+        spec.submodules.self_attention.submodules.core_attention = BiasedAttention
     return T5Model(
         config=config,
         encoder_config=config,
-        transformer_encoder_layer_spec=t5_spec.encoder_model_with_local_spec(),
-        transformer_decoder_layer_spec=t5_spec.decoder_model_with_local_spec(),
+        transformer_encoder_layer_spec=specs[0],
+        transformer_decoder_layer_spec=specs[1],
         vocab_size=VOCABULARY,
         max_sequence_length=ENCODER,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type=case.position,
+        relative_attention_num_buckets=CLASSES,
+        relative_attention_max_distance=FURTHEST,
     )
+
+
+class BiasedAttention(DotProductAttention):
+    """Local attention that takes the bias [1, heads, s, s] that megatron.core's T5Model makes of its tables."""
+
+    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, **options):
+        softmax = self.scale_mask_softmax
+        plain = softmax.mask_func
+        if attention_bias is not None:
+            softmax.mask_func = lambda scores, mask: (scores + attention_bias).masked_fill(mask, -10000.0)
+        output = super().forward(query, key, value, attention_mask, attn_mask_type, **options)
+        softmax.mask_func = plain
+        return output
 
 
 def sample(number: int) -> dict[str, torch.Tensor]:

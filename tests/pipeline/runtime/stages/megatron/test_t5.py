@@ -40,6 +40,14 @@ TABLE = {
     "2bw, recompute instructions": Row(TWO_BW | {"recompute": True}, (FOUR,)),
     "2bw, full recompute": Row(TWO_BW | {"recompute_granularity": "full"}, (FOUR,)),
     "2bw, rotary": Row(TWO_BW | {"position": "rope"}, (TWO,)),
+    "2bw, relative": Row(TWO_BW | {"position": "relative", "normalization": "RMSNorm"}, P124, CLOSE),
+    "flush, relative, recompute": Row(
+        T5 | {"position": "relative", "schedule": "flush", "recompute_granularity": "full"}, (FOUR,), CLOSE
+    ),
+    "2bw, relative, sequence parallel": Row(
+        TWO_BW | {"position": "relative", "sequence_parallel": True}, ((2, 2, 1),), SPREAD
+    ),
+    "zb-h1, relative": Row(T5 | {"position": "relative", "schedule": "zb-h1"}, (FOUR,), CLOSE),
     "2bw, balanced": Row(TWO_BW | {"balance": True}, (FOUR,)),
     "2bw, data parallel": Row(TWO_BW | {"clip": 0.5, "tied": True}, ((2, 1, 2),), CLOSE),
     "2bw, distributed optimizer": Row(TWO_BW | {"distributed_optimizer": True}, ((2, 1, 2),), CLOSE),
@@ -54,7 +62,7 @@ TABLE = {
     "zbv": Row(T5 | {"schedule": "zbv", "v": 2}, (TWO,)),
 }
 USUAL = {"flush", "2bw", "2bw, cut in the encoder", "2bw, cut in the decoder", "2bw, tied, clipped",
-         "2bw, sequence parallel", "zb-h1"}  # fmt: skip
+         "2bw, sequence parallel", "zb-h1", "2bw, relative"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
