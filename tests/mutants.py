@@ -278,7 +278,7 @@ def reach(folder: Path, arguments: Sequence[str]) -> None:
     """One run of the suite in a copy of the tree with probes; writes `reach.json`: mutant -> tests."""
     tree, hits = folder / "tree", folder / "hits"
     shutil.rmtree(folder, ignore_errors=True)
-    _copy(tree)
+    copy_tree(tree)
     hits.mkdir()
     names = with_probes(tree, read())
     environment = os.environ | {"MUTANT_FOLDER": str(hits), "PYTHONPATH": str(tree)}
@@ -298,7 +298,8 @@ def reach(folder: Path, arguments: Sequence[str]) -> None:
     (folder / "reach.json").write_text(json.dumps({name: sorted(found[name]) for name in names}))
 
 
-def _copy(tree: Path) -> None:
+def copy_tree(tree: Path) -> None:
+    """Copy what git tracks, and what it would."""
     tracked = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -362,7 +363,7 @@ def run(
     selected_tests = set(selection.read_text().splitlines()) if selection is not None else None
     tree = folder / f"tree{share[0]}"
     shutil.rmtree(tree, ignore_errors=True)
-    _copy(tree)
+    copy_tree(tree)
     done = {json.loads(line)["mutant"] for line in results.read_text().splitlines()} if results.exists() else set()
     for number in selected or range(len(mutants)):
         if number in done or number % share[1] != share[0]:
