@@ -124,6 +124,8 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
         ("deepseek_v3", "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         ("gpt_oss", "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
         ("bert", "--tensor-model-parallel-size 2"),
+        pytest.param("t5", "--pipeline-model-parallel-size 2", marks=pytest.mark.full),
+        pytest.param("t5", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
         pytest.param("megatron-bert", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
     ],
 )

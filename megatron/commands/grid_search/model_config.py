@@ -112,7 +112,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 """By `model_type`, of families whose configurations are read with their defaults."""
-CONVERTED = tuple(name for name in TRAINED if name not in FAMILIES)
+CONVERTED = tuple(name for name, row in TRAINED.items() if name not in FAMILIES and row.architecture != "t5")
 """Further families, whose configurations are read as a run reads them: no default is assumed."""
 KNOWN = (*FAMILIES, *CONVERTED)
 

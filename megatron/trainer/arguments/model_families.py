@@ -157,7 +157,16 @@ def _bert(model: str, **fixed: object) -> Family:
         ),
         fixed={"position_embedding_type": "learned_absolute", "bias_gelu_fusion": False, **fixed},
         free=("attention_dropout", "hidden_dropout"),
-        no_effect=("classifier_dropout", "gradient_checkpointing"),
+        no_effect=(
+            "classifier_dropout",
+            "gradient_checkpointing",
+            "directionality",
+            "pooler_fc_size",
+            "pooler_num_attention_heads",
+            "pooler_num_fc_layers",
+            "pooler_size_per_head",
+            "pooler_type",
+        ),
     )
 
 
@@ -173,7 +182,8 @@ def _t5(model: str) -> Family:
             Number("num_heads", ("num_attention_heads",)),
             Number("vocab_size", ("vocab_size",)),
             Number("relative_attention_num_buckets", ("relative_attention_num_buckets",)),
-            Number("relative_attention_max_distance", ("relative_attention_max_distance",)),
+            Number("relative_attention_max_distance", ("relative_attention_max_distance",),
+                   absent=lambda config: 128),  # of all T5s before they had the key
             Number("layer_norm_epsilon", ("norm_epsilon",), float),
             Number("dropout_rate", ("hidden_dropout", "attention_dropout"), float),
             Only("feed_forward_proj", ("gated-gelu",), "the gated GELU of T5 1.1 alone has a flag", absent=False),
@@ -293,7 +303,7 @@ FAMILIES: dict[str, Family] = {
         no_effect=("embd_pdrop", "n_ctx", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
                    "summary_type", "summary_use_proj"),
     ),
-    "bert": _bert("BertForPreTraining", apply_residual_connection_post_layernorm=True),
+    "bert": _bert("BertForPreTraining", residual_from_norm=True),
     "megatron-bert": _bert("MegatronBertForPreTraining"),
     "t5": _t5("T5ForConditionalGeneration"),
     "mt5": _t5("MT5ForConditionalGeneration"),

@@ -198,11 +198,8 @@ _RESETS = "--reset-attention-mask keeps documents apart by one"
 
 def _needs_local(args: argparse.Namespace) -> str | None:
     """Why the model has local layers alone; None: it has either."""
-    if args.apply_residual_connection_post_layernorm:
-        return (
-            "--apply-residual-connection-post-layernorm adds to what norms give, which Transformer Engine's layers do "
-            "not hand out"
-        )
+    if args.residual_from_norm:
+        return "--residual-from-norm adds to what norms give, which Transformer Engine's layers do not hand out"
     if args.position_embedding_type == "relative":
         return "--position-embedding-type relative adds its bias in local attention"
     return None

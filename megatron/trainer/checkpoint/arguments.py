@@ -54,6 +54,7 @@ WITHOUT_IT = {
     "norm_epsilon": 1e-5,
     "apply_layernorm_1p": False,
     "apply_residual_connection_post_layernorm": False,
+    "residual_from_norm": False,
     "swiglu": False,
     "squared_relu": False,
     "quick_geglu": False,
@@ -153,6 +154,7 @@ def _facts(args: TrainConfig | argparse.Namespace | None) -> dict[str, object]:
         **{name: _of_experts(args, name) if num_experts else None for name in _OF_EXPERTS},
         **_biases(args),
         **attention,
+        "attention_scale": None if args is None else _value(args, "attention_scale") or "",
     }
 
 

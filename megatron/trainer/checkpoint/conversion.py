@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -125,7 +126,7 @@ class RankFilesWeights:
 
     def _add(self, rank: int, stages: list[dict], first_expert: int) -> None:
         chunks = sum(key.startswith("model") and key[5:].isdecimal() for key in stages[0]) or 1
-        offset = 0
+        before: Counter[str] = Counter()  # layers of the stages so far, by their stack
         for chunk in range(chunks):
             for stage in stages:
                 model = stage.get("model" if chunks == 1 else f"model{chunk}")
@@ -134,15 +135,16 @@ class RankFilesWeights:
                         f"checkpoint {self.path} holds no model of megatron.core (--use-legacy-models); convert it "
                         "with the Megatron-LM that saved it"
                     )
-                layers = 0
+                layers: Counter[str] = Counter()
                 for name, value in model.items():
                     if isinstance(value, torch.Tensor):
-                        key, index, layer = _place_of(name, offset, first_expert)
-                        layers = max(layers, layer + 1)
+                        stack = name.partition(".")[0]
+                        key, index, layer = _place_of(name, before[stack], first_expert)
+                        layers[stack] = max(layers[stack], layer + 1)
                         parts = self._parts.setdefault((key, index), [])
                         if len(parts) == rank:  # else it lies on several: a tied embedding, all but experts
                             parts.append(value)
-                offset += layers
+                before += layers
 
     def require(self, tensors: Iterator[Tensor]) -> None:
         """Raise CheckpointError where the checkpoint lacks a tensor of the model, or has it in another shape."""

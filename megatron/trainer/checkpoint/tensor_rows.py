@@ -174,7 +174,7 @@ _DEEPSEEK = (
     Row("+final_layernorm.weight", (f"{_LAYER}shared_head.norm.weight",), copied(_hidden)),
 )  # fmt: skip
 
-# --- GPT-2 and BERTs: biases everywhere ---------------------------------------------------------------------
+# --- GPT-2 and BERTs: biases everywhere -------------------------------------------------------------------------------
 
 
 def _linear(key: str, name: str, weight: Layout, bias: Layout, *, transposed: bool = False) -> tuple[Row, Row]:

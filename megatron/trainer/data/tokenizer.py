@@ -133,7 +133,9 @@ class TextToTextTokenizer(FastTokenizer):
 
     def __init__(self, path: str, core, *, num_runs: int) -> None:
         super().__init__(path, core)
-        found = [core.token_to_id(f"<extra_id_{number}>") for number in range(num_runs)]
+        names = [f"<extra_id_{number}>" for number in range(num_runs)]
+        names = names if core.token_to_id(names[0]) is not None else [f"▁{name}" for name in names]  # an mT5's
+        found = [core.token_to_id(name) for name in names]
         self.bos = core.token_to_id("<pad>")
         if None in (self.bos, *found) or self.eod_token != "</s>":
             raise ValueError(

@@ -65,8 +65,7 @@ class SeededTransformerLayer(TransformerLayer):
 
 
 class ResidualAfterNormLayer(SeededTransformerLayer):
-    """A layer that adds to the outputs of its norms, and not to their inputs, as the published BERT does
-    (`--apply-residual-connection-post-layernorm`, which megatron.core takes without effect)."""
+    """A layer that adds to the outputs of its norms, and not to their inputs, as the published BERT does."""
 
     def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **options) -> None:
         super().__init__(config, submodules, layer_number, **options)
@@ -142,7 +141,7 @@ def seeded_spec(args: TrainConfig, spec: ModuleSpec, *, before: int = 0) -> Modu
         spec = sharing_sequences(spec)
     elif args.sft and args.transformer_impl == "local":
         spec = taking_packed_sequences(spec)
-    kind = ResidualAfterNormLayer if args.apply_residual_connection_post_layernorm else SeededTransformerLayer
+    kind = ResidualAfterNormLayer if args.residual_from_norm else SeededTransformerLayer
     seeded = type("TransformerLayer", (kind,), {"seed": layer_stream(args, before)})
     return dataclasses.replace(spec, module=seeded)
 

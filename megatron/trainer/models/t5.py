@@ -17,16 +17,17 @@ cross-attentions, which autograd adds in the order of one process. So p stages c
 
 Under sequence parallelism a tensor rank has its part of the encoder's tokens, and behind it its part of the decoder's.
 
-Relative positions: attention adds a bias of each head for each class of distances. All layers of a stack share its
-table, so each stage needs both. The tables are on the first stage, and go from stage to stage in the last rows of the
-same tensor (`_Distances`), a row or two of the hidden size. So no weight is shared by stages, and a table's gradient
-comes back along the chain, in the order of one process.
+Relative positions: attention adds a bias of each head for each class of distances, from a table that all layers of a
+stack share. Both tables are weights of the first stage, and go from stage to stage in the last rows of the same tensor
+(`_Distances`), a row or two of the hidden size. So no weight is shared by stages, and a table's gradient comes back
+along the chain. A stage makes the rows anew from the tables that its layers read, so that autograd adds up what its
+layers give to what comes back, in the order of one process.
 """
 
 import warnings
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -144,13 +145,12 @@ class T5Stage(LanguageModule):
             labels: token ids [b, decoder tokens] on the last stage; None on others.
         """
         of_encoder, of_decoder, of_both = self._masks(encoder_padding, decoder_padding)
-        rows, tables = [], (None, None)
+        tables: tuple[Tensor | None, ...] = (None, None)
         if self.pre_process:
             source, target = self._embedded(encoder_tokens, decoder_tokens)
             if self.distances is not None:
                 stacks = (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)
                 tables = tuple(stack.relative_attention_bias.weight for stack in stacks)
-                rows = [] if self.post_process else [self.distances.rows(tables, like=source)]
         else:
             source, target, *rows = self.input_tensor.split((*self.lengths, *self._further_rows))
             if self.distances is not None:
@@ -162,8 +162,10 @@ class T5Stage(LanguageModule):
                 target, of_decoder, context=source, context_mask=of_both, rotary_pos_emb=self._rotated(1),
                 attention_bias=tables[1],
             )  # fmt: skip
+        if not self.post_process and self.distances is not None:
+            return torch.cat((source, target, self.distances.rows(tables, like=source)))
         if not self.post_process:
-            return torch.cat((source, target, *rows))
+            return torch.cat((source, target))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(target, weight=weight)
         if labels is None:
@@ -238,13 +240,13 @@ class _Relative:
             softmax.mask_func = mask
 
 
-@cache
+@lru_cache(maxsize=8)
 def _classes(length: int, number: int, furthest: int, is_encoder: bool, device: torch.device) -> Tensor:
-    """The class of the distance from each token to each, once for all layers: int64 [queries, keys]."""
+    """The class of the distance from each token to each, once for all layers: int32 [queries, keys]."""
     places = torch.arange(length, device=device)
     return RelativePositionEmbedding._relative_position_bucket(
         None, places[None, :] - places[:, None], is_encoder, number, furthest
-    )
+    ).int()
 
 
 def _fitted(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:

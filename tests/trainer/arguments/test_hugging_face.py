@@ -162,7 +162,7 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
     for config in (BERT, MEGATRON_BERT):
         args = with_model(tmp_path, config)
         assert (args.architecture, args.bias_gelu_fusion, args.norm_epsilon) == ("bert", False, 1e-12)
-        assert args.apply_residual_connection_post_layernorm == (config is BERT)
+        assert args.residual_from_norm == (config is BERT)
 
 
 @pytest.mark.parametrize(

@@ -105,3 +105,9 @@ def test_the_table_names_flags():
     """Each row's names are destinations of flags that work."""
     known = {flag.dest for flag in FLAGS if not flag.refused}
     assert {name for row in ROWS for name in row.names.split()} <= known
+
+
+def test_what_megatron_core_does_not_read_is_said_always():
+    """No layer of megatron.core reads this setting, which Megatron-LM still accepts."""
+    said = notes("--apply-residual-connection-post-layernorm")
+    assert len(said) == 1 and "take the residual before the normalization" in said[0]

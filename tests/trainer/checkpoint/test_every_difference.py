@@ -10,7 +10,7 @@ ROPE, GATED = "--position-embedding-type rope ", " --swiglu --ffn-hidden-size 40
 # Fact -> what the checkpoint has otherwise, and what the flag of that name takes.
 PLAIN = dict(
     num_layers=12, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, kv_channels=128, swiglu=True,
-    normalization="RMSNorm", apply_residual_connection_post_layernorm=True, quick_geglu=True,
+    normalization="RMSNorm", apply_residual_connection_post_layernorm=True, quick_geglu=True, residual_from_norm=True,
     untie_embeddings_and_output_weights=True, position_embedding_type="rope", max_position_embeddings=1024,
 )  # fmt: skip
 OF_ROPE = dict(
@@ -104,7 +104,7 @@ PARTS = {
     "heterogeneous_layers_config_path": "blocks.json",
     "heterogeneous_layers_config_encoded_json": "{}",
     "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-    "position_embedding_type": "relative",
+    "position_embedding_type": "mrope",
     "normalization": "L2Norm",
 }
 # Argument that a checkpoint of an older program lacks -> flags here that ask for something else than it had.
@@ -120,6 +120,7 @@ LATE = {
     "position_embedding_type": ROPE,
     "normalization": "--normalization RMSNorm",
     "apply_residual_connection_post_layernorm": "--apply-residual-connection-post-layernorm",
+    "residual_from_norm": "--residual-from-norm",
     "swiglu": "--swiglu --ffn-hidden-size 4096",
     "squared_relu": "--squared-relu",
     "quick_geglu": "--quick-geglu --ffn-hidden-size 4096",

@@ -63,7 +63,7 @@ def test_weights_do_not_depend_on_the_tensor_degree():
 
 
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
-RESIDUAL = "--apply-residual-connection-post-layernorm"
+RESIDUAL = "--residual-from-norm"
 
 
 def residual_case(flags: str) -> list[tuple[torch.Tensor, torch.Tensor]]:

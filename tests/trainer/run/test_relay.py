@@ -152,7 +152,7 @@ def test_tied_embeddings_in_16_bits_are_added_up_in_fp32():
 @FULL
 def test_an_overflow_leaves_the_batch_out():
     """FP16 from a loss scale that is too large: scales, skipped batches and weights are those of flush."""
-    model = f"{UNTIED} {FP16} --train-iters 10"
+    model = f"{UNTIED} {FP16} --train-iters 10 --global-batch-size 8"
     expected = train(1, f"{model} {FLUSH}")
     scales = [record["loss_scale"] for record in reports(expected)]
     assert scales[:3] == [524288, 262144, 131072] and 262144 in scales[3:], "two overflows in a row, and a later one"

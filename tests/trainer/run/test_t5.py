@@ -1,11 +1,14 @@
 """pretrain_t5.py from flags and a file in Megatron's format to weights: one result however the job is cut, which is
 that of a plain loop over megatron.core's whole T5Model."""
 
+import argparse
 import functools
 
 import pytest
 import torch
 
+from megatron.pipeline.runtime.failure.errors import CheckpointError
+from megatron.trainer.checkpoint.arguments import check_same_model
 from tests import workers
 from tests.trainer.arguments.bert_command_line import data_flags
 from tests.trainer.arguments.t5_command_line import SMALL_T5, defaults, t5_arguments
@@ -129,16 +132,29 @@ RELATIVE = (
     [(4, ""), pytest.param(2, "--pipeline-recompute --pipeline-schedule interleaved "
                               "--num-virtual-stages-per-pipeline-rank 2", marks=pytest.mark.full)],
 )  # fmt: skip
-def test_distances_of_any_cut_are_those_of_one_process(stages, flags):
-    """Bit for bit, tables of distances included, which the first stage trains for all."""
-    reference = alone(RELATIVE)
-    found = train_t5(stages, f"{RELATIVE} --pipeline-model-parallel-size {stages} {flags}")
+@pytest.mark.parametrize(
+    "layers", ["--encoder-num-layers 6", pytest.param("--decoder-num-layers 6", marks=pytest.mark.full)]
+)
+def test_distances_of_any_cut_are_those_of_one_process(layers, stages, flags):
+    """Bit for bit, tables of distances included, which the first stage trains for all: a stage in the middle has two
+    layers of one stack."""
+    reference = alone(f"{RELATIVE} {layers}")
+    found = train_t5(stages, f"{RELATIVE} {layers} --pipeline-model-parallel-size {stages} {flags}")
     assert found[-1]["losses"] == reference[-1]["losses"] and len(found[-1]["losses"]) == 4
     weights, joined = joined_weights(reference), joined_weights(found)
     assert {f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder")} < set(
         joined
     )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in joined.items())
+
+
+def test_a_scale_of_the_scores_is_part_of_the_model():
+    """Also where one side says none, which is 1 / root of the width of a head."""
+    plain, scaled = t5_arguments(), t5_arguments("--attention-scale 1.0")
+    for here, there in ((plain, scaled), (scaled, plain)):
+        with pytest.raises(CheckpointError, match="another model: attention_scale is"):
+            check_same_model(here, argparse.Namespace(**vars(there)), "DIR")
+        check_same_model(here, argparse.Namespace(**vars(here)), "DIR")
 
 
 @functools.cache

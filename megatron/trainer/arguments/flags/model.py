@@ -67,8 +67,9 @@ class Model:
     apply_layernorm_1p: bool = switch(
         "Store normalization weights minus one, so that weight decay pulls them to 1. Needs Transformer Engine."
     )
-    apply_residual_connection_post_layernorm: bool = switch(
-        "Add to what a layer's norms give, as the published BERT does, and not to what they take."
+    apply_residual_connection_post_layernorm: bool = switch("Take the residual after the normalization.")
+    residual_from_norm: bool = switch(
+        "The residual of a layer is the output of its norm, as in the published BERT, and not the norm's input."
     )
     swiglu: bool = switch("Gated SiLU in the MLP instead of GELU.")
     squared_relu: bool = switch("Squared ReLU in the MLP instead of GELU.")

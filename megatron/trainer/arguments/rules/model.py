@@ -3,6 +3,7 @@
 import argparse
 
 from megatron.planner.job.configuration import layout_text
+from megatron.trainer.arguments.flags.parser import PROGRAMS
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.rules.ranges import ranges
 
@@ -26,8 +27,7 @@ _OTHER_LAYERS = {
 }
 _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sft", "use_rope_scaling", "load_hf",
                   "elastic_pipeline", "freeze_training", "num_layer_list", "pipeline_model_parallel_layout",
-                  "window_attn_skip_freq", "fp8", "first_last_layers_bf16",
-                  "apply_residual_connection_post_layernorm")  # fmt: skip
+                  "window_attn_skip_freq", "fp8", "first_last_layers_bf16", "residual_from_norm")  # fmt: skip
 """Flags that a HybridModel is not built with."""
 
 
@@ -185,18 +185,16 @@ def positions(args: argparse.Namespace) -> None:
 
 
 def residual(args: argparse.Namespace) -> None:
-    """Check what --apply-residual-connection-post-layernorm goes with: stacks of one kind of layer."""
-    if not args.apply_residual_connection_post_layernorm:
+    """Check what --residual-from-norm goes with: stacks of one kind of layer."""
+    if not args.residual_from_norm:
         return
     other = {
-        "this program": args.architecture not in ("gpt", "bert"),
+        f"the model of {PROGRAMS[args.architecture][0]}": args.architecture not in ("gpt", "bert"),
         "--mtp-num-layers": args.mtp_num_layers,
         "--recompute-modules layernorm": "layernorm" in (args.recompute_modules or ()),  # its output is not kept
     }
     if given := [name for name, is_given in other.items() if is_given]:
-        raise ValueError(
-            f"--apply-residual-connection-post-layernorm is not computed with {' and '.join(given)}; leave it out"
-        )
+        raise ValueError(f"--residual-from-norm is not computed with {' and '.join(given)}; leave it out")
 
 
 def sequence_parallel(args: argparse.Namespace) -> list[str]:

@@ -44,9 +44,19 @@ _OTHER_TOKENIZER = "the tokenizer of --tokenizer-type does not read it"
 
 ROWS = (
     Idle(
+        "apply_residual_connection_post_layernorm",
+        lambda args: True,
+        "megatron.core's layers take the residual before the normalization, in Megatron-LM, too",
+    ),
+    Idle(
         "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling",
         lambda args: args.position_embedding_type != "rope",
         "it is about rotary positions, which --position-embedding-type rope has",
+    ),
+    Idle(
+        "relative_attention_num_buckets relative_attention_max_distance",
+        lambda args: args.position_embedding_type != "relative",
+        "it is about --position-embedding-type relative",
     ),
     Idle(
         "rotary_base",

@@ -31,7 +31,7 @@ def arguments(case) -> SimpleNamespace:
         padded_vocab_size=VOCABULARY, untie_embeddings_and_output_weights=not case.tied, transformer_impl="local",
         position_embedding_type=case.position, rotary_percent=1.0, rotary_seq_len_interpolation_factor=None,
         init_method_xavier_uniform=False, context_parallel_size=1, sft=False, architecture="t5", seq_length=ENCODER,
-        apply_residual_connection_post_layernorm=False, normalization=case.normalization, hidden_size=case.hidden,
+        residual_from_norm=False, normalization=case.normalization, hidden_size=case.hidden,
         num_attention_heads=4, relative_attention_num_buckets=CLASSES, relative_attention_max_distance=FURTHEST,
         tensor_model_parallel_size=case.t, sequence_parallel=case.sequence_parallel,
     )  # fmt: skip
