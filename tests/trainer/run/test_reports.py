@@ -333,7 +333,7 @@ def test_flops_of_gpt3():
     args = argparse.Namespace(
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=96, kv_channels=128,
         group_query_attention=False, num_query_groups=1, seq_length=sequence, swiglu=False, quick_geglu=False,
-        padded_vocab_size=vocab, architecture="gpt", multi_latent_attention=False, window_size=None,
+        gated_gelu=False, padded_vocab_size=vocab, architecture="gpt", multi_latent_attention=False, window_size=None,
         num_experts=None, mtp_num_layers=None,
     )  # fmt: skip
     closed = 72 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
