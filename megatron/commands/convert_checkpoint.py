@@ -36,13 +36,11 @@ BESIDE = (
 """Files of a tokenizer and of generation, which are copied as they are."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _OF_PROGRAM = {
-    "gpt": (["--mock-data"], {}),
-    "bert": (["--data-path", "none", "--vocab-file", "none"],
-             {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),
-    "t5": (["--data-path", "none", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none"],
-           {"architecture": "t5"}),
-}  # fmt: skip
-"""Architecture -> what its program needs besides the model, and its defaults."""
+    "gpt": ("--mock-data",),
+    "bert": ("--data-path", "none", "--vocab-file", "none"),
+    "t5": ("--data-path", "none", "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none"),
+}
+"""Architecture -> what its program needs besides the model."""
 _TOKENS_OF_T5 = 512  # any number serves, since its weights depend on none
 _GIB = 2**30
 
@@ -177,11 +175,11 @@ def _completed(
     """The configuration of a run with the model of these flags, or of a checkpoint's arguments. Raises ValueError."""
     from megatron.trainer.arguments import Platform, parse_args, resolve_platform, validate_args
     from megatron.trainer.arguments.flags.config import TrainConfig, padded_vocabulary
+    from megatron.trainer.arguments.flags.parser import PROGRAMS
     from megatron.trainer.checkpoint.arguments import with_saved_arguments
 
-    words, defaults = _OF_PROGRAM[architecture]
-    argv = [*argv, "--micro-batch-size", "1", "--skip-train", *words]
-    args = parse_args(argv, prog="convert_checkpoint.py", defaults=defaults)
+    argv = [*argv, "--micro-batch-size", "1", "--skip-train", *_OF_PROGRAM[architecture]]
+    args = parse_args(argv, prog="convert_checkpoint.py", defaults=PROGRAMS[architecture][1])
     if saved is not None:
         args = with_saved_arguments(args, saved, source, further=("bf16", "fp16"))
         if args.hybrid_layer_pattern:

@@ -184,9 +184,19 @@ def test_a_window_that_is_no_shorter_is_all(tmp_path):
 
 
 def test_what_is_not_modelled_is_noted(tmp_path):
-    path = config_file(tmp_path, "gpt_neox", use_parallel_residual=True)
-    (note,) = model_of_config(str(path), sequence_length=64).notes
-    assert note.startswith(f"{path}: use_parallel_residual: ")
+    for kind, key, more in (("gpt_neox", "use_parallel_residual", {"use_parallel_residual": True}),
+                            ("bert", "model_type", {})):  # fmt: skip
+        path = config_file(tmp_path, kind, **more)
+        (note,) = model_of_config(str(path), sequence_length=64).notes
+        assert note.startswith(f"{path}: {key}: ")
+
+
+def test_a_t5_is_not_searched(tmp_path):
+    """It is trained from its folder, and refused here by its name, as every other family."""
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match=r"model_type.*t5"):
+        model_of_config(str(path), sequence_length=64)
 
 
 def test_two_models_are_refused(run, tmp_path):

@@ -20,6 +20,7 @@ from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
 from megatron.trainer.arguments.hugging_face import model_of
 from megatron.trainer.arguments.model_families import FAMILIES as TRAINED
+from megatron.trainer.plan.command import SEARCHED
 
 _LAYERS = {"num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
            "num_attention_heads": "--num-attention-heads", "vocab_size": "--vocab-size"}  # fmt: skip
@@ -112,7 +113,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }  # fmt: skip
 """By `model_type`, of families whose configurations are read with their defaults."""
-CONVERTED = tuple(name for name, row in TRAINED.items() if name not in FAMILIES and row.architecture != "t5")
+CONVERTED = tuple(name for name, row in TRAINED.items() if name not in FAMILIES and row.architecture in SEARCHED)
 """Further families, whose configurations are read as a run reads them: no default is assumed."""
 KNOWN = (*FAMILIES, *CONVERTED)
 

@@ -116,6 +116,10 @@ class Decoder:
     sequence_length: int
     distances: int = 0
 
+    def distance_rows(self, num_heads: int, hidden_size: int) -> int:
+        """How many vectors of the hidden size hold both tables, which stages send on."""
+        return -(-2 * self.distances * num_heads // hidden_size)
+
     def of_stages(self, layers: Sequence[float]) -> tuple[float, ...]:
         """How many of the layers of each stage are the decoder's."""
         ends = accumulate(layers)

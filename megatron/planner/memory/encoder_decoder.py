@@ -53,7 +53,7 @@ class T5Activations(Activations):
     @property
     def boundary(self) -> float:
         shape, setting = self.shape, self.setting
-        rows = -(-2 * shape.decoder.distances * shape.num_attention_heads // shape.hidden_size)
+        rows = shape.decoder.distance_rows(shape.num_attention_heads, shape.hidden_size)
         of_distances = rows * setting.micro_batch_size * setting.residual_bytes * shape.hidden_size
         return self._encoder.boundary + self._decoder.boundary + of_distances
 

@@ -156,7 +156,7 @@ def load_hf(args: argparse.Namespace) -> list[str]:
     return take_over(args, model, folder / "config.json")
 
 
-_PROGRAMS = {architecture: PROGRAMS[architecture][0] for architecture in ("gpt", "bert", "t5")}
+_PROGRAMS = {family.architecture: PROGRAMS[family.architecture][0] for family in FAMILIES.values()}
 """Architectures with models that can be converted, and the programs that train them."""
 
 

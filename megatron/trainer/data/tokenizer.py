@@ -213,15 +213,15 @@ def _load(args: TrainConfig) -> MegatronTokenizerBase:
             **options,
         )
     if kind == "HuggingFaceTokenizer":
-        if getattr(args, "architecture", None) == "t5":
+        is_t5 = getattr(args, "architecture", None) == "t5"
+        path = os.path.join(path, "tokenizer.json") if is_t5 and os.path.isdir(path) else path
+        if is_t5 or os.path.isfile(path):
             from tokenizers import Tokenizer
 
-            path = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-            return TextToTextTokenizer(path, Tokenizer.from_file(path), num_runs=runs_of_sample(args))
-        if os.path.isfile(path):
-            from tokenizers import Tokenizer
-
-            return FastTokenizer(path, Tokenizer.from_file(path))
+            core = Tokenizer.from_file(path)
+            return (
+                TextToTextTokenizer(path, core, num_runs=runs_of_sample(args)) if is_t5 else FastTokenizer(path, core)
+            )
         return MegatronTokenizer.from_pretrained(
             path, {"library": "huggingface"}, use_fast=True, include_special_tokens=False
         )

@@ -26,7 +26,7 @@ layers give to what comes back, in the order of one process.
 
 import warnings
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 from functools import lru_cache
 
 import torch
@@ -95,6 +95,7 @@ class T5Stage(LanguageModule):
                 position_embedding_type=args.position_embedding_type,
             )
         self.distances = _Distances(args) if args.position_embedding_type == "relative" else None
+        self.lengths += (self.distances.num_rows,) if self.distances is not None else ()
         if pre_process and self.distances is not None:
             self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = self.distances.tables(config)
         counts = _stacks(_layers_of_stages(config), args.encoder_num_layers)
@@ -152,7 +153,7 @@ class T5Stage(LanguageModule):
                 stacks = (self.encoder_relative_pos_emb, self.decoder_relative_pos_emb)
                 tables = tuple(stack.relative_attention_bias.weight for stack in stacks)
         else:
-            source, target, *rows = self.input_tensor.split((*self.lengths, *self._further_rows))
+            source, target, *rows = self.input_tensor.split(self.lengths)
             if self.distances is not None:
                 tables = self.distances.read(rows[0])
         if self.encoder is not None:
@@ -179,10 +180,6 @@ class T5Stage(LanguageModule):
         """
         source, target = ((tokens, _positions(tokens)) for tokens in (encoder_tokens, decoder_tokens))
         return self.embedding(*source), self.embedding.forward(*target)
-
-    @property
-    def _further_rows(self) -> tuple[int, ...]:
-        return () if self.distances is None else (self.distances.num_rows,)
 
     def _rotated(self, stack: int) -> Tensor | None:
         return None if self.rotary_pos_emb is None else self.rotary_pos_emb(self.rotary_lengths[stack])
@@ -250,8 +247,7 @@ def _classes(length: int, number: int, furthest: int, is_encoder: bool, device: 
 
 
 def _fitted(args: TrainConfig, spec: ModuleSpec) -> ModuleSpec:
-    """The specification of a layer with the norms and the attention that the flags ask for."""
-    spec = deepcopy(spec)
+    """A new specification of a layer, with the norms and the attention that the flags ask for."""
     parts = spec.submodules
     if args.normalization == "RMSNorm" and args.transformer_impl == "local":
         norms = [name for name, each in vars(parts).items() if name.endswith("layernorm") and each is not IdentityOp]

@@ -22,12 +22,13 @@ from megatron.planner import (
 )
 from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import Decoder, ExpertDegrees, Experts, FurtherLayers
+from megatron.planner.memory.architecture import ExpertDegrees, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.trainer.arguments.flags.config import (
     TrainConfig,
     choice_of,
+    decoder_of,
     expert_tensor_size,
     is_gated,
     num_expert_replicas,
@@ -142,20 +143,11 @@ def architecture(args: TrainConfig) -> Architecture:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=None if args.num_experts is None else experts(args),
-        decoder=_decoder(args) if args.architecture == "t5" else None,
+        decoder=decoder_of(args) if args.architecture == "t5" else None,
         latents=latents_of(args),
         sinks=args.softmax_type == "learnable",
         windows=windows_of(args),
         further=None if args.mtp_num_layers is None else further_layers(args),
-    )
-
-
-def _decoder(args: TrainConfig) -> Decoder:
-    has_distances = args.position_embedding_type == "relative"
-    return Decoder(
-        first=args.encoder_num_layers,
-        sequence_length=args.decoder_seq_length,
-        distances=args.relative_attention_num_buckets * has_distances,
     )
 
 

@@ -24,13 +24,13 @@ def t5_arguments(extra: str = "", *, world_size: int = 1) -> TrainConfig:
     return configuration(f"{SMALL_T5} {extra}".split(), defaults=defaults(), world_size=world_size)
 
 
-def write_tokenizer(folder: Path, *, words: int = 40, extra_ids: int = 20) -> Path:
-    """A `tokenizer.json` as a T5 of Hugging Face has it: words w0, w1, ..., and extra ids at the end."""
+def write_tokenizer(folder: Path, *, words: int = 40, extra_ids: int = 20, name: str = "<extra_id_{}>") -> Path:
+    """A `tokenizer.json` as a T5 of Hugging Face has it: words w0, w1, ..., and extra ids, named so, at the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    names = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(words))]
-    core = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokens = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(words))]
+    core = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.add_special_tokens([f"<extra_id_{number}>" for number in reversed(range(extra_ids))])
+    core.add_special_tokens([name.format(number) for number in reversed(range(extra_ids))])
     core.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

@@ -104,9 +104,10 @@ def test_wordpiece(tmp_path):
         build("--tokenizer-type BertWordPieceCase --vocab-file none.txt")
 
 
-def test_the_tokenizer_of_a_t5(tmp_path):
+@pytest.mark.parametrize("name", ["<extra_id_{}>", "\u2581<extra_id_{}>"])
+def test_the_tokenizer_of_a_t5(tmp_path, name):
     """Runs of words have its extra ids, in their order; samples begin with <pad>, which is no padding."""
-    path = write_tokenizer(tmp_path, words=10, extra_ids=4)
+    path = write_tokenizer(tmp_path, words=10, extra_ids=4, name=name)
     flags = f"--vocab-extra-ids 0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}"
     tokenizer = build_tokenizer(t5_arguments(flags))
     assert tokenizer.additional_special_tokens_ids == (16, 15, 14)

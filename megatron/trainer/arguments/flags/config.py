@@ -16,6 +16,7 @@ from megatron.elastic.stages import Arrangement, Stages
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
+from megatron.planner.memory.architecture import Decoder
 from megatron.trainer.arguments.flags import (
     experts,
     files,
@@ -197,9 +198,17 @@ def edge_length(args: TrainConfig | argparse.Namespace) -> int:
 
 def rows_of_distances(args: TrainConfig | argparse.Namespace) -> int:
     """How many vectors of the hidden size hold a T5's two tables of distances, which each stage of a chain sends on."""
-    if args.position_embedding_type != "relative":
-        return 0
-    return -(-2 * args.relative_attention_num_buckets * args.num_attention_heads // args.hidden_size)
+    return decoder_of(args).distance_rows(args.num_attention_heads, args.hidden_size)
+
+
+def decoder_of(args: TrainConfig | argparse.Namespace) -> Decoder:
+    """The decoder of a T5, as the planner knows it."""
+    has_distances = args.position_embedding_type == "relative"
+    return Decoder(
+        first=args.encoder_num_layers,
+        sequence_length=args.decoder_seq_length,
+        distances=args.relative_attention_num_buckets * has_distances,
+    )
 
 
 def runs_of_sample(args: TrainConfig | argparse.Namespace) -> int:

@@ -44,6 +44,17 @@ TABLE = {
     "flush, relative, recompute": Row(
         T5 | {"position": "relative", "schedule": "flush", "recompute_granularity": "full"}, (FOUR,), CLOSE
     ),
+    "flush, relative, attention recomputed": Row(
+        T5
+        | {
+            "position": "relative",
+            "schedule": "flush",
+            "recompute_granularity": "selective",
+            "recompute_modules": ("core_attn",),
+        },
+        (FOUR,),
+        CLOSE,
+    ),
     "2bw, relative, sequence parallel": Row(
         TWO_BW | {"position": "relative", "sequence_parallel": True}, ((2, 2, 1),), SPREAD
     ),
