@@ -84,7 +84,8 @@ TENSORS = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2"
         ("deepseek_v3", f"{TENSORS} --sequence-parallel"),  # its layers have keys of their own
         ("gpt_oss", "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2"),
         ("bert", TENSORS),
-        ("t5", f"{TENSORS} --sequence-parallel"),
+        ("t5, the first", f"{TENSORS} --sequence-parallel"),
+        pytest.param("t5", f"{TENSORS} --sequence-parallel", marks=pytest.mark.full),
         pytest.param("megatron-bert", TENSORS, marks=pytest.mark.full),
         pytest.param("mixtral", f"{TENSORS} --sequence-parallel", marks=pytest.mark.full),
         pytest.param("deepseek_v2", TENSORS + " --sequence-parallel", marks=pytest.mark.full),
@@ -126,6 +127,7 @@ def test_training_loads_what_was_converted(name, cut, tmp_path):
         ("bert", "--tensor-model-parallel-size 2"),
         pytest.param("t5", "--pipeline-model-parallel-size 2", marks=pytest.mark.full),
         pytest.param("t5", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
+        pytest.param("t5, the first", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
         pytest.param("megatron-bert", "--tensor-model-parallel-size 2", marks=pytest.mark.full),
     ],
 )

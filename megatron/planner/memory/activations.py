@@ -349,10 +349,9 @@ class Activations:
     def _more_with_experts(self, recomputed: frozenset[str]) -> float:
         """Bytes of a layer with experts, less those of a layer without experts; may be negative."""
         shape, setting = self.shape, self.setting
-        gate = 1 if not shape.gated else 2 if setting.fused_gate else 4 + setting.further_gates
         width = -(MLP not in recomputed) * shape.ffn_hidden_size
         width += (EXPERTS not in recomputed) * shape.experts.shared_ffn_hidden_size
-        split = (setting.element_bytes * gate + setting.input_bytes) * width / setting.tensor
+        split = (setting.element_bytes * self._gates + setting.input_bytes) * width / setting.tensor
         kept = 0.0
         if EXPERTS not in recomputed:
             kept = self._per_token(
@@ -360,6 +359,13 @@ class Activations:
                 further_gates=setting.further_gates,
             )  # fmt: skip
         return self.tokens * (kept + split)
+
+    @property
+    def _gates(self) -> int:
+        """Tensors as wide as the hidden layer that an activation keeps besides its result."""
+        if self.shape.gated:
+            return 2 if self.setting.fused_gate else 4 + self.setting.further_gates
+        return int(not self.shape.relu or self.setting.fp8)  # a ReLU keeps its result, of which FP8 keeps a copy
 
     @property
     def _copies(self) -> float:
@@ -394,8 +400,7 @@ class Activations:
         if keeps_scores:
             split += self._score_bytes * shape.num_attention_heads * shape.sequence_length
         if MLP not in recomputed:
-            gate = 1 if not shape.gated else 2 if setting.fused_gate else 4 + setting.further_gates
-            split += (e * gate + setting.input_bytes) * shape.ffn_hidden_size
+            split += (e * self._gates + setting.input_bytes) * shape.ffn_hidden_size
         return self.tokens * (shared / self._shared + whole + split / setting.tensor)
 
     def _latents(self, *, recomputed: bool) -> tuple[float, float]:

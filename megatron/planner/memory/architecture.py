@@ -110,11 +110,13 @@ class Decoder:
         sequence_length: tokens that it reads, beside those of the encoder.
         distances: rows of a table with a bias of each head for each class of distances, which encoder and decoder have
             each on the first stage; 0: they have none.
+        output_bias: the logits have a bias.
     """
 
     first: int
     sequence_length: int
     distances: int = 0
+    output_bias: bool = False
 
     def distance_rows(self, num_heads: int, hidden_size: int) -> int:
         """How many vectors of the hidden size hold both tables, which stages send on."""
@@ -209,6 +211,7 @@ class Architecture:
         num_token_types: rows of BERT's token type embedding; 0: no such embedding.
         tied_embeddings: the output layer is the embedding; with several stages the last one holds a copy.
         gated: the MLP's first matrix is twice as wide (SwiGLU and the like).
+        relu: the MLP's activation is ReLU, which keeps its result alone.
         linear_biases, qkv_bias: biases of all linear layers, or of the query, key and value projection only.
         norm_vectors: learned vectors of a normalization: 2 for LayerNorm, 1 for RMSNorm.
         qk_norm: queries and keys are normalized.
@@ -238,6 +241,7 @@ class Architecture:
     num_token_types: int = 0
     tied_embeddings: bool = True
     gated: bool = False
+    relu: bool = False
     linear_biases: bool = True
     qkv_bias: bool = False
     norm_vectors: int = 2

@@ -159,8 +159,8 @@ def head_parameters(shape: Architecture, tensor: int, *, holds_embedding: bool) 
         count += h * h + h + shape.norm_vectors * h + rows
     if shape.binary_head:
         count += h * h + h + 2 * h + 2
-    if shape.decoder is not None and shape.tied_embeddings:
-        count += rows  # a T5 has a bias of its logits
+    if shape.decoder is not None and shape.decoder.output_bias:
+        count += rows
     return count
 
 

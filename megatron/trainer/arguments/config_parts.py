@@ -214,6 +214,52 @@ class Gelu(Part):
         return {"activation_function": "gelu_new" if facts["bias_gelu_fusion"] else "gelu"}
 
 
+class FeedForward(Part):
+    """A T5's activation. transformers writes what it makes of the key beside it."""
+
+    names = ("feed_forward_proj", "is_gated_act", "dense_act_fn")
+    _KINDS = {"relu": ("relu", False, "relu"), "gated-gelu": ("gated_gelu", True, "gelu_new")}
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        value = config.get(self.names[0], "relu")  # files of the first T5 do not have the key
+        if not isinstance(value, str) or value not in self._KINDS:
+            raise ValueError(f"feed_forward_proj is {shown(value)}, and flags say {' and '.join(self._KINDS)} alone")
+        flag, *made = self._KINDS[value]
+        for name, own in zip(self.names[1:], made, strict=True):
+            if config.get(name, own) != own:
+                raise ValueError(f"feed_forward_proj is {value}, and {name} {shown(config[name])}; keep the right one")
+        return {other: other == flag for other, *_ in self._KINDS.values()}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        return {self.names[0]: next(kind for kind, (flag, *_) in self._KINDS.items() if facts[flag])}
+
+
+class HeadOfT5(Part):
+    """A T5's head: the embedding, with a scaled input, or one of its own.
+
+    Newer versions of transformers write `tie_word_embeddings` true for both, and beside it what tells them apart.
+    """
+
+    names = ("tie_word_embeddings", "scale_decoder_outputs")
+
+    def read(self, config: Mapping[str, object]) -> Facts:
+        tied, scaled = (config.get(name) for name in self.names)
+        for name, value in zip(self.names, (tied, scaled), strict=True):
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name} is {shown(value)}; give true or false")
+        tied = tied is not False  # files of the first T5 do not have the key
+        scaled = tied if scaled is None else scaled
+        if scaled and not tied:
+            raise ValueError(
+                "tie_word_embeddings is false, and scale_decoder_outputs true: no flag scales the input of a head of "
+                "its own; such a model cannot be computed here"
+            )
+        return {"untie_embeddings_and_output_weights": not scaled, "scaled_tied_head": scaled}
+
+    def write(self, facts: Facts) -> dict[str, object]:
+        return {self.names[0]: bool(facts["scaled_tied_head"])}
+
+
 class Stacks(Part):
     """The layers of an encoder, and of a decoder, which has as many unless its key says otherwise."""
 

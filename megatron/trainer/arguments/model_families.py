@@ -8,8 +8,10 @@ from megatron.trainer.arguments.config_attention import LatentWidths, Rotary, Wi
 from megatron.trainer.arguments.config_parts import (
     DenseBefore,
     Facts,
+    FeedForward,
     Gelu,
     GroupsOfExperts,
+    HeadOfT5,
     KeyValueHeads,
     Normalized,
     Number,
@@ -170,7 +172,10 @@ def _bert(model: str, **fixed: object) -> Family:
     )
 
 
-def _t5(model: str) -> Family:
+_GATED_GELU = "the feed-forward layers of an mT5 have a gated GELU"
+
+
+def _t5(model: str, *parts: Part, **fixed: object) -> Family:
     return Family(
         model=model,
         architecture="t5",
@@ -186,18 +191,13 @@ def _t5(model: str) -> Family:
                    absent=lambda config: 128),  # of all T5s before they had the key
             Number("layer_norm_epsilon", ("norm_epsilon",), float),
             Number("dropout_rate", ("hidden_dropout", "attention_dropout"), float),
-            Only("feed_forward_proj", ("gated-gelu",), "the gated GELU of T5 1.1 alone has a flag", absent=False),
-            Only("is_gated_act", (True,), "the gated GELU of T5 1.1 alone has a flag"),
-            Only("dense_act_fn", ("gelu_new",), "the gated GELU of T5 1.1 alone has a flag"),
-            Only("tie_word_embeddings", (False,), "a T5 has a head of its own here; where the files hold "
-                 "lm_head.weight, write false", absent=False),
+            *parts,
             Only("is_encoder_decoder", (True,), "a T5 has both stacks"),
             Only("is_decoder", (False,), "a T5 has both stacks"),
-            Only("scale_decoder_outputs", (False,), "no flag scales what the head reads"),
         ),
         fixed={
             "normalization": "RMSNorm", "position_embedding_type": "relative", "add_bias_linear": False,
-            "gated_gelu": True, "attention_scale": 1.0, "untie_embeddings_and_output_weights": True,
+            "attention_scale": 1.0, **fixed,
         },
         free=("attention_dropout", "hidden_dropout"),
         no_effect=("initializer_factor", "n_positions", "output_past", "classifier_dropout"),
@@ -305,8 +305,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": _bert("BertForPreTraining", residual_from_norm=True),
     "megatron-bert": _bert("MegatronBertForPreTraining"),
-    "t5": _t5("T5ForConditionalGeneration"),
-    "mt5": _t5("MT5ForConditionalGeneration"),
+    "t5": _t5("T5ForConditionalGeneration", FeedForward(), HeadOfT5()),
+    "mt5": _t5(
+        "MT5ForConditionalGeneration",
+        Only("feed_forward_proj", ("gated-gelu",), _GATED_GELU, absent=False),
+        Only("is_gated_act", (True,), _GATED_GELU),
+        Only("dense_act_fn", ("gelu_new",), _GATED_GELU),
+        Only("tie_word_embeddings", (False,), "an mT5 has a head of its own; where the files hold lm_head.weight, "
+             "write false", absent=False),
+        gated_gelu=True, untie_embeddings_and_output_weights=True,
+    ),
 }  # fmt: skip
 """By `model_type`."""
 

@@ -264,7 +264,10 @@ def _stack(stack: str) -> tuple[Row, ...]:
         Row(f"{own}self_attention.linear_proj.weight", (f"{attention}SelfAttention.o.weight",),
             copied(_hidden, _attended)),
         Row(f"{own}mlp.linear_fc1.layer_norm_weight", (f"{mlp}layer_norm.weight",), copied(_hidden)),
-        Row(f"{own}mlp.linear_fc1.weight", (f"{products}wi_0.weight", f"{products}wi_1.weight"), gated(_wide)),
+        Row(f"{own}mlp.linear_fc1.weight", (f"{products}wi_0.weight", f"{products}wi_1.weight"), gated(_wide),
+            where=lambda args: args.gated_gelu),
+        Row(f"{own}mlp.linear_fc1.weight", (f"{products}wi.weight",), copied(_wide, _hidden),
+            where=lambda args: args.relu),
         Row(f"{own}mlp.linear_fc2.weight", (f"{products}wo.weight",), copied(_hidden, _wide)),
         Row(f"{stack}.final_layernorm.weight", (f"{stack}.final_layer_norm.weight",), copied(_hidden)),
     )  # fmt: skip
@@ -280,7 +283,7 @@ _T5 = (
     Row(f"{_D}cross_attention.linear_kv.weight",
         tuple(f"{_CROSS}EncDecAttention.{each}.weight" for each in "kv"), keys_values),
     Row(f"{_D}cross_attention.linear_proj.weight", (f"{_CROSS}EncDecAttention.o.weight",), copied(_hidden, _attended)),
-    Row("output_layer.weight", ("lm_head.weight",), vocabulary),
+    Row("output_layer.weight", ("lm_head.weight",), vocabulary, where=_untied),
 )  # fmt: skip
 
 TABLE: dict[str, tuple[Row, ...]] = {

@@ -213,8 +213,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NOT_A_NUMBER = 255
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 """What the names of factors, of MXFP4's numbers and of MXFP4's exponents end with."""
-BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
-"""What the names of buffers end with, which older files have beside the weights."""
+BUFFERS = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids",
+    ".EncDecAttention.relative_attention_bias.weight",  # a table of the first T5, which no layer reads
+)  # fmt: skip
+"""What the names of tensors end with that older files have beside the weights: buffers."""
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

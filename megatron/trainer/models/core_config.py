@@ -3,7 +3,7 @@
 import warnings
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -31,6 +31,8 @@ def _activation(args: TrainConfig) -> tuple:
         return _tanh_gelu, True, False
     if args.squared_relu:
         return squared_relu, False, False
+    if args.relu:
+        return relu, False, False
     # The fused GELU adds the bias itself and uses the tanh approximation, so it needs a bias to fuse. It does not
     # multiply by the scores of experts.
     return gelu, False, args.bias_gelu_fusion and args.add_bias_linear and args.num_experts is None

@@ -46,7 +46,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import scaled_init_method_normal
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import StageLayout
-from megatron.trainer.arguments.flags.config import TrainConfig, rows_of_distances
+from megatron.trainer.arguments.flags.config import TrainConfig, has_output_bias, rows_of_distances
 from megatron.trainer.models.context_parallel import mixed_into_attention
 from megatron.trainer.models.core_config import rotary_embedding
 from megatron.trainer.models.gpt import layer_stream, seeded_spec
@@ -80,6 +80,7 @@ class T5Stage(LanguageModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.model_type = ModelType.encoder_or_decoder
         self.share_embeddings_and_output_weights = not args.untie_embeddings_and_output_weights
+        self.head_scale = config.hidden_size**-0.5 if args.scaled_tied_head else None
         parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.lengths = args.encoder_seq_length // parts, args.decoder_seq_length // parts
         self.input_tensor: Tensor | None = None
@@ -112,14 +113,14 @@ class T5Stage(LanguageModule):
             )
         if post_process:
             set_seeds(layer_stream(args, args.num_layers + 1))
-            tied = self.share_embeddings_and_output_weights
+            tied, has_bias = self.share_embeddings_and_output_weights, has_output_bias(args)
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
                 args.padded_vocab_size,
                 config=config,
                 init_method=config.init_method,
-                bias=tied,  # as in megatron.core's T5
-                skip_bias_add=not tied,
+                bias=has_bias,
+                skip_bias_add=not has_bias,
                 skip_weight_param_allocation=pre_process and tied,
             )
         if pre_process or post_process:
@@ -168,6 +169,8 @@ class T5Stage(LanguageModule):
         if not self.post_process:
             return torch.cat((source, target))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if self.head_scale is not None:
+            target = target * self.head_scale
         logits, _ = self.output_layer(target, weight=weight)
         if labels is None:
             return logits.transpose(0, 1).contiguous()

@@ -136,6 +136,7 @@ def architecture(args: TrainConfig) -> Architecture:
         num_positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
         tied_embeddings=not args.untie_embeddings_and_output_weights,
         gated=is_gated(args),
+        relu=args.relu,
         linear_biases=args.add_bias_linear,
         qkv_bias=args.add_qkv_bias,
         norm_vectors=2 if args.normalization == "LayerNorm" else 1,

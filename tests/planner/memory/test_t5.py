@@ -16,9 +16,11 @@ CUTS = ((5,), (1, 1, 1, 1, 1), (3, 2), (2, 3), (4, 1), (1, 3, 1))
 """Layers of the stages, of three layers of the encoder and two of the decoder."""
 FLAGS = "--encoder-num-layers 3 --decoder-num-layers 2 --hidden-size 128 --micro-batch-size 2"
 RELATIVE = "--position-embedding-type relative --gated-gelu --disable-bias-linear"
+FIRST = "--position-embedding-type relative --relu --disable-bias-linear --scaled-tied-head"
 SHAPES = (
     "", "--untie-embeddings-and-output-weights --swiglu --disable-bias-linear --kv-channels 24",
     f"{RELATIVE} --normalization RMSNorm --untie-embeddings-and-output-weights --relative-attention-num-buckets 16",
+    FIRST,
 )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def _captured_bytes(args, model: torch.nn.Module, dtype: torch.dtype) -> int:
 @pytest.mark.parametrize(
     "flags",
     [
-        ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RELATIVE],
+        ["", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", RELATIVE, FIRST],
         pytest.param(
             [
                 "--bf16 --attention-softmax-in-fp32",

@@ -117,6 +117,17 @@ def test_a_run_takes_the_model_over(kind, tmp_path):
     with_model(tmp_path / "model", config, " ".join(model.argv()))  # who says the same may say it
 
 
+def test_what_tells_a_t5_from_the_first(tmp_path):
+    """The published files of the first have neither key; newer files of T5 1.1 have a third one."""
+    first = {key: value for key, value in T5.items() if key not in ("feed_forward_proj", "tie_word_embeddings")}
+    args = with_model(tmp_path / "first", first)
+    assert args.relu and args.scaled_tied_head and not (args.gated_gelu or args.untie_embeddings_and_output_weights)
+    again = config_of(args, dtype="float32", model_type="t5")
+    assert (again["feed_forward_proj"], again["tie_word_embeddings"]) == ("relu", True)
+    newer = {**T5, "tie_word_embeddings": True, "scale_decoder_outputs": False}
+    assert model_of(newer, "it").facts == model_of(T5, "it").facts
+
+
 def test_what_the_keys_mean(tmp_path):
     """The values that a user of Megatron-LM would write by hand."""
     args = with_model(tmp_path, {**MIXTRAL, "rope_theta": 1e6})
@@ -198,8 +209,11 @@ def test_what_the_keys_of_windows_latents_and_experts_mean(tmp_path):
         ({**LLAMA, "model_type": "gemma"}, "model_type is 'gemma', and these can be converted: llama"),
         ({**LLAMA, "model_type": "roberta"}, "model_type is 'roberta': its positions begin behind the padding's"),
         ({**LLAMA, "model_type": "umt5"}, "model_type is 'umt5': each of its layers has a table of distances"),
-        ({**T5, "feed_forward_proj": "relu"}, "feed_forward_proj is 'relu': the gated GELU of T5 1.1 alone has a flag"),
-        ({**T5, "tie_word_embeddings": True}, "tie_word_embeddings is True: a T5 has a head of its own here"),
+        ({**T5, "feed_forward_proj": "gated-silu"}, "feed_forward_proj is 'gated-silu', and flags say relu and gated-gelu"),
+        ({**T5, "dense_act_fn": "relu"}, "feed_forward_proj is gated-gelu, and dense_act_fn 'relu'; keep the right one"),
+        ({**T5, "tie_word_embeddings": 1}, "tie_word_embeddings is 1; give true or false"),
+        ({**T5, "scale_decoder_outputs": True}, "no flag scales the input of a head of its own"),
+        ({**T5, "model_type": "mt5", "tie_word_embeddings": True}, "tie_word_embeddings is True: an mT5 has a head of its"),
         ({**LLAMA, "sliding_window": 4096}, "sliding_window is 4096, and models of this family have no windows"),
         ({**QWEN_2, "use_sliding_window": True, "max_window_layers": None}, "max_window_layers is missing"),
         ({**MIXTRAL, "sliding_window": 0}, "sliding_window is 0, and a token attends to itself"),

@@ -66,6 +66,7 @@ MODELS = {
     "megatron-bert": ("MegatronBert", _BERT),
     "t5": ("T5", _T5),
     "mt5": ("MT5", _T5 | dict(num_decoder_layers=3)),
+    "t5, the first": ("T5", _T5 | dict(feed_forward_proj="relu", tie_word_embeddings=True)),
     "mistral, window": ("Mistral", _LLAMA | dict(head_dim=16, sliding_window=5)),
     "qwen3, yarn and windows": ("Qwen3", _LLAMA | dict(
         head_dim=16, use_sliding_window=True, sliding_window=4, max_window_layers=1, rope_parameters=_YARN)),
@@ -109,7 +110,7 @@ def saved(name: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> 
                 buffer.copy_(0.15 * torch.randn(buffer.shape))
     folder = Path(tempfile.mkdtemp(prefix="hugging_face_"))
     model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    if kind in ("T5", "MT5"):
+    if kind in ("T5", "MT5") and not options["tie_word_embeddings"]:
         _give_head(folder)
     return folder
 

@@ -83,6 +83,7 @@ CUTS = {
     "deepseek_v3": ("deepseek_v3", BOTH),
     "bert": ("bert", TENSORS),
     "t5": ("t5", f"{TENSORS} --sequence-parallel"),
+    "t5, the first": ("t5, the first", TENSORS),
     "megatron-bert": ("megatron-bert", TENSORS),
     "deepseek_v2": ("deepseek_v2", BOTH),
     "deepseek_v2, groups": ("deepseek_v2, groups", EXPERTS),

@@ -121,10 +121,13 @@ def test_a_run_is_a_plain_loop_over_the_whole_model(stages, schedule):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in joined.items())
 
 
-RELATIVE = (
-    f"{UNTIED} --position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance "
-    "12 --normalization RMSNorm --disable-bias-linear --gated-gelu --attention-scale 1.0"
+PUBLISHED = (
+    "--position-embedding-type relative --relative-attention-num-buckets 8 --relative-attention-max-distance 12 "
+    "--normalization RMSNorm --disable-bias-linear --attention-scale 1.0"
 )
+RELATIVE = f"{UNTIED} {PUBLISHED} --gated-gelu"
+FIRST = f"{PUBLISHED} --relu --scaled-tied-head"
+"""Of the first T5."""
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,16 @@ def test_distances_of_any_cut_are_those_of_one_process(layers, stages, flags):
         joined
     )
     assert all(torch.equal(tensor, weights[name]) for name, tensor in joined.items())
+
+
+@pytest.mark.parametrize("name", ["gated_gelu", "relu", "scaled_tied_head"])
+def test_a_checkpoint_without_a_flag_is_of_a_model_without_it(name):
+    """Megatron-LM's T5s have none of them, and weights of the same shapes with a ReLU."""
+    saved = t5_arguments()
+    there = argparse.Namespace(**{key: value for key, value in vars(saved).items() if key != name})
+    with pytest.raises(CheckpointError, match=f"another model: {name} is "):
+        check_same_model(t5_arguments(f"--{name.replace('_', '-')}"), there, "DIR")
+    check_same_model(saved, there, "DIR")
 
 
 def test_a_scale_of_the_scores_is_part_of_the_model():
@@ -189,16 +202,18 @@ def test_the_pipeline_changes_nothing(stages, flags):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("model", ["", FIRST])
 @pytest.mark.parametrize("flags", ["--use-distributed-optimizer", "--tensor-model-parallel-size 2 --sequence-parallel"])
-def test_a_checkpoint_goes_on_at_another_depth(tmp_path, flags):
+def test_a_checkpoint_goes_on_at_another_depth(tmp_path, flags, model):
     """Saved by 4 stages with tied embeddings, loaded by 2 with replicas or tensor ranks: the losses are those of the
-    whole run, to rounding."""
-    dry = "--hidden-dropout 0 --attention-dropout 0 --lr 1e-3"
+    whole run, to rounding, and those of one process."""
+    dry = f"{model} --hidden-dropout 0 --attention-dropout 0 --lr 1e-3"
     whole = train_t5(4, f"{dry} --pipeline-model-parallel-size 4 --save {tmp_path} --save-interval 2")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train_t5(4, f"{dry} --pipeline-model-parallel-size 2 {flags} --load {tmp_path}")
     losses = resumed[-1]["losses"]
     assert list(losses) == [3, 4]
+    assert list(whole[-1]["losses"].values()) == pytest.approx(list(alone(dry)[-1]["losses"].values()), rel=1e-6)
     assert [losses[each] for each in (3, 4)] == pytest.approx([whole[-1]["losses"][each] for each in (3, 4)], rel=1e-5)
 
 
@@ -251,6 +266,10 @@ def vocabulary() -> str:
         ("--position-embedding-type relative --relative-attention-max-distance 16", "give more than 16"),
         ("--position-embedding-type relative --transformer-impl transformer_engine", "use --transformer-impl local"),
         ("--gated-gelu --swiglu", "--swiglu and --gated-gelu exclude each other"),
+        (
+            f"--scaled-tied-head {UNTIED}",
+            "--scaled-tied-head and --untie-embeddings-and-output-weights exclude each other",
+        ),
         ("--num-experts 4", "--num-experts belongs to pretrain_gpt.py"),
         ("--bert-no-binary-head", "--bert-no-binary-head belongs to pretrain_bert.py"),
         (

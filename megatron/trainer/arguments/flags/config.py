@@ -208,7 +208,13 @@ def decoder_of(args: TrainConfig | argparse.Namespace) -> Decoder:
         first=args.encoder_num_layers,
         sequence_length=args.decoder_seq_length,
         distances=args.relative_attention_num_buckets * has_distances,
+        output_bias=has_output_bias(args),
     )
+
+
+def has_output_bias(args: TrainConfig | argparse.Namespace) -> bool:
+    """Whether the logits of a T5 have a bias: megatron.core's have one where the output layer is the embedding."""
+    return not args.untie_embeddings_and_output_weights and not args.scaled_tied_head
 
 
 def runs_of_sample(args: TrainConfig | argparse.Namespace) -> int:

@@ -311,6 +311,12 @@ class EncoderDecoder:
         128, "Tokens from which on all distances are of one class.", roles=Role.SHAPE
     )
     gated_gelu: bool = switch("Gated GELU, by its tanh formula, in the MLP instead of GELU.", roles=Role.SHAPE)
+    relu: bool = switch("ReLU in the MLP instead of GELU.", roles=Role.SHAPE)
+    scaled_tied_head: bool = switch(
+        "The output layer, which is tied to the embedding, has no bias, and its input is divided by the root of the "
+        "hidden size, as in the first T5.",
+        roles=Role.SHAPE,
+    )
     attention_scale: float | None = option(
         None, "Factor of attention scores. Default: 1 / root of the width of a head.", roles=Role.SHAPE
     )

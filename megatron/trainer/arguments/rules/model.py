@@ -134,7 +134,9 @@ def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
 
 
 def feed_forward(args: argparse.Namespace) -> None:
-    kinds = [name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu", "gated_gelu") if getattr(args, name)]
+    kinds = [
+        name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu", "gated_gelu", "relu") if getattr(args, name)
+    ]
     if len(kinds) > 1:
         raise ValueError(f"{' and '.join(kinds)} exclude each other; keep one")
     if args.ffn_hidden_size is None:

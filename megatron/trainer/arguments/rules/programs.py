@@ -318,6 +318,8 @@ def t5(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--vocab-extra-ids {args.vocab_extra_ids}: the tokenizer of a T5 has extra ids of its own; leave it out"
         )
+    if args.scaled_tied_head and args.untie_embeddings_and_output_weights:
+        raise ValueError("--scaled-tied-head and --untie-embeddings-and-output-weights exclude each other; keep one")
     _unpriced_t5(args)
     if args.recompute_method == "uniform" and args.recompute_num_layers > 1:
         raise ValueError(

@@ -33,7 +33,7 @@ def arguments(case) -> SimpleNamespace:
         init_method_xavier_uniform=False, context_parallel_size=1, sft=False, architecture="t5", seq_length=ENCODER,
         residual_from_norm=False, normalization=case.normalization, hidden_size=case.hidden,
         num_attention_heads=4, relative_attention_num_buckets=CLASSES, relative_attention_max_distance=FURTHEST,
-        tensor_model_parallel_size=case.t, sequence_parallel=case.sequence_parallel,
+        tensor_model_parallel_size=case.t, sequence_parallel=case.sequence_parallel, scaled_tied_head=False,
     )  # fmt: skip
 
 
