@@ -214,24 +214,27 @@ class Gelu(Part):
         return {"activation_function": "gelu_new" if facts["bias_gelu_fusion"] else "gelu"}
 
 
+_FEED_FORWARDS = {"relu": ("relu", False, "relu"), "gated-gelu": ("gated_gelu", True, "gelu_new")}
+"""Value of `feed_forward_proj` -> the flag, and the values of the keys that transformers makes of it."""
+
+
 class FeedForward(Part):
     """A T5's activation. transformers writes what it makes of the key beside it."""
 
     names = ("feed_forward_proj", "is_gated_act", "dense_act_fn")
-    _KINDS = {"relu": ("relu", False, "relu"), "gated-gelu": ("gated_gelu", True, "gelu_new")}
 
     def read(self, config: Mapping[str, object]) -> Facts:
         value = config.get(self.names[0], "relu")  # files of the first T5 do not have the key
-        if not isinstance(value, str) or value not in self._KINDS:
-            raise ValueError(f"feed_forward_proj is {shown(value)}, and flags say {' and '.join(self._KINDS)} alone")
-        flag, *made = self._KINDS[value]
+        if not isinstance(value, str) or value not in _FEED_FORWARDS:
+            raise ValueError(f"feed_forward_proj is {shown(value)}, and flags say {' and '.join(_FEED_FORWARDS)} alone")
+        flag, *made = _FEED_FORWARDS[value]
         for name, own in zip(self.names[1:], made, strict=True):
             if config.get(name, own) != own:
                 raise ValueError(f"feed_forward_proj is {value}, and {name} {shown(config[name])}; keep the right one")
-        return {other: other == flag for other, *_ in self._KINDS.values()}
+        return {other: other == flag for other, *_ in _FEED_FORWARDS.values()}
 
     def write(self, facts: Facts) -> dict[str, object]:
-        return {self.names[0]: next(kind for kind, (flag, *_) in self._KINDS.items() if facts[flag])}
+        return {self.names[0]: next(kind for kind, (flag, *_) in _FEED_FORWARDS.items() if facts[flag])}
 
 
 class HeadOfT5(Part):
