@@ -146,6 +146,7 @@ class Crossings:
         routes: operator, or name of a shared parameter -> the transfers ``(from, to)`` of its value, in an order in
             which they can happen.
         differentiable: the operators through which a gradient may pass.
+        copies: name of a parameter of which several stages have a copy -> these stages, ascending.
     """
 
     num_stages: int
@@ -154,17 +155,26 @@ class Crossings:
     owner: dict[str, int]
     routes: dict[fx.Node | str, tuple[tuple[int, int], ...]]
     differentiable: frozenset[fx.Node]
+    copies: Mapping[str, tuple[int, ...]]
 
     def sent(self, source: int, target: int) -> list[fx.Node | str]:
         """The values that stage `source` sends to stage `target`: parameters first, then operators in their order."""
         return [key for key, route in self.routes.items() if (source, target) in route]
 
 
-def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bool = True) -> Crossings:
+def crossings(
+    captured: Captured, stage_of_node: Mapping[int, int], *, relay: bool = True, chain: bool = False
+) -> Crossings:
     """Check an assignment of operators to stages, and find the tensors that cross between stages.
 
-    `stage_of_node`: number of operator -> stage; the stages of free operators are ignored. Raises ValueError for an
-    operator without a stage, a stage without operators, a block in several stages, or a stage that needs a later stage.
+    Args:
+        stage_of_node: number of operator -> stage; the stages of free operators are ignored.
+        relay: whether stages pass on a tensor that several stages need.
+        chain: a tensor passes through every stage between the one that makes it and the last one that needs it, and
+            each stage that uses a parameter has a copy of its own, so that no stage needs any but the one before it.
+
+    Raises ValueError for an operator without a stage, a stage without operators, a block in several stages, or a stage
+    that needs a later stage.
     """
     free = free_nodes(captured)
     stage_of = {}
@@ -191,7 +201,7 @@ def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bo
                 f"(they share memory that is written, or results), and lie in {sorted(stages)}; keep blocks together"
             )
     users: dict[fx.Node | str, set[int]] = {}
-    owner = _owners(captured, stage_of, users)
+    owner, copies = _owners(captured, stage_of, {} if chain else users)
     for node, stage in stage_of.items():
         for user in node.users:
             if user not in stage_of:
@@ -206,14 +216,19 @@ def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bo
     makers = {key: owner[key] if isinstance(key, str) else stage_of[key] for key in users}
     graph = networkx.DiGraph((makers[key], target) for key, targets in users.items() for target in targets)
     after = {stage: networkx.descendants(graph, stage) for stage in graph}
-    routes = {key: _route(makers[key], sorted(users[key]), after if relay else {}) for key in users}
-    return Crossings(num_stages, stage_of, free, owner, routes, differentiable(captured.graph_module))
+    routes = {
+        key: _chain(makers[key], max(users[key])) if chain else _route(makers[key], sorted(users[key]), after if relay else {})
+        for key in users
+    }
+    copies = copies if chain else {}
+    return Crossings(num_stages, stage_of, free, owner, routes, differentiable(captured.graph_module), copies)
 
 
 def _owners(
     captured: Captured, stage_of: Mapping[fx.Node, int], users: dict[fx.Node | str, set[int]]
-) -> dict[str, int]:
-    """The owner of each parameter: the first stage that uses it. The other stages are recorded in `users`."""
+) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """The owner of each parameter, which is the first stage that uses it, and the stages of each shared parameter. The
+    other stages are recorded in `users`."""
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):
@@ -222,7 +237,12 @@ def _owners(
     for name, stages in found.items():
         if len(stages) > 1:
             users[name] = stages - {min(stages)}
-    return {name: min(stages) for name, stages in found.items()}
+    shared = {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
+    return {name: min(stages) for name, stages in found.items()}, shared
+
+
+def _chain(maker: int, last: int) -> tuple[tuple[int, int], ...]:
+    return tuple((stage, stage + 1) for stage in range(maker, last))
 
 
 def _route(maker: int, targets: list[int], after: Mapping[int, set[int]]) -> tuple[tuple[int, int], ...]:

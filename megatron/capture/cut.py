@@ -166,6 +166,7 @@ def cut(
     stage_of_node: Mapping[int, int],
     *,
     relay: bool = True,
+    chain: bool = False,
     device: torch.device | str | None = None,
     only: Iterable[int] | None = None,
 ) -> dict[int, CapturedStage]:
@@ -175,12 +176,13 @@ def cut(
         captured: the captured model. Its parameters become the parameters of the stages.
         stage_of_node: number of operator -> stage, from 0 without gaps. A stage may need only earlier stages.
         relay: whether stages pass on a tensor that several stages need; False: the making stage sends it to each.
+        chain: whether tensors pass through all stages between, and stages have copies of shared parameters.
         device: the device of tensors that the graph itself makes; None: the device of the capture.
         only: the stages to build; None: all.
 
     Returns stage -> module. Raises ValueError, with the reason, for an assignment that cannot be run.
     """
-    plan = crossings(captured, stage_of_node, relay=relay)
+    plan = crossings(captured, stage_of_node, relay=relay, chain=chain)
     groups = [set(members) for members in written_groups(captured.nodes)]
     return {
         stage: _Cutter(captured, plan, groups, stage, device).stage()

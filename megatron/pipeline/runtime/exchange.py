@@ -85,8 +85,8 @@ class Exchange:
     Args:
         about: returns the microbatch with a given index.
         waited: called after each wait for a transfer.
-        on_boundary: called with each tensor that stages of a chain exchange or that arrives from another rank, and
-            with None where an end of the chain has none.
+        on_boundary: called with each tensor that stages exchange or that arrives from another rank, and with None where
+            there is none.
 
     Attributes:
         most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have.
@@ -179,6 +179,8 @@ class Exchange:
                 if peer in sharing:
                     tensors = self._as_of_now(index, peer, instruction.microbatch, tensors)
                 handed[index, peer, instruction.microbatch] = tensors
+                for tensor in tensors:
+                    on_boundary(tensor)
 
         return give
 

@@ -104,7 +104,7 @@ class HostStage:
     Attributes:
         layout, gradient_layout, master_layout: the places of weights, gradients and masters.
         flat, flat_gradients: dtype -> 1-d tensor.
-        weights, gradients: name -> view of a flat tensor.
+        weights, gradients: name -> view of a flat tensor; frozen weights have no gradient.
         masters: name -> FP32 view, for the weights that have a master.
         share: name -> the elements that this process steps; None: it steps all.
     """
@@ -184,7 +184,7 @@ class HostStore:
         self.parameters: dict[str, Tensor] = {}
         self.versions = dict.fromkeys(stages, first_version)
         for stage, parameters in stages.items():
-            share = share_of(parameters, replicas.index, replicas.size) if self.is_shared else None
+            share = share_of(trained(parameters), replicas.index, replicas.size) if self.is_shared else None
             parts = replicas.size if self.gathers else 1
             place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share, parts)
             for name, parameter in parameters.items():
@@ -241,8 +241,9 @@ def _place_of(
     def has_master(name: str) -> bool:
         return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
 
-    layout, gradient_layout = FlatLayout(parameters, parts=parts), FlatLayout(parameters, dtype=gradient_dtype)
-    master_layout = FlatLayout({name: parameters[name] for name in parameters if has_master(name)}, dtype=torch.float32)
+    steps = trained(parameters)
+    layout, gradient_layout = FlatLayout(parameters, parts=parts), FlatLayout(steps, dtype=gradient_dtype)
+    master_layout = FlatLayout({name: steps[name] for name in steps if has_master(name)}, dtype=torch.float32)
     flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
     return HostStage(
         layout,
@@ -255,6 +256,11 @@ def _place_of(
         master_layout.views(master_layout.allocate(make)),
         share,
     )
+
+
+def trained(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters that have gradients. The others are frozen: they are fetched, and nothing of them returns."""
+    return {name: each for name, each in parameters.items() if each.requires_grad}
 
 
 def to_host_memory(module: torch.nn.Module) -> None:

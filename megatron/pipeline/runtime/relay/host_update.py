@@ -171,8 +171,8 @@ class StageGradients:
         for flat in self._flat[stage].values():
             flat.zero_()
         views = self.views(stage)
-        for name, parameter in self._parameters[stage].items():
-            self._show(parameter, views[name])
+        for name, view in views.items():
+            self._show(self._parameters[stage][name], view)
 
     def flat(self, stage: int) -> Flat:
         """The gradients of a stage before STORE_GRAD has copied them: dtype -> 1-d tensor."""
@@ -189,8 +189,8 @@ class StageGradients:
         Returns the function that copies the gradients, or this replica's share, to the host. The next stage that takes
         the buffer must wait for this copy.
         """
-        for parameter in self._parameters[stage].values():
-            self._show(parameter, None)
+        for name in self._stages[stage].gradients:
+            self._show(self._parameters[stage][name], None)
         self._free.append(self._buffers.pop(stage))
 
         def copy() -> None:

@@ -45,6 +45,7 @@ class ResidentWeights:
         device: the device of the weights.
 
     Attributes:
+        parameters: stage -> name in `store` -> parameter.
         num_fetched, num_bytes_fetched: the number of fetches, and the bytes that they have copied from the host.
     """
 
@@ -59,7 +60,7 @@ class ResidentWeights:
         device = torch.device(device)
         self.num_fetched = self.num_bytes_fetched = 0
         self._store = store
-        self._parameters = {
+        self.parameters = {
             stage: dict(zip(store.stages[stage].weights, module.parameters(), strict=True))
             for stage, module in modules.items()
         }
@@ -130,7 +131,7 @@ class ResidentWeights:
                 self.num_bytes_fetched += host[span].nbytes
                 if self._gather is not None:
                     self._gather.gather(flat[dtype])
-            for name, parameter in self._parameters[stage].items():
+            for name, parameter in self.parameters[stage].items():
                 parameter.data = self._views[stage][name]
             self.num_fetched += 1
 
@@ -161,19 +162,19 @@ class ResidentWeights:
     def show_on_host(self) -> None:
         """Point all parameters at the weights on the host until the next FETCH. Called while drained."""
         assert not self._resident, f"stages {list(self._resident)} are on the device"
-        for stage, parameters in self._parameters.items():
+        for stage, parameters in self.parameters.items():
             weights = self._store.stages[stage].weights
             for name, parameter in parameters.items():
                 parameter.data = weights[name]
         self._shows_host = True
 
     def _take_all_away(self) -> None:
-        for stage in self._parameters:
+        for stage in self.parameters:
             self._take_away(stage)
         self._shows_host = False
 
     def _take_away(self, stage: int) -> None:
-        for parameter in self._parameters[stage].values():
+        for parameter in self.parameters[stage].values():
             parameter.data = self._nan[parameter.dtype].expand(parameter.shape)
 
     def _require_room(self, stage: int) -> None:
@@ -268,6 +269,25 @@ class HostVersions:
     def newest_tensors(self) -> dict[str, Tensor]:
         """Name -> weight on the host, not copied."""
         return self._store.newest_tensors()
+
+    def live(self) -> list[int]:
+        """The only version."""
+        return [self.newest]
+
+    def tensors(self, version: int) -> dict[str, Tensor]:
+        """Name -> what the optimizer steps, which is the master where a weight has one; not copied."""
+        assert version == self.newest, f"the host has version {self.newest}, and not {version}"
+        return {name: self._store.parameters[name] for stage in self._store.stages.values() for name in stage.gradients}
+
+    @torch.no_grad()
+    def restore(self, mapping: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Write the only version of a checkpoint, as `tensors` gave it."""
+        [(version, tensors)] = mapping.items()
+        for name, tensor in self.tensors(self.newest).items():
+            tensor.copy_(tensors[name])
+        for stage in self._store.stages:
+            self._store.write_weights(stage)
+        self.reset(version)
 
     def reset(self, version: int) -> None:
         """Declare that the weights on the host, which were written from a checkpoint, are this version."""

@@ -161,6 +161,18 @@ class GraphModuleStage(AnyModuleStage):
             grad if owner is None else next(found) for grad, owner in zip(gradients, travelling.owners, strict=True)
         )
 
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        """Drop the saved inputs and return them as one tensor, packed as on their edge. For a stage of a chain."""
+        saved = self.activations[microbatch.index]
+        [(source, tensors)] = saved.inputs.items()
+        saved.inputs = {}
+        return self.edges[source].activations.pack([tensor.detach() for tensor in tensors])
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        """Save the inputs again that `release_input` packed."""
+        source = self.index - 1
+        self.activations[microbatch.index].inputs = {source: self.edges[source].activations.unpack(input)}
+
     def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Loss | None]:
         """Run the forward with a graph whose leaves are detached inputs, and save the inputs and the roots."""
         saved.inputs = {

@@ -25,7 +25,8 @@ from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
-from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
+from megatron.pipeline.runtime.relay.input_stash import RelayLedger
+from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
@@ -153,7 +154,7 @@ class ModuleRelayUpdate(HostUpdate):
 
     Args:
         modules: stage -> module, for all stages of this rank in ascending order.
-        store: made from the parameters of the modules.
+        store: made from the parameters of the modules, in their order. Frozen ones are fetched alone.
         residency: the residency of the schedule.
         optimizer: made from the parameters of `store`.
         scheduler, clip_grad, data_parallel_group, counts_in_norm, job_group, tied, loss_names, device: as for
@@ -161,6 +162,8 @@ class ModuleRelayUpdate(HostUpdate):
 
     Attributes:
         weights: the weights on the device.
+        versions: the weights on the host.
+        ledger: the bytes of the rank, for the engine.
 
     Raises:
         ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that
@@ -199,11 +202,15 @@ class ModuleRelayUpdate(HostUpdate):
         self.residency = residency
         self._clip_grad = clip_grad
         self._host = HostOptimizer(optimizer, store)
-        parameters = {stage: dict(module.named_parameters()) for stage, module in modules.items()}
         self.weights = self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
-        self.gradients = StageGradients(store.stages, parameters, device=device)
-        names = [name for named in parameters.values() for name in named]
+        self.versions = HostVersions(store, self.resident)
+        self.gradients = StageGradients(store.stages, self.resident.parameters, device=device)
+        names = [name for place in store.stages.values() for name in place.gradients]
         self._norms = NormsOnHost(names, dtype=torch.float64, device=device)
+        self.ledger = RelayLedger(
+            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
+            on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
+        )
         self._tied = tied
         self._reduction = ModuleReduction(
             data_parallel_group=data_parallel_group,
