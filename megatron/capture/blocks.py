@@ -216,10 +216,12 @@ def crossings(
     makers = {key: owner[key] if isinstance(key, str) else stage_of[key] for key in users}
     graph = networkx.DiGraph((makers[key], target) for key, targets in users.items() for target in targets)
     after = {stage: networkx.descendants(graph, stage) for stage in graph}
-    routes = {
-        key: _chain(makers[key], max(users[key])) if chain else _route(makers[key], sorted(users[key]), after if relay else {})
-        for key in users
-    }
+    routes = {}
+    for key, stages in users.items():
+        if chain:
+            routes[key] = tuple((stage, stage + 1) for stage in range(makers[key], max(stages)))
+        else:
+            routes[key] = _route(makers[key], sorted(stages), after if relay else {})
     copies = copies if chain else {}
     return Crossings(num_stages, stage_of, free, owner, routes, differentiable(captured.graph_module), copies)
 
@@ -239,10 +241,6 @@ def _owners(
             users[name] = stages - {min(stages)}
     shared = {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
     return {name: min(stages) for name, stages in found.items()}, shared
-
-
-def _chain(maker: int, last: int) -> tuple[tuple[int, int], ...]:
-    return tuple((stage, stage + 1) for stage in range(maker, last))
 
 
 def _route(maker: int, targets: list[int], after: Mapping[int, set[int]]) -> tuple[tuple[int, int], ...]:

@@ -256,6 +256,8 @@ class _Cutter:
         if not isinstance(value, torch.nn.Parameter):
             return self._read(name, value)
         if name not in self._made:
+            if self._plan.owner[name] != self._index and name in self._plan.copies:
+                value = torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad)
             self._made[name] = self._read(name, value)
             self._parameters[name] = self._captured.names[name]
         return self._made[name]

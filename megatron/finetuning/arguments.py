@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
-SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
+RELAY = "l2l"
+SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
@@ -52,6 +54,8 @@ def validate(args: argparse.Namespace) -> None:
         args.max_grad_norm = 0.0
     elif args.max_grad_norm is None:
         args.max_grad_norm = 1.0
+    if args.pipeline_schedule == RELAY:
+        _validate_relay(args)
     if args.pipeline_schedule == "pipedream" and args.gradient_accumulation_steps > 1:
         raise ValueError(
             f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
@@ -111,6 +115,28 @@ def validate(args: argparse.Namespace) -> None:
             f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
             "more stages, or a larger --per_device_train_batch_size"
         )
+
+
+def _validate_relay(args: argparse.Namespace) -> None:
+    if args.partition is not None:
+        raise ValueError(f"--partition {args.partition}: under l2l the layers are the stages; leave it out")
+    if args.no_recompute:
+        raise ValueError("--no_recompute: l2l recomputes, since its weights are gone by the backward; leave it out")
+    if args.l2l_update == "eager" and args.max_grad_norm:
+        raise ValueError(
+            f"--l2l_update eager steps a layer before the norm of all is known, and --max_grad_norm is "
+            f"{args.max_grad_norm:g}; give --max_grad_norm 0, or leave --l2l_update out"
+        )
+
+
+def residency_of(args: argparse.Namespace) -> Residency | None:
+    """How weights live on the host; None unless under l2l."""
+    if args.pipeline_schedule != RELAY:
+        return None
+    update = args.l2l_update
+    if update == "auto":
+        update = "deferred" if args.max_grad_norm else "eager"
+    return Residency(args.l2l_resident_stages, update, args.l2l_stash)
 
 
 def _complete_intervals(args: argparse.Namespace) -> None:
@@ -295,7 +321,8 @@ def _add_training(group) -> None:
 
 def _add_pipeline(group) -> None:
     add = both_spellings(group)
-    add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe", help="ftpipe does not wait; flush is exact")
+    add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe",
+        help="ftpipe does not wait; flush is exact; l2l has weights on the host")  # fmt: skip
     add("--partition", metavar="FILE", help="file of tools/partition.py; none: the model is profiled and cut here")
     add("--max_stages_per_device", type=_count, default=2, help="limit if the model is cut here")
     add("--memory", default="16GiB", help="memory of a device, if the model is cut here")
@@ -305,6 +332,10 @@ def _add_pipeline(group) -> None:
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
+    add("--l2l_resident_stages", type=_count, default=2, help="most layers on the device at once (l2l)")
+    add("--l2l_update", choices=("auto", "eager", "deferred"), default="auto",
+        help="the host steps a layer at once, or after the norm by which gradients are clipped (l2l)")  # fmt: skip
+    add("--l2l_stash", choices=("host", "device"), default="host", help="where inputs of layers wait (l2l)")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")

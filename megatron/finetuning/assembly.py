@@ -126,7 +126,7 @@ def build_pipeline(
     with agreed():  # each rank reads its own tensors
         for index, stage in cut_stages.items():
             load_stage(
-                stage, pretrained.folder, device=device, read=pretrained.read, initial=_initial(args, plan),
+                stage, pretrained.folder, device=device, read=pretrained.read, initial=initial_tensors(args, plan),
                 exact=exact if args.bf16 else None,
             )  # fmt: skip
             modules[index] = StageModule(stage.to(device), results)
@@ -134,7 +134,7 @@ def build_pipeline(
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
     stages = [
         GraphModuleStage(
-            module, index=index, graph=graph, edges=_edges(plan, cut_stages[index]), versions=versions[index],
+            module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]), versions=versions[index],
             data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
         )
         for index, module in modules.items()
@@ -156,16 +156,21 @@ def build_pipeline(
         steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights, job_group=job,
         device=device, counts=feed.counts, clip_grad=args.max_grad_norm,
     )  # fmt: skip
-    tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(
         schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
+        backend=args.distributed_backend, device=device, tracer=make_tracer(args), first_batch=first_batch,
         first_microbatch=first_microbatch,
     )  # fmt: skip
     return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
 
 
-def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+def make_tracer(args: argparse.Namespace) -> Tracer | None:
+    """The tracer of --pipeline_timeline."""
+    return Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
+
+
+def edges_of_stage(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+    """Other stage -> the tensors that the two exchange."""
     return {
         other: EdgeTensors(
             [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],
@@ -175,7 +180,7 @@ def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
     }
 
 
-def _initial(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
+def initial_tensors(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
     """A function that initialises a tensor of a new head: weights as the configuration says, biases 0.
 
     The values depend on the seed and the tensor's name, so they are the same for every partition of the model.

@@ -20,6 +20,7 @@ from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.relay import build_relay
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.runtime.contract.trace import gather_traces
@@ -129,7 +130,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     with agreement.agreed():
         pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
-    pipeline = build_pipeline(
+    build = build_pipeline if plan.schedule.residency is None else build_relay
+    pipeline = build(
         plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, num_steps=max(num_steps, 1),
         first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip

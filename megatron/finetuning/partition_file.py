@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import sympy
@@ -22,6 +23,7 @@ from megatron.capture.export import Captured, check_signature
 from megatron.capture.graph_file import stage_of_operators
 from megatron.documents.files import write_whole
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 
@@ -220,6 +222,8 @@ def schedule_of(
     norm_decides: bool = False,
     predict: bool = False,
     provisional: bool = False,
+    residency: Residency | None = None,
+    copies: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Schedule:
     """The schedule called `name` over the stages of a partition.
 
@@ -228,12 +232,25 @@ def schedule_of(
         norm_decides: gradients are clipped by their norm.
         predict: ftpipe's forwards use predicted weights.
         provisional: ftpipe's forwards use the weights of provisional steps.
+        residency: of l2l.
+        copies: name of a shared parameter -> the stages that have a copy of it (l2l).
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
     chain = graph.is_chain
+    if residency is not None:
+        for name, stages in copies.items():
+            if len(copies) > 1 or tuple(stages) != (0, num_stages - 1):
+                raise ValueError(
+                    f"stages {' and '.join(map(str, stages))} share {name}, and under l2l the first and the last stage "
+                    "alone may share a parameter, and one; choose another --pipeline_schedule"
+                )
+        return Schedule.preset(
+            "l2l", num_stages=num_stages, num_virtual_stages=num_stages // len(set(rank_of_stage)), residency=residency,
+            tied_embeddings=bool(copies), norm_decides=norm_decides,
+        )  # fmt: skip
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     if name == "ftpipe":
         assert not (predict and provisional), "the command line excludes it"

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.capture.blocks import blocks_of, crossings
+from megatron.capture.estimate import Roofline, estimate
 from megatron.capture.export import Captured, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
+from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.finetuning.partition_file import (
     FORM,
@@ -154,6 +156,29 @@ def cut_model(
     near = [candidate for candidate in candidates if candidate.simulated_ms <= ALIKE * least]
     choice = min(near, key=lambda candidate: (candidate.depth, candidate.simulated_ms))
     return choice, candidates, graph, competition
+
+
+def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argparse.Namespace) -> PartitionFile:
+    """The layers of a model as stages, dealt out to the devices in turn, with costs estimated for a common device.
+
+    Raises ValueError for a model with too few layers.
+    """
+    stages, first = stages_of_layers(captured, multiple_of=args.devices), len(captured.inputs)
+    stage_of_node = dict.fromkeys(range(first), 0) | dict(enumerate(stages, start=first))
+    partition = Partition(stage_of_node, tuple(stage % args.devices for stage in range(max(stages) + 1)))
+    costs = estimate(captured, batch, _COMMON)
+    return PartitionFile(
+        form=FORM, model=captured.model_name, task=args.task, signature=signature(captured),
+        micro_batch_size=args.per_device_train_batch_size, sequence=(args.max_seq_length, args.max_target_length),
+        dtype=args.dtype, method="layers", objective_ms=0.0, stage_of_node=stage_of_node,
+        rank_of_stage=partition.device_of_stage, stages=_stage_costs(captured, costs, partition),
+        bandwidth_gigabytes_per_second=args.bandwidth, memory_limit_bytes=num_bytes(args.memory),
+        weight_bytes_per_parameter=weight_bytes(args),
+    )  # fmt: skip
+
+
+_COMMON = Roofline(teraflops=100, gigabytes_per_second=800, launch_microseconds=5)
+"""A device on which layers are weighed against one another."""
 
 
 def num_microbatches(args: argparse.Namespace, data: Data) -> float:

@@ -21,12 +21,14 @@ from megatron.capture.blocks import crossings
 from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
+from megatron.finetuning.arguments import RELAY, residency_of
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
     cut_model,
     num_bytes,
     num_microbatches,
+    relay_partition,
     simulated_seconds,
     weight_bytes,
 )
@@ -57,6 +59,7 @@ class RunPlan:
         initializer_range: the standard deviation of a new head's weights.
         edge_bytes: bytes of each edge by (source, target).
         save_rest: writes the configuration and the processor into a folder.
+        copies: name of a parameter of which several stages have a copy -> these stages.
     """
 
     model: torch.nn.Module
@@ -69,6 +72,7 @@ class RunPlan:
     initializer_range: float
     edge_bytes: Mapping[tuple[int, int], EdgeBytes]
     save_rest: Callable[[Path], None]
+    copies: Mapping[str, tuple[int, ...]]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,13 +93,16 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     partition of another model.
     """
     captured, batch, model = captured_model(args, data)
-    if args.partition is not None:
+    relays = args.pipeline_schedule == RELAY
+    if relays:
+        partition = relay_partition(captured, batch, args)
+    elif args.partition is not None:
         partition = PartitionFile.read(Path(args.partition))
     else:
         partition = _made_on_first_rank(args, captured, batch, data)
     partition.check(captured, args.partition or "the partition", args)
     stage_of_operator = partition.stage_of_operators(captured)
-    crossing = crossings(captured, stage_of_operator)
+    crossing = crossings(captured, stage_of_operator, chain=relays)
     sizes = captured.sizes_of(batch)
     if (num_devices := len(set(partition.rank_of_stage))) != args.devices:
         raise ValueError(
@@ -105,7 +112,8 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     schedule = schedule_of(
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
-        predict=args.weight_prediction, provisional=args.provisional_steps,
+        predict=args.weight_prediction, provisional=args.provisional_steps, residency=residency_of(args),
+        copies=crossing.copies,
     )  # fmt: skip
     return RunPlan(
         model=model,
@@ -118,6 +126,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
         save_rest=lambda folder: _save_rest(folder, model, data, args),
+        copies=crossing.copies,
     )
 
 

@@ -142,6 +142,8 @@ class HostStore:
     Args:
         stages: stage -> name -> parameter with its initial value, which is copied. Names must be different over all
             stages.
+        values: stage -> name -> the initial value, in the weight's dtype or in the master's; called for one stage after
+            another, so that no more than one is held twice. None: the values of the parameters.
         device: the device that copies from the host memory.
         masters: name -> FP32 master that exists; its values are moved to host memory. True: make a master for each
             weight of lower precision. False: no masters.
@@ -168,6 +170,7 @@ class HostStore:
         self,
         stages: Mapping[int, Mapping[str, torch.nn.Parameter]],
         *,
+        values: Callable[[int], Mapping[str, Tensor]] | None = None,
         device: torch.device | str = "cpu",
         masters: bool | Mapping[str, Tensor] = False,
         gradient_dtype: torch.dtype | None = None,
@@ -187,12 +190,13 @@ class HostStore:
             share = share_of(trained(parameters), replicas.index, replicas.size) if self.is_shared else None
             parts = replicas.size if self.gathers else 1
             place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share, parts)
+            given = parameters if values is None else values(stage)
             for name, parameter in parameters.items():
                 weight, master = place.weights[name], place.masters.get(name)
                 if not self.is_shared or replicas.index == 0:
-                    weight.copy_(parameter.detach())
+                    weight.copy_(given[name].detach())
                     if master is not None:
-                        master.copy_((masters[name] if isinstance(masters, Mapping) else weight).detach())
+                        master.copy_((masters[name] if isinstance(masters, Mapping) else given[name]).detach())
                 self.parameters[name] = self._parameter(parameter, weight, master, masters, name)
         if self.is_shared:
             replicas.barrier()

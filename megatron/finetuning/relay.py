@@ -1,0 +1,140 @@
+"""The relay of a captured model (L2L): its layers are stages, and weights, gradients and optimizer live on the host.
+
+The device has the weights of a few layers at a time. All microbatches of a batch pass a layer before the next one is
+fetched; inputs of layers wait on the host for their recompute. So the device's memory does not grow with depth.
+
+Weights are read stage by stage straight into the memory from which the device copies them. A parameter that the first
+and the last stage share, such as a tied embedding, has a copy at each, and both step with the sum of their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from megatron import backend
+from megatron.capture.cut import CapturedStage, cut
+from megatron.capture.tensors import load_stage
+from megatron.finetuning.assembly import (
+    BuiltPipeline,
+    Results,
+    StageModule,
+    Summary,
+    edges_of_stage,
+    initial_tensors,
+    make_optimizer,
+    make_scheduler,
+    make_tracer,
+)
+from megatron.finetuning.data.batches import Feed
+from megatron.finetuning.plan import RunPlan
+from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.pipeline.runtime.relay.host_store import HostStore, trained
+from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
+from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.reduction import TiedParameter
+
+
+def build_relay(
+    plan: RunPlan,
+    args: argparse.Namespace,
+    *,
+    feed: Feed,
+    summary: Summary,
+    pretrained: Pretrained,
+    num_steps: int,
+    first_batch: int = 0,
+    first_microbatch: int = 0,
+) -> BuiltPipeline:
+    """As `build_pipeline`, for a schedule whose weights live on the host."""
+    schedule, device = plan.schedule, backend.device()
+    rank, results = torch.distributed.get_rank(), Results(summary)
+    own = schedule.stages_of(rank)
+    stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
+    modules = {index: StageModule(stage, results) for index, stage in stages.items()}
+    names = {index: _own_names(stage, plan.copies) for index, stage in stages.items()}
+    exact: dict[str, Tensor] = {}
+    with agreed():  # each rank reads its own tensors
+        store = HostStore(
+            {index: dict(zip(names[index], stage.parameters(), strict=True)) for index, stage in stages.items()},
+            device=device, masters=args.bf16, first_version=first_batch,
+            values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
+        )  # fmt: skip
+    model_names = {key: name for index, stage in stages.items() for key, name in names[index].items()}
+    if args.bf16:
+        exact |= {model_names[key]: parameter.detach() for key, parameter in store.parameters.items()}
+    steps = trained(store.parameters)
+    optimizer = make_optimizer(steps, args, decays={key for key in steps if model_names[key] in plan.decays})
+    update = ModuleRelayUpdate(
+        modules,
+        store,
+        residency=schedule.residency,
+        optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, args, num_steps=num_steps),
+        clip_grad=args.max_grad_norm,
+        job_group=torch.distributed.new_group(list(range(torch.distributed.get_world_size()))),
+        tied=_tied(plan, names, rank),
+        device=device,
+    )
+    runs = [
+        GraphModuleStage(
+            module, index=index, graph=schedule.graph, edges=edges_of_stage(plan, stages[index]),
+            versions=update.weights.of_stage(index), data=feed, has_loss=stages[index].has_loss,
+            recompute=schedule.recomputes(index), device=device,
+        )
+        for index, module in modules.items()
+    ]  # fmt: skip
+    engine = PipelineEngine(
+        schedule, runs, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        backend=args.distributed_backend, device=device, tracer=make_tracer(args), first_batch=first_batch,
+        first_microbatch=first_microbatch, ledger=update.ledger,
+    )  # fmt: skip
+    versions = dict.fromkeys(own, update.versions)
+    return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact)
+
+
+def _own_names(stage: CapturedStage, copies: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Name in the host's store -> name in the model, for each parameter of a stage. A copy has a name of its own."""
+    return {
+        name if stage.index == copies.get(name, (stage.index,))[0] else f"{name} of stage {stage.index}": name
+        for name, _ in stage.named_parameters()
+    }
+
+
+def _values(
+    stage: CapturedStage,
+    names: Mapping[str, str],
+    plan: RunPlan,
+    args: argparse.Namespace,
+    pretrained: Pretrained,
+    exact: dict[str, Tensor],
+) -> dict[str, Tensor]:
+    """Read a stage. Its parameters have no memory again when this returns; with --bf16 the values are FP32."""
+    found: dict[str, Tensor] = {}
+    load_stage(
+        stage, pretrained.folder, read=pretrained.read, initial=initial_tensors(args, plan),
+        exact=found if args.bf16 else None,
+    )  # fmt: skip
+    parameters = dict(stage.named_parameters())
+    exact.update({name: value for name, value in found.items() if name not in parameters})
+    values = {key: found.get(name, parameters[name].data) for key, name in names.items()}
+    for parameter in parameters.values():
+        parameter.data = parameter.data.new_full((1,), torch.nan).expand(parameter.shape)
+    return values
+
+
+def _tied(plan: RunPlan, names: Mapping[int, Mapping[str, str]], rank: int) -> TiedParameter | None:
+    """The shared parameter, if this rank has a copy. Collective over the job."""
+    if not plan.copies:
+        return None
+    [(shared, ends)] = plan.copies.items()
+    ranks = sorted({plan.schedule.rank_of_stage[stage] for stage in ends})
+    group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
+    own = tuple(key for index in ends if index in names for key, name in names[index].items() if name == shared)
+    return TiedParameter(own, group, counts_in_norm=ends[0] in names) if own else None
