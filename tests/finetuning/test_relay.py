@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.finetuning import cases
+from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import run, same
 
 
@@ -31,3 +31,28 @@ def test_a_relay_trains_what_one_process_trains(folder, task, ranks, argv):
     found = run(folder, f"{task}-{ranks}", *argv, task=task, ranks=ranks)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len(found.losses) > 2
     same(found, expected, exactly=False)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("ranks", "precision"), [(1, ["--bf16"]), pytest.param(2, ["--l2l_stash", "device"], marks=pytest.mark.full)]
+)
+def test_a_resumed_relay_is_the_run(folder, ranks, precision):
+    """With dropout, masters and an evaluation on the way: the same bits at the end, which are those of `flush`."""
+    validation = tiny.data_file(folder, num_samples=7, seed=3)
+    argv = ["--num_train_epochs", 2, "--gradient_accumulation_steps", 2, "--dataloader_drop_last", "--do_train"]
+    argv += ["--do_eval", "--validation_file", validation, "--eval_steps", 3, *precision[: precision == ["--bf16"]]]
+    relay = [*argv, "--pipeline_schedule", "l2l", "--save_steps", 3, *precision]
+    name = f"{ranks}{precision[0]}"
+    whole = run(folder, f"whole-{name}", *relay, ranks=ranks, dropout=0.1)
+    checkpoint = folder / f"whole-{name}" / "checkpoint-3"
+    rest = run(folder, f"rest-{name}", *relay, "--resume_from_checkpoint", checkpoint, ranks=ranks, dropout=0.1)
+    assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
+    same(whole, rest)
+    cut = cases.partition(folder, CLASSES, (0,), *argv[-1:] * ("--bf16" in argv), dropout=0.1)
+    flush = run(folder, f"flush-{name}", *argv, "--pipeline_schedule", "flush", "--partition", cut, ranks=1, dropout=0.1)
+    assert whole.losses == flush.losses
+    assert [line["eval_loss"] for line in whole.lines if "eval_loss" in line] == [
+        line["eval_loss"] for line in flush.lines if "eval_loss" in line
+    ]
+    same(whole, flush)
