@@ -11,7 +11,7 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="finetune.py: ended by SIGINT")  # before imports that take long
 
-from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.arguments import RELAY, parse_args
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import entry
 
@@ -30,11 +30,11 @@ def main() -> int:
 
 def run(args: Namespace, stop: StopSignal) -> None:
     """Fine-tune, or with --dry_run print the memory and the time of the job. torch is imported here, not before."""
+    from megatron.finetuning import plan, relay_plan
     from megatron.finetuning.job import finetune
-    from megatron.finetuning.plan import run_dry
 
     if args.dry_run:
-        run_dry(args)
+        (relay_plan if args.pipeline_schedule == RELAY else plan).run_dry(args)
     else:
         finetune(args, stop)
 

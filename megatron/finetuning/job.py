@@ -21,12 +21,14 @@ from megatron.finetuning.data.batches import Epochs, Feed
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.relay import build_relay
+from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.timeline_files import write_pictures
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import configure_logging
@@ -137,7 +139,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    for line in (*first_lines(plan, args), *(f"note: {note}" for note in [*args.notes, *pretrained.notes])):
+    lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
+    for line in (*lines, *(f"note: {note}" for note in [*args.notes, *pretrained.notes])):
         report.say(line)
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
@@ -153,11 +156,23 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
             report.say(f"model in {args.output_dir}")
     peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
+    if plan.schedule.residency is not None:
+        report.say(relay_peaks(pipeline))
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
     torch.distributed.barrier()
     pipeline.engine.close()
     report.close()
+
+
+def relay_peaks(pipeline: BuiltPipeline) -> str:
+    """The most bytes of a relay on each rank, in a sentence. Collective."""
+    ledger = pipeline.updates[TOGETHER].ledger
+    found: list = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, (ledger.take_device_peak(), ledger.host_bytes))
+    device, host = (" ".join(f"{each / 2**20:.1f}" for each in part) for part in zip(*found, strict=True))
+    what = "" if backend.is_cuda() else " (weights, gradients and inputs)"
+    return f"of these, MiB on the device{what}: {device}; on the host: {host}"
 
 
 def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:

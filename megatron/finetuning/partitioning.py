@@ -75,6 +75,11 @@ class Candidate:
     depth: int
 
 
+def state_bytes(args: argparse.Namespace) -> int:
+    """Bytes of the optimizer's state for a parameter, where it is FP32."""
+    return _STATE_BYTES[args.optim]
+
+
 def weight_bytes(args: argparse.Namespace) -> float:
     """Bytes of a parameter together with its gradient and the optimizer's state.
 
@@ -171,7 +176,7 @@ def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argpa
         form=FORM, model=captured.model_name, task=args.task, signature=signature(captured),
         micro_batch_size=args.per_device_train_batch_size, sequence=(args.max_seq_length, args.max_target_length),
         dtype=args.dtype, method="layers", objective_ms=0.0, stage_of_node=stage_of_node,
-        rank_of_stage=partition.device_of_stage, stages=_stage_costs(captured, costs, partition),
+        rank_of_stage=partition.device_of_stage, stages=stage_costs(captured, costs, stage_of_node),
         bandwidth_gigabytes_per_second=args.bandwidth, memory_limit_bytes=num_bytes(args.memory),
         weight_bytes_per_parameter=weight_bytes(args),
     )  # fmt: skip
@@ -227,7 +232,7 @@ def candidate_of(
         objective_ms=result.value.objective_ms,
         stage_of_node=dict(sorted(partition.stage_of_node.items())),
         rank_of_stage=partition.device_of_stage,
-        stages=_stage_costs(captured, costs, partition),
+        stages=stage_costs(captured, costs, partition.stage_of_node),
         bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
         weight_bytes_per_parameter=weight_bytes(args),
@@ -291,11 +296,14 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
     return Partition(stage_of_node, tuple(partition.device_of_stage[stage] for stage in order))
 
 
-def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
-    sums = [Counter(parameters=0) for _ in range(partition.num_stages)]
+def stage_costs(
+    captured: Captured, costs: Sequence[BlockCost], stage_of_node: Mapping[int, int]
+) -> tuple[StageCost, ...]:
+    """The costs of each stage, of those of its blocks. `stage_of_node`: as in a partition's file."""
+    sums = [Counter(parameters=0) for _ in range(1 + max(stage_of_node.values()))]
     owners: dict[str, int] = {}
     for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):
-        stage = partition.stage_of_node[node]
+        stage = stage_of_node[node]
         sums[stage].update(
             forward_ms=cost.forward_ms, recompute_and_backward_ms=cost.recorded_forward_ms + cost.backward_ms,
             plain_forward_ms=cost.recorded_forward_ms, plain_backward_ms=cost.backward_ms, saved_bytes=cost.saved_bytes,

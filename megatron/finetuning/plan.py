@@ -17,7 +17,7 @@ import sympy
 import torch
 from rich.table import Table
 
-from megatron.capture.blocks import crossings
+from megatron.capture.blocks import Crossings, crossings
 from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
@@ -59,7 +59,8 @@ class RunPlan:
         initializer_range: the standard deviation of a new head's weights.
         edge_bytes: bytes of each edge by (source, target).
         save_rest: writes the configuration and the processor into a folder.
-        copies: name of a parameter of which several stages have a copy -> these stages.
+        crossing: what crosses between stages, and which stages have which parameters.
+        batch: a microbatch of real samples.
     """
 
     model: torch.nn.Module
@@ -72,7 +73,8 @@ class RunPlan:
     initializer_range: float
     edge_bytes: Mapping[tuple[int, int], EdgeBytes]
     save_rest: Callable[[Path], None]
-    copies: Mapping[str, tuple[int, ...]]
+    crossing: Crossings
+    batch: Mapping[str, torch.Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,7 +128,8 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
         save_rest=lambda folder: _save_rest(folder, model, data, args),
-        copies=crossing.copies,
+        crossing=crossing,
+        batch=batch,
     )
 
 

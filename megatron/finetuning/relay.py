@@ -58,7 +58,7 @@ def build_relay(
     own = schedule.stages_of(rank)
     stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
     modules = {index: StageModule(stage, results) for index, stage in stages.items()}
-    names = {index: _own_names(stage, plan.copies) for index, stage in stages.items()}
+    names = {index: _own_names(stage, plan.crossing.copies) for index, stage in stages.items()}
     exact: dict[str, Tensor] = {}
     with agreed():  # each rank reads its own tensors
         store = HostStore(
@@ -131,9 +131,9 @@ def _values(
 
 def _tied(plan: RunPlan, names: Mapping[int, Mapping[str, str]], rank: int) -> TiedParameter | None:
     """The shared parameter, if this rank has a copy. Collective over the job."""
-    if not plan.copies:
+    if not plan.crossing.copies:
         return None
-    [(shared, ends)] = plan.copies.items()
+    [(shared, ends)] = plan.crossing.copies.items()
     ranks = sorted({plan.schedule.rank_of_stage[stage] for stage in ends})
     group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
     own = tuple(key for index in ends if index in names for key, name in names[index].items() if name == shared)

@@ -50,7 +50,9 @@ def test_a_resumed_relay_is_the_run(folder, ranks, precision):
     assert rest.losses == whole.losses[3:] and len(rest.losses) >= 3
     same(whole, rest)
     cut = cases.partition(folder, CLASSES, (0,), *argv[-1:] * ("--bf16" in argv), dropout=0.1)
-    flush = run(folder, f"flush-{name}", *argv, "--pipeline_schedule", "flush", "--partition", cut, ranks=1, dropout=0.1)
+    flush = run(
+        folder, f"flush-{name}", *argv, "--pipeline_schedule", "flush", "--partition", cut, ranks=1, dropout=0.1
+    )
     assert whole.losses == flush.losses
     assert [line["eval_loss"] for line in whole.lines if "eval_loss" in line] == [
         line["eval_loss"] for line in flush.lines if "eval_loss" in line

@@ -1,0 +1,184 @@
+"""Memory and time of a relay (L2L) before it runs: bytes on the device and on the host, and the speed on known GPUs.
+
+The bound of a batch is what no order of its work can beat: the computation of the busiest device, the bytes that its
+link carries in either direction, or its share of the host's optimizer, whichever takes longest. The simulated time is
+that of the program, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from megatron.capture.estimate import Roofline, estimate
+from megatron.documents import counted
+from megatron.documents.tables import console
+from megatron.finetuning.partitioning import stage_costs, state_bytes
+from megatron.finetuning.plan import RunPlan, make_plan
+from megatron.finetuning.samples import read_data
+from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
+from megatron.pipeline.runtime.failure.errors import SameEverywhere
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.job.cluster import HOST_MEMORY_BANDWIDTH
+from megatron.planner.job.devices import DEVICES, Device
+
+GIB = 2**30
+LAUNCH_MICROSECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class RelayBytes:
+    """Bytes of one rank.
+
+    Attributes:
+        resident, gradients, inputs, layer: on the device: the weights of the layers that are there at once, the buffers
+            of gradients, the inputs and outputs of layers, and what a microbatch saves in the layer that computes.
+        host: weights, gradients, masters and optimizer.
+        stash: inputs on the host.
+    """
+
+    resident: int
+    gradients: int
+    inputs: int
+    layer: int
+    host: int
+    stash: int
+
+    @property
+    def device(self) -> int:
+        return self.resident + self.gradients + self.inputs + self.layer
+
+
+def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayBytes:
+    """The bytes of a rank. Inputs on the device are an upper bound."""
+    stages, residency = plan.schedule.stages_of(rank), plan.schedule.residency
+    weights, trained = zip(*(_elements(plan, stage) for stage in stages), strict=True)
+    size = plan.dtype.itemsize
+    _, arena = places(weights, residency.stages)
+    m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
+    leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
+    waiting = m * (leaving + 2 * largest)
+    per_parameter = 2 * size + state_bytes(args) + 4 * args.bf16
+    return RelayBytes(
+        resident=size * arena,
+        gradients=size * min(GRADIENT_BUFFERS, len(stages)) * max(trained),
+        inputs=(m + 3) * largest if residency.stashes_on_host else waiting,
+        layer=max(plan.partition.stages[stage].saved_bytes for stage in stages),
+        host=size * sum(weights) + (per_parameter - size) * sum(trained),
+        stash=m * leaving if residency.stashes_on_host else 0,
+    )
+
+
+def _elements(plan: RunPlan, stage: int) -> tuple[int, int]:
+    """How many elements the parameters of a stage have, and how many of these are trained."""
+    crossing, parameters = plan.crossing, plan.captured.parameters
+    names = [name for name, owner in crossing.owner.items() if stage in crossing.copies.get(name, (owner,))]
+    own = [parameters[name] for name in names]
+    return sum(each.numel() for each in own), sum(each.numel() for each in own if each.requires_grad)
+
+
+def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
+    """The first lines of a run's log."""
+    schedule, residency = plan.schedule, plan.schedule.residency
+    yield (
+        f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} relayed by "
+        f"{counted(schedule.num_ranks, 'rank')}, {residency.stages} at once on a device, updates {residency.update}, "
+        f"inputs on the {residency.stash}"
+    )
+    for rank in range(schedule.num_ranks):
+        found = relay_bytes(plan, args, rank)
+        yield (
+            f"rank {rank}: {found.device / GIB:.3f} GiB on the device (weights {found.resident / GIB:.3f}, gradients "
+            f"{found.gradients / GIB:.3f}, inputs {found.inputs / GIB:.3f}, a layer's activations "
+            f"{found.layer / GIB:.3f}), {(found.host + found.stash) / GIB:.3f} GiB on the host"
+        )
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A batch on one kind of GPU.
+
+    Attributes:
+        compute, link, host: seconds of the bounds.
+        simulated: seconds of a batch of the program, one after another.
+        tokens: of a batch, padding included.
+    """
+
+    compute: float
+    link: float
+    host: float
+    simulated: float
+    tokens: int
+
+    @property
+    def bound(self) -> float:
+        return max(self.compute, self.link, self.host)
+
+
+def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
+    """The speed on GPUs of a kind."""
+    schedule, m, size = plan.schedule, args.gradient_accumulation_steps, plan.dtype.itemsize
+    roofline = Roofline(device.product_rate(size) / 1e12, device.memory_bandwidth, LAUNCH_MICROSECONDS)
+    costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), plan.partition.stage_of_node)
+    elements = [_elements(plan, stage) for stage in range(schedule.num_stages)]
+    to_host = 1e9 * device.host_bandwidth
+    weights, gradients = ([size * each / to_host for each in counts] for counts in zip(*elements, strict=True))
+    stepped = 6 * 4 + size + size * (size < 4)  # read: gradient, master, moments; written: master, moments, the weight
+    a_parameter = stepped * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH)
+    update = [a_parameter * trained for _, trained in elements]
+    edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
+    inputs = [0.0, *(each / to_host for each in edges)]
+    plain = [(cost.plain_forward_ms / 1e3, cost.plain_backward_ms / 1e3) for cost in costs]
+    forward = [
+        cost.forward_ms / 1e3 if schedule.recomputes(stage) else plain[stage][0] for stage, cost in enumerate(costs)
+    ]
+    priced = Costs(
+        forward=forward, recompute=[each for each, _ in plain], backward=[each for _, each in plain], fetch=weights,
+        store=gradients, update=update, offload=inputs, bandwidth=1e9 * device.link_bandwidth, forward_bytes=edges,
+    )  # fmt: skip
+    ends = [simulate(schedule.build((m,) * batches), priced).makespan for batches in (2, 4)]
+    compute = link = host = 0.0
+    for rank in range(schedule.num_ranks):
+        own = schedule.stages_of(rank)
+        again = sum(plain[stage][0] for stage in own if schedule.recomputes(stage))
+        compute = max(compute, m * (again + sum(forward[stage] + plain[stage][1] for stage in own)))
+        stash = m * sum(inputs[stage] for stage in own[:-1]) * schedule.residency.stashes_on_host
+        down = sum(weights[stage] for stage in (*own, *own[: -schedule.residency.stages])) + stash
+        link = max(link, down, sum(gradients[stage] for stage in own) + stash)
+        host = max(host, sum(update[stage] for stage in own))
+    tokens = next(iter(plan.batch.values())).shape[0] * args.max_seq_length * m
+    return Speed(compute, link, host, (ends[1] - ends[0]) / 2, tokens)
+
+
+def run_dry(args: argparse.Namespace) -> None:
+    """Print a relay's memory and times on the first rank. Raises SameEverywhere if the job could not run."""
+    if args.rank:
+        return
+    try:
+        if unknown := [name for name in args.dry_run_gpus if name not in DEVICES]:
+            raise ValueError(f"--dry_run_gpus {unknown[0]} is not known; give some of {', '.join(DEVICES)}")
+        plan = make_plan(args, read_data(args))
+    except ValueError as error:
+        raise SameEverywhere(str(error)) from error
+    out = console(150)
+    for line in relay_lines(plan, args):
+        out.print(line)
+    out.print(_table(plan, args))
+
+
+def _table(plan: RunPlan, args: argparse.Namespace) -> Table:
+    """What the job needs and reaches on each kind of --dry_run_gpus."""
+    table = Table("GPU", "fits", "of GiB", "compute s", "link s", "host s", "simulated s", "of the bound", "tokens/s")
+    most = max(relay_bytes(plan, args, rank).device for rank in range(plan.schedule.num_ranks))
+    for name in args.dry_run_gpus:
+        speed = speed_of(plan, args, DEVICES[name])
+        table.add_row(
+            name, "yes" if most <= DEVICES[name].memory_gib * GIB else "no", f"{DEVICES[name].memory_gib:.1f}",
+            f"{speed.compute:.2f}", f"{speed.link:.2f}", f"{speed.host:.2f}", f"{speed.simulated:.2f}",
+            f"{100 * speed.bound / speed.simulated:.1f}%", f"{speed.tokens / speed.simulated:,.0f}",
+        )  # fmt: skip
+    return table
