@@ -21,6 +21,7 @@ from megatron.finetuning.plan import RunPlan, make_plan
 from megatron.finetuning.samples import read_data
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
+from megatron.pipeline.runtime.relay.host_store import FlatLayout, trained
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import HOST_MEMORY_BANDWIDTH
@@ -56,29 +57,29 @@ class RelayBytes:
 def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayBytes:
     """The bytes of a rank. Inputs on the device are an upper bound."""
     stages, residency = plan.schedule.stages_of(rank), plan.schedule.residency
-    weights, trained = zip(*(_elements(plan, stage) for stage in stages), strict=True)
+    weights, gradients = zip(*(_bytes(plan, stage) for stage in stages), strict=True)
     size = plan.dtype.itemsize
     _, arena = places(weights, residency.stages)
     m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
     leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
     waiting = m * (leaving + 2 * largest)
-    per_parameter = 2 * size + state_bytes(args) + 4 * args.bf16
+    optimizer = state_bytes(args) + 4 * args.bf16  # for each trained parameter
     return RelayBytes(
-        resident=size * arena,
-        gradients=size * min(GRADIENT_BUFFERS, len(stages)) * max(trained),
+        resident=arena,
+        gradients=min(GRADIENT_BUFFERS, len(stages)) * max(gradients),
         inputs=(m + 3) * largest if residency.stashes_on_host else waiting,
         layer=max(plan.partition.stages[stage].saved_bytes for stage in stages),
-        host=size * sum(weights) + (per_parameter - size) * sum(trained),
+        host=sum(weights) + sum(gradients) * (size + optimizer) // size,
         stash=m * leaving if residency.stashes_on_host else 0,
     )
 
 
-def _elements(plan: RunPlan, stage: int) -> tuple[int, int]:
-    """How many elements the parameters of a stage have, and how many of these are trained."""
+def _bytes(plan: RunPlan, stage: int) -> tuple[int, int]:
+    """Bytes of the weights of a stage, and of the gradients of those that are trained, in flat memory."""
     crossing, parameters = plan.crossing, plan.captured.parameters
     names = [name for name, owner in crossing.owner.items() if stage in crossing.copies.get(name, (owner,))]
-    own = [parameters[name] for name in names]
-    return sum(each.numel() for each in own), sum(each.numel() for each in own if each.requires_grad)
+    own = {name: parameters[name] for name in names}
+    return FlatLayout(own).num_bytes, FlatLayout(trained(own)).num_bytes
 
 
 def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
@@ -124,12 +125,12 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     schedule, m, size = plan.schedule, args.gradient_accumulation_steps, plan.dtype.itemsize
     roofline = Roofline(device.product_rate(size) / 1e12, device.memory_bandwidth, LAUNCH_MICROSECONDS)
     costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), plan.partition.stage_of_node)
-    elements = [_elements(plan, stage) for stage in range(schedule.num_stages)]
+    own_bytes = [_bytes(plan, stage) for stage in range(schedule.num_stages)]
     to_host = 1e9 * device.host_bandwidth
-    weights, gradients = ([size * each / to_host for each in counts] for counts in zip(*elements, strict=True))
+    weights, gradients = ([each / to_host for each in part] for part in zip(*own_bytes, strict=True))
     stepped = 6 * 4 + size + size * (size < 4)  # read: gradient, master, moments; written: master, moments, the weight
-    a_parameter = stepped * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH)
-    update = [a_parameter * trained for _, trained in elements]
+    a_byte = stepped * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH * size)
+    update = [a_byte * steps for _, steps in own_bytes]
     edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
     inputs = [0.0, *(each / to_host for each in edges)]
     plain = [(cost.plain_forward_ms / 1e3, cost.plain_backward_ms / 1e3) for cost in costs]

@@ -1,7 +1,17 @@
 """`finetune.py --pipeline_schedule l2l`: any captured model trains with its weights on the host as one process does."""
 
-import pytest
+from pathlib import Path
+from unittest import mock
 
+import pytest
+import torch
+import transformers
+
+from megatron.finetuning import job
+from megatron.finetuning.relay import build_relay
+from megatron.finetuning.relay_plan import relay_bytes
+from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
+from tests import workers
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import run, same
 
@@ -58,3 +68,52 @@ def test_a_resumed_relay_is_the_run(folder, ranks, precision):
         line["eval_loss"] for line in flush.lines if "eval_loss" in line
     ]
     same(whole, flush)
+
+
+DEEP = {
+    "llama": ("causal-lm", transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 1}),
+    "qwen3": ("causal-lm", transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 8, "num_key_value_heads": 1}),
+    "t5": ("text-to-text", transformers.T5ForConditionalGeneration, transformers.T5Config,
+           {"d_model": 16, "d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0, "pad_token_id": 0}),
+    "vit": ("image-classification", transformers.ViTForImageClassification, transformers.ViTConfig,
+            {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}),
+}  # fmt: skip
+
+
+def device_peak(folder: Path, kind: str, layers: int) -> tuple[int, int, int]:
+    """The most bytes of two batches on the device; what was planned of them; and bytes on the host."""
+    task, model, config, options = DEEP[kind]
+    shape = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
+    if kind == "t5":
+        shape = {"num_layers": layers // 2, "num_heads": 2}
+    path = Path(folder) / f"{kind}-{layers}"
+    torch.manual_seed(1)
+    model(config(**shape, **({} if kind == "vit" else {"vocab_size": 44}), **options)).save_pretrained(path)
+    if kind != "vit":
+        tiny.tokenizer().save_pretrained(path)
+    kept = []
+
+    def keep(plan, args, **options):
+        kept.append((build_relay(plan, args, **options), relay_bytes(plan, args, 0)))
+        return kept[0][0]
+
+    argv = ["--model_name_or_path", path, "--max_steps", 2, "--gradient_accumulation_steps", 4, "--pipeline_schedule",
+            "l2l", "--num_train_epochs", 9]  # fmt: skip
+    with mock.patch.object(job, "build_relay", keep):
+        cases.finetune(folder, task, argv=[str(each) for each in argv], name=path.name)
+    [(pipeline, planned)] = kept
+    ledger = pipeline.updates[TOGETHER].ledger
+    return ledger.largest_device_bytes, planned.device - planned.layer, ledger.host_bytes
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "t5" else pytest.param(kind, marks=pytest.mark.full) for kind in DEEP]
+)
+def test_the_device_does_not_grow_with_depth(folder, kind):
+    """Three times as deep, the same bytes on the device, which are at most those planned; the host holds the rest."""
+    (few, planned, on_host), (many, planned_again, more_on_host) = (
+        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=layers)[0] for layers in (8, 24)
+    )
+    assert few == many <= planned == planned_again
+    assert few > 0.7 * planned and more_on_host > 2 * on_host
