@@ -197,9 +197,14 @@ def initial_tensors(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Te
 
 # --- optimizers and learning rates
 
+def _of_adam(args: argparse.Namespace) -> dict[str, Any]:
+    return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
+
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[[argparse.Namespace], dict[str, Any]]]] = {
-    "adam": (torch.optim.Adam, lambda args: {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}),
-    "adamw": (torch.optim.AdamW, lambda args: {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}),
+    "adam": (torch.optim.Adam, _of_adam),
+    "adamw": (torch.optim.AdamW, _of_adam),
+    "adamw_torch_fused": (torch.optim.AdamW, lambda args: _of_adam(args) | {"fused": True}),
     "sgd": (torch.optim.SGD, lambda args: {"momentum": args.momentum}),
     "adafactor": (torch.optim.Adafactor, lambda args: {}),
 }

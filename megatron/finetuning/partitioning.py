@@ -42,7 +42,7 @@ from megatron.pipeline.simulate.costs import Costs
 ALIKE = 1.005
 """Among candidates within this factor of the least simulated time, the one of the least depth (staleness) is chosen."""
 
-_STATE_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "adafactor": 0}
+_STATE_BYTES = {"adamw": 8, "adamw_torch_fused": 8, "adam": 8, "sgd": 4, "adafactor": 0}
 """Bytes of the optimizer's state for each parameter, in FP32; Adafactor's row and column sums are negligible."""
 
 

@@ -29,6 +29,7 @@ CLASSES = "sequence-classification"
     ("task", "ranks", "argv"),
     [
         (CLASSES, 1, ["--gradient_accumulation_steps", 4, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
+        (CLASSES, 2, ["--gradient_accumulation_steps", 2, "--optim", "adamw_torch_fused"]),
         ("text-to-text", 2, ["--gradient_accumulation_steps", 2, "--max_grad_norm", 0.1]),
         ("causal-lm", 1, ["--gradient_accumulation_steps", 2, "--max_grad_norm", 0, "--l2l_stash", "device"]),
         ("causal-lm", 2, ["--optim", "sgd", "--learning_rate", 0.1, "--gradient_accumulation_steps", 2]),

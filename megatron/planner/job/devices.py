@@ -139,6 +139,7 @@ DEVICES: dict[str, Device] = {
         ("GB300", 275.5, 5000, 2500, 80, 8000, 900, _NVLINK_C2C, True),
         ("MI300X", 191.98, 2614.9, 1307.4, 163.4, 5300, _XGMI, _PCIE_5, True),
         ("A6000", 47.53, None, 154.8, 38.7, 768, _PCIE_4, _PCIE_4, True),
+        ("RTX5090", 31.36, 419, 209.5, 104.8, 1792, _PCIE_5, _PCIE_5, True),
         ("RTX4090", 23.64, 330.3, 165.2, 82.6, 1008, _PCIE_4, _PCIE_4, True),
         ("RTX3090", 23.69, None, 71, 35.6, 936, _PCIE_4, _PCIE_4, True),
         ("V100-32", 31.75, None, 125, 15.7, 900, 150, _PCIE_3, False),
@@ -176,7 +177,7 @@ def device_gib(text: str) -> float:
 
 _FAMILIES = (
     "GB300", "GB200", "B200", "H200", "H100", "H800", "A100", "A800", "V100", "L40S", "MI300X", "A6000", "2080TI",
-    "1080TI", "4090", "3090", "H20", "L4",
+    "1080TI", "5090", "4090", "3090", "H20", "L4",
 )  # fmt: skip
 _ANOTHER = r"(?![\dT]| ?D\b| LAPTOP| MAX-Q)"
 """Matches only if no text behind a family's name makes it another card: 4090 D, 3090 Ti (`_spelled` removes the blank),

@@ -59,6 +59,7 @@ def test_a_name_means_itself(name):
         ("H100-PCIe-80", "H100-PCIe"),
         ("GB200 NVL72", "GB200"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 5090", "RTX5090"),
         ("NVIDIA RTX A6000", "A6000"),
         ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA L4", "L4"),
@@ -74,7 +75,7 @@ def test_labels_of_drivers_and_shops(label, name):
 @pytest.mark.parametrize(
     "label",
     ["A100", "A100-PCIe", "8x H100", "H100-96GB", "H100-PCIe-96", "H200 NVL", "GH200", "A100X", "GB200 NVL4", "B300",
-     "A1000", "L40", "H20-141GB", "", "cpu-like", "RTX 4090 D", "RTX 4090D", "RTX 3090 Ti", "RTX 4090 Laptop GPU",
+     "A1000", "L40", "H20-141GB", "", "cpu-like", "RTX 4090 D", "RTX 5090 D", "RTX 4090D", "RTX 3090 Ti", "RTX 4090 Laptop GPU",
      "A800 PCIe", "A800 40GB", "GH20", "MI300A", "RTX 6000 Ada"],
 )  # fmt: skip
 def test_what_means_several_or_more(label):

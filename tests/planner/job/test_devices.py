@@ -54,3 +54,4 @@ def test_links():
     assert DEVICES["MI300X"].link_bandwidth == 448 and DEVICES["H20"].link_bandwidth == 450
     cards = [DEVICES[name] for name in ("L4", "A6000", "RTX4090", "RTX3090")]
     assert all(31 < each.link_bandwidth < 32 and not each.has_nvlink for each in cards)
+    assert 63 <= DEVICES["RTX5090"].link_bandwidth < 64 and not DEVICES["RTX5090"].has_nvlink
