@@ -16,6 +16,9 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 RELAY = "l2l"
+PRICED = ["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"]
+"""GPUs on which a dry run prices l2l, unless others are given."""
+
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
@@ -336,8 +339,7 @@ def _add_pipeline(group) -> None:
     add("--l2l_update", choices=("auto", "eager", "deferred"), default="auto",
         help="the host steps a layer at once, or after the norm by which gradients are clipped (l2l)")  # fmt: skip
     add("--l2l_stash", choices=("host", "device"), default="host", help="where inputs of layers wait (l2l)")
-    add("--dry_run_gpus", nargs="+", metavar="GPU", default=["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"],
-        help="GPUs on which --dry_run prices l2l")  # fmt: skip
+    add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")

@@ -73,7 +73,8 @@ def test_a_resumed_relay_is_the_run(folder, ranks, precision):
 
 DEEP = {
     "llama": ("causal-lm", transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 1}),
-    "qwen3": ("causal-lm", transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {"head_dim": 8, "num_key_value_heads": 1}),
+    "qwen3": ("causal-lm", transformers.Qwen3ForCausalLM, transformers.Qwen3Config,
+              {"head_dim": 8, "num_key_value_heads": 1}),
     "t5": ("text-to-text", transformers.T5ForConditionalGeneration, transformers.T5Config,
            {"d_model": 16, "d_kv": 8, "d_ff": 32, "decoder_start_token_id": 0, "pad_token_id": 0}),
     "vit": ("image-classification", transformers.ViTForImageClassification, transformers.ViTConfig,

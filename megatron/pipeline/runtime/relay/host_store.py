@@ -35,9 +35,13 @@ from megatron.backend.device import host_mapping
 from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.contract.tensors import ALIGNMENT
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
+from megatron.pipeline.runtime.relay.packed_weights import Packing
 
 Flat = Mapping[torch.dtype, Tensor]
 """Dtype -> flat tensor."""
+
+Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""(shape, dtype) -> memory."""
 
 
 class FlatLayout:
@@ -69,7 +73,7 @@ class FlatLayout:
     def num_bytes(self) -> int:
         return sum(count * dtype.itemsize for dtype, count in self.num_elements.items())
 
-    def allocate(self, make: Callable[[tuple[int, ...], torch.dtype], Tensor]) -> dict[torch.dtype, Tensor]:
+    def allocate(self, make: Make) -> dict[torch.dtype, Tensor]:
         """Allocate one flat tensor per dtype by `make(shape, dtype)`."""
         return {dtype: make((count,), dtype) for dtype, count in self.num_elements.items()}
 
@@ -102,13 +106,18 @@ class HostStage:
     """A stage on the host.
 
     Attributes:
-        layout, gradient_layout, master_layout: the places of weights, gradients and masters.
+        names: of the stage's parameters, in their order.
+        device_layout: the places of all weights on the device. Those in `layout` come first.
+        layout, gradient_layout, master_layout: the places of weights that are not packed, gradients and masters.
         flat, flat_gradients: dtype -> 1-d tensor.
         weights, gradients: name -> view of a flat tensor; frozen weights have no gradient.
+        packed: the weights that are packed.
         masters: name -> FP32 view, for the weights that have a master.
         share: name -> the elements that this process steps; None: it steps all.
     """
 
+    names: tuple[str, ...]
+    device_layout: FlatLayout
     layout: FlatLayout
     flat: dict[torch.dtype, Tensor]
     weights: dict[str, Tensor]
@@ -118,6 +127,7 @@ class HostStage:
     master_layout: FlatLayout
     masters: dict[str, Tensor]
     share: dict[str, slice] | None
+    packed: PackedWeights
 
     def own(self, name: str, tensor: Tensor) -> Tensor:
         """The part of a tensor in the shape of a parameter that this process steps: a 1-d view, or the whole tensor."""
@@ -133,7 +143,44 @@ class HostStage:
 
     @property
     def num_bytes(self) -> int:
-        return self.layout.num_bytes + self.gradient_layout.num_bytes + self.master_layout.num_bytes
+        layouts = self.layout, self.gradient_layout, self.master_layout, self.packed.layout
+        return sum(layout.num_bytes for layout in layouts)
+
+
+class PackedWeights:
+    """The frozen weights of a stage that are packed on the host.
+
+    Attributes:
+        layout: the places of their parts.
+        flat: dtype -> 1-d tensor on the host.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], packing: Packing | None, make: Make) -> None:
+        self._packing, self._names = packing, tuple(weights)
+        empty = {
+            f"{name}: {part}": tensor
+            for name, weight in weights.items()
+            for part, tensor in packing.empty(weight).items()
+        }
+        self.layout = FlatLayout(empty)
+        self.flat = self.layout.allocate(make)
+        self._views = self.layout.views(self.flat)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def pack(self, name: str, weight: Tensor) -> None:
+        """Pack the values of a weight."""
+        self._packing.pack(weight, *self._parts(self._views, name))
+
+    def unpack(self, flat: Flat, weights: Mapping[str, Tensor]) -> None:
+        """Write all weights from flat tensors like `self.flat`, such as their copies on the device."""
+        views = self.layout.views(flat)
+        for name in self._names:
+            self._packing.unpack(*self._parts(views, name), weights[name])
+
+    def _parts(self, views: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+        return views[f"{name}: codes"], views[f"{name}: scales"]
 
 
 class HostStore:
@@ -152,6 +199,7 @@ class HostStore:
         replicas: the replicas that share the store; None: it is not shared. If they are several, the constructor is
             collective, and the values come from the first of them.
         gathers: each replica fetches a share of the weights, and their devices gather the shares.
+        packing: the form of frozen weights whose name `packs` accepts; None: all are as they are.
 
     Attributes:
         stages: stage -> `HostStage`.
@@ -177,8 +225,12 @@ class HostStore:
         first_version: int = 0,
         replicas: NodeReplicas | None = None,
         gathers: bool = False,
+        packing: Packing | None = None,
+        packs: Callable[[str], bool] = lambda name: True,
     ) -> None:
         _require_own(stages)
+        if packing is not None and gathers:
+            raise ValueError("packed weights are not fetched in shares; let each replica fetch whole stages")
         self.is_shared = replicas is not None and replicas.size > 1
         self.gathers = gathers and self.is_shared
         self.replicas = replicas if self.is_shared else None
@@ -189,9 +241,17 @@ class HostStore:
         for stage, parameters in stages.items():
             share = share_of(trained(parameters), replicas.index, replicas.size) if self.is_shared else None
             parts = replicas.size if self.gathers else 1
-            place = self.stages[stage] = _place_of(parameters, gradient_dtype, masters, self.make, share, parts)
+            frozen = {name: each for name, each in parameters.items() if not each.requires_grad}
+            packed = {name: each for name, each in frozen.items() if packing and packing.takes(each) and packs(name)}
+            place = self.stages[stage] = _place_of(
+                parameters, gradient_dtype, masters, self.make, share, parts, PackedWeights(packed, packing, self.make)
+            )
             given = parameters if values is None else values(stage)
             for name, parameter in parameters.items():
+                if name in packed:
+                    if not self.is_shared or replicas.index == 0:
+                        place.packed.pack(name, given[name].detach())
+                    continue
                 weight, master = place.weights[name], place.masters.get(name)
                 if not self.is_shared or replicas.index == 0:
                     weight.copy_(given[name].detach())
@@ -238,18 +298,22 @@ def _place_of(
     parameters: Mapping[str, Tensor],
     gradient_dtype: torch.dtype | None,
     masters: bool | Mapping[str, Tensor],
-    make: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    make: Make,
     share: dict[str, slice] | None,
     parts: int,
+    packed: PackedWeights,
 ) -> HostStage:
     def has_master(name: str) -> bool:
         return name in masters if isinstance(masters, Mapping) else masters and parameters[name].dtype in LOW_PRECISION
 
     steps = trained(parameters)
-    layout, gradient_layout = FlatLayout(parameters, parts=parts), FlatLayout(steps, dtype=gradient_dtype)
+    plain = {name: each for name, each in parameters.items() if name not in packed}
+    layout, gradient_layout = FlatLayout(plain, parts=parts), FlatLayout(steps, dtype=gradient_dtype)
     master_layout = FlatLayout({name: steps[name] for name in steps if has_master(name)}, dtype=torch.float32)
     flat, flat_gradients = layout.allocate(make), gradient_layout.allocate(make)
     return HostStage(
+        tuple(parameters),
+        FlatLayout(plain | dict(parameters), parts=parts),
         layout,
         flat,
         layout.views(flat),
@@ -259,6 +323,7 @@ def _place_of(
         master_layout,
         master_layout.views(master_layout.allocate(make)),
         share,
+        packed,
     )
 
 

@@ -61,25 +61,30 @@ class ResidentWeights:
         self.num_fetched = self.num_bytes_fetched = 0
         self._store = store
         self.parameters = {
-            stage: dict(zip(store.stages[stage].weights, module.parameters(), strict=True))
+            stage: dict(zip(store.stages[stage].names, module.parameters(), strict=True))
             for stage, module in modules.items()
         }
         self._resident: dict[int, int] = {}  # stage -> version, at the present place in the row
         self._num_resident = num_resident
         self._shows_host = False
         stages = [store.stages[stage] for stage in modules]
-        dtypes = {dtype for stage in stages for dtype in stage.flat}
+        dtypes = {dtype for stage in stages for dtype in stage.device_layout.num_elements}
         self._nan = {dtype: torch.full((1,), torch.nan, dtype=dtype, device=device) for dtype in dtypes}
         self._arena: dict[torch.dtype, Tensor] = {}
         self._flat: dict[int, dict[torch.dtype, Tensor]] = {stage: {} for stage in modules}
         for dtype in dtypes:
-            sizes = [stage.layout.num_elements.get(dtype, 0) for stage in stages]
+            sizes = [stage.device_layout.num_elements.get(dtype, 0) for stage in stages]
             starts, length = places(sizes, num_resident)
             self._arena[dtype] = arena = torch.empty(length, dtype=dtype, device=device)
             for stage, start, size in zip(modules, starts, sizes, strict=True):
                 if size:
                     self._flat[stage][dtype] = arena[start : start + size]
-        self._views = {stage: store.stages[stage].layout.views(flat) for stage, flat in self._flat.items()}
+        self._views = {stage: store.stages[stage].device_layout.views(flat) for stage, flat in self._flat.items()}
+        most: dict[torch.dtype, int] = {}
+        for stage in stages:
+            for dtype, count in stage.packed.layout.num_elements.items():
+                most[dtype] = max(most.get(dtype, 0), count)
+        self._arriving = {dtype: torch.empty(count, dtype=dtype, device=device) for dtype, count in most.items()}
         self._gather = _WeightGather(store.replicas, device=device) if store.gathers else None
         self._warm_up(device)
         for module in modules.values():
@@ -101,8 +106,8 @@ class ResidentWeights:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the arena, which do not depend on the stages that are on the device."""
-        return sum(arena.nbytes for arena in self._arena.values())
+        """The bytes of the arena, and of packed weights that arrive, whichever stages are on the device."""
+        return sum(each.nbytes for each in (*self._arena.values(), *self._arriving.values()))
 
     def of_stage(self, stage: int) -> StageWeights:
         """The weights of a stage, with which the stage is built in place of weight versions."""
@@ -126,11 +131,17 @@ class ResidentWeights:
             found = self._store.versions[stage]
             assert found == version, f"the host has version {found} of stage {stage}, and {version} is fetched"
             for dtype, host in self._store.stages[stage].flat.items():
-                span = slice(None) if self._gather is None else self._gather.share(len(host))
+                span = slice(len(host)) if self._gather is None else self._gather.share(len(host))
                 flat[dtype][span].copy_(host[span], non_blocking=True)
                 self.num_bytes_fetched += host[span].nbytes
                 if self._gather is not None:
                     self._gather.gather(flat[dtype])
+            packed = self._store.stages[stage].packed
+            for dtype, host in packed.flat.items():
+                self._arriving[dtype][: len(host)].copy_(host, non_blocking=True)
+                self.num_bytes_fetched += host.nbytes
+            if packed.flat:
+                packed.unpack(self._arriving, self._views[stage])
             for name, parameter in self.parameters[stage].items():
                 parameter.data = self._views[stage][name]
             self.num_fetched += 1
@@ -163,9 +174,12 @@ class ResidentWeights:
         """Point all parameters at the weights on the host until the next FETCH. Called while drained."""
         assert not self._resident, f"stages {list(self._resident)} are on the device"
         for stage, parameters in self.parameters.items():
-            weights = self._store.stages[stage].weights
+            place = self._store.stages[stage]
             for name, parameter in parameters.items():
-                parameter.data = weights[name]
+                if name in place.packed:
+                    parameter.data = self._nan[parameter.dtype].expand(parameter.shape)
+                else:
+                    parameter.data = place.weights[name]
         self._shows_host = True
 
     def _take_all_away(self) -> None:
