@@ -17,7 +17,7 @@ receives it from the stage that makes it, and each other stage receives it from 
 the graph of stages anyway. So no stage waits longer, and each holder adds its own share to the gradient that comes back
 from the next stage. The sum is in the order in which autograd adds the uses in one process, and along a chain of stages
 it is equal to the last bit. (With `relay=False` the making stage sends the tensor to all others, and adds up their
-gradients.)
+gradients.) A frozen parameter is never sent: each stage that uses it has a copy.
 """
 
 from __future__ import annotations
@@ -213,14 +213,17 @@ def crossings(captured: Captured, stage_of_node: Mapping[int, int], *, relay: bo
 def _owners(
     captured: Captured, stage_of: Mapping[fx.Node, int], users: dict[fx.Node | str, set[int]]
 ) -> dict[str, int]:
-    """The owner of each parameter: the first stage that uses it. The other stages are recorded in `users`."""
+    """The owner of each parameter: the first stage that uses it.
+
+    The other stages that use a trained parameter are recorded in `users`.
+    """
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):
             stages = {stage_of[user] for user in node.users if user in stage_of}
             found.setdefault(without_model(node.target), set()).update(stages)
     for name, stages in found.items():
-        if len(stages) > 1:
+        if len(stages) > 1 and captured.parameters[name].requires_grad:
             users[name] = stages - {min(stages)}
     return {name: min(stages) for name, stages in found.items()}
 

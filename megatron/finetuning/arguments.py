@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
@@ -80,6 +81,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.fp16:
         raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
     settle_precision(args)
+    validate_adapter(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
@@ -225,6 +227,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_model_and_data(parser.add_argument_group("model and data"))
     _add_training(parser.add_argument_group("training"))
+    add_adapters(parser.add_argument_group("adapters"))
     _add_pipeline(parser.add_argument_group("pipeline"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -268,6 +271,11 @@ def add_microbatch(group) -> None:
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
+
+
+def add_adapters(group) -> None:
+    """Add the flags that decide which parameters are trained."""
+    add_adapter(both_spellings(group), within=_within)
 
 
 def _add_training(group) -> None:
@@ -322,6 +330,7 @@ def _add_output(group) -> None:
     add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
+    add_merge(add)
     add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
     add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,

@@ -23,6 +23,7 @@ from megatron import backend
 from megatron.capture.cut import CapturedStage, StageData, cut
 from megatron.capture.randomness import mixed
 from megatron.capture.tensors import load_stage
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
@@ -108,7 +109,7 @@ def build_pipeline(
     *,
     feed: Feed,
     summary: Summary,
-    pretrained: Pretrained,
+    pretrained: Pretrained | AdapterTensors,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
@@ -122,11 +123,13 @@ def build_pipeline(
     results = Results(summary)
     cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
     exact: dict[str, Tensor] = {}
+    initial = _initial(args, plan)
     modules = {}
     with agreed():  # each rank reads its own tensors
         for index, stage in cut_stages.items():
             load_stage(
-                stage, pretrained.folder, device=device, read=pretrained.read, initial=_initial(args, plan),
+                stage, pretrained.folder, device=device, read=pretrained.read,
+                initial=pretrained.initial(initial) if isinstance(pretrained, AdapterTensors) else initial,
                 exact=exact if args.bf16 else None,
             )  # fmt: skip
             modules[index] = StageModule(stage.to(device), results)
@@ -170,6 +173,7 @@ def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
         other: EdgeTensors(
             [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],
             [tensor.owner for tensor in tensors],
+            [tensor.has_gradient for tensor in tensors],
         )
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }

@@ -2,8 +2,9 @@
 
 Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
 and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors of
-the model's folder that no stage uses. A folder is written under a temporary name and renamed once everything is on the
-disk, so a folder named checkpoint-N is always complete.
+the model's folder that no stage uses. Of a model with an adapter, the adapter alone is written, into PEFT's one file. A
+folder is written under a temporary name and renamed once everything is on the disk, so a folder named checkpoint-N is
+always complete.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.documents.files import write_whole
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
@@ -104,12 +106,12 @@ class CheckpointOrigin:
     """The source of everything in a written folder that is not a tensor of a stage.
 
     Attributes:
-        source: the folder of the model.
+        source: the folder of the model, and which of the tensors are written, in which form.
         used: the names of the tensors of all stages.
         save_rest: writes configuration and processor into a folder; called on rank 0.
     """
 
-    source: Pretrained
+    source: Pretrained | AdapterTensors
     used: frozenset[str]
     save_rest: Callable[[Path], None]
 
@@ -150,7 +152,7 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
                 (partial / name).rename(folder / name)
             sync_directory(folder)
             partial.rmdir()
-            for path in folder.glob("model*.safetensors"):
+            for path in folder.glob("model*.safetensors") if _INDEX in names else ():
                 if path.name not in names:
                     path.unlink()
 
@@ -180,8 +182,9 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
-    files = [f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
-    own = _newest(pipeline)
+    one = origin.source.file_name  # of the only file, which one rank writes
+    files = [one or f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
+    own = _newest(pipeline, origin.source.writes)
     with _all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -199,16 +202,22 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
     torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
     with _all_write(partial):
         if rank == 0:
-            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=True) for name in of_rank}
-            total = sum(sum(of_rank.values()) for of_rank in sizes)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+            if one is None:
+                write_index(partial, dict(zip(files, sizes, strict=True)))
             origin.save_rest(partial)
             if progress is not None:
                 write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
             for path in partial.iterdir():
                 sync_file(path)
             sync_directory(partial)
+
+
+def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the index of a model. `files`: name of a file -> its tensors' names and bytes."""
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    total = sum(sum(tensors.values()) for tensors in files.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_whole(folder / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
 
 
 def prune(output_dir: Path, most: int | None) -> None:
@@ -269,12 +278,15 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
     }
 
 
-def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
-    """The newest tensors of this rank's stages on the CPU, by name in the model; FP32 masters in place of weights."""
+def _newest(pipeline: BuiltPipeline, writes: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The newest tensors of this rank's stages on the CPU, by name in the model; FP32 masters in place of weights.
+
+    `writes`: whether a tensor is wanted.
+    """
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
-        found.update(module.stage.state_dict())
+        found.update({name: tensor for name, tensor in module.stage.state_dict().items() if writes(name)})
     found.update({name: tensor for name, tensor in pipeline.exact.items() if name in found})
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 

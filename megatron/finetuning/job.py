@@ -14,6 +14,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
@@ -128,19 +129,23 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     with agreement.agreed():
-        pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        source = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        if plan.adapter is not None:
+            source = AdapterTensors(
+                plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path
+            )
     pipeline = build_pipeline(
-        plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, num_steps=max(num_steps, 1),
+        plan, args, feed=feed, summary=data.task.summary, pretrained=source, num_steps=max(num_steps, 1),
         first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    for line in (*first_lines(plan, args), *(f"note: {note}" for note in [*args.notes, *pretrained.notes])):
+    for line in (*first_lines(plan, args), *(f"note: {note}" for note in [*args.notes, *source.notes])):
         report.say(line)
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
+    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
     trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
     if trainer.train():
@@ -148,7 +153,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
             trainer.evaluate()
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
-            report.say(f"model in {args.output_dir}")
+            report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
     peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:

@@ -44,8 +44,9 @@ class StageCost:
         forward_ms: time of a forward that saves no activations.
         recompute_and_backward_ms: time of the recompute and the backward after such a forward.
         plain_forward_ms, plain_backward_ms: times of a forward that saves activations, and of its backward.
-        parameters: number of parameter elements that the stage owns.
+        parameters: number of elements of the trained parameters that the stage owns.
         saved_bytes: bytes of the activations that a forward saves.
+        frozen_bytes: bytes of the frozen parameters that the stage is the first on its device to use.
     """
 
     forward_ms: _Number
@@ -54,6 +55,7 @@ class StageCost:
     plain_backward_ms: _Number
     parameters: _Count
     saved_bytes: _Count
+    frozen_bytes: _Count = 0
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))

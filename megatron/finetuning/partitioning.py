@@ -22,6 +22,7 @@ from megatron.capture.blocks import blocks_of, crossings
 from megatron.capture.export import Captured, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
+from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.partition_file import (
     FORM,
     EdgeBytes,
@@ -74,14 +75,19 @@ class Candidate:
 
 
 def weight_bytes(args: argparse.Namespace) -> float:
-    """Bytes of a parameter together with its gradient and the optimizer's state.
+    """Bytes of a trained parameter together with its gradient and the optimizer's state.
 
-    All three have the precision of --dtype. With --bf16, parameter and gradient have 2 bytes, and the master, a copy of
-    the gradient during the step and the optimizer's state are FP32.
+    All three have the precision of --dtype, or FP32 for adapters. With --bf16, parameter and gradient have 2 bytes, and
+    the master, a copy of the gradient during the step and the optimizer's state are FP32.
     """
     if args.bf16:
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
-    return getattr(torch, args.dtype).itemsize * (2 + _STATE_BYTES[args.optim] / 4)
+    return trained_itemsize(args) * (2 + _STATE_BYTES[args.optim] / 4)
+
+
+def trained_itemsize(args: argparse.Namespace) -> int:
+    """Bytes of an element of what is trained: of the weights, or of adapters, which PEFT keeps in FP32."""
+    return 4 if has_adapter(args) else getattr(torch, args.dtype).itemsize
 
 
 def num_bytes(text: str) -> float:
@@ -267,8 +273,8 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
 
 
 def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
-    sums = [Counter(parameters=0) for _ in range(partition.num_stages)]
-    owners: dict[str, int] = {}
+    sums = [Counter(parameters=0, frozen_bytes=0) for _ in range(partition.num_stages)]
+    holders: dict[tuple[str, int | None], int] = {}  # parameter, and the device if it is frozen -> the first such stage
     for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):
         stage = partition.stage_of_node[node]
         sums[stage].update(
@@ -276,7 +282,13 @@ def _stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Part
             plain_forward_ms=cost.recorded_forward_ms, plain_backward_ms=cost.backward_ms, saved_bytes=cost.saved_bytes,
         )  # fmt: skip
         for name in parameters_of(captured, block):
-            owners[name] = min(owners.get(name, stage), stage)
-    for name, stage in owners.items():
-        sums[stage]["parameters"] += captured.parameters[name].numel()
+            is_trained = captured.parameters[name].requires_grad
+            key = name, None if is_trained else partition.device_of_stage[stage]
+            holders[key] = min(holders.get(key, stage), stage)
+    for (name, _), stage in holders.items():
+        parameter = captured.parameters[name]
+        if parameter.requires_grad:
+            sums[stage]["parameters"] += parameter.numel()
+        else:
+            sums[stage]["frozen_bytes"] += parameter.nbytes
     return tuple(StageCost(**total) for total in sums)
