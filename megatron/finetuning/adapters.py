@@ -182,6 +182,30 @@ class Adapter:
             memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
         return copy.deepcopy(layer, memo)
 
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Name in the adapted model -> tensor of the adapter in a folder.
+
+        Raises ValueError if the file cannot be read, or has other tensors than the adapter.
+        """
+        path = folder / TENSORS
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); give the folder of an adapter") from error
+        written, shapes = self.written, self.model.state_dict()
+        for name in sorted(found.keys() ^ set(written.values())):
+            what = (
+                "of which the adapter of its configuration has no use" if name in found else "which the adapter needs"
+            )
+            raise ValueError(f"{path} {'has' if name in found else 'lacks'} {name}, {what}; give one model's adapter")
+        for own, name in written.items():
+            if found[name].shape != shapes[own].shape:
+                raise ValueError(
+                    f"{name} in {path} has shape {tuple(found[name].shape)}, and the model needs "
+                    f"{tuple(shapes[own].shape)}; give the adapter of this model"
+                )
+        return {own: found[name] for own, name in written.items()}
+
     def save_config(self, folder: Path) -> None:
         """Write PEFT's configuration, as `PeftModel.save_pretrained` does."""
         config = copy.deepcopy(self.config)
@@ -224,7 +248,7 @@ class AdapterTensors:
         self._adapter, self._pretrained, self._seed = adapter, pretrained, seed
         self.folder = pretrained.folder
         self.notes = [*adapter.notes, *pretrained.notes]
-        self._begun = {} if begun is None else self._read_adapter(Path(begun))
+        self._begun = {} if begun is None else adapter.read(Path(begun))
         learned = {adapter.base_names[name] for name in adapter.written if name in adapter.base_names}
         base_used = {adapter.base_names[name] for name in used if name in adapter.base_names}
         lost = sorted((pretrained.new_names & base_used) - learned)
@@ -235,27 +259,6 @@ class AdapterTensors:
                 f"--modules_to_save {module}"
             )
         self._layer = lru_cache(maxsize=1)(self._initial_layer)
-
-    def _read_adapter(self, folder: Path) -> dict[str, Tensor]:
-        """Name in the adapted model -> tensor of the adapter's file."""
-        path = folder / TENSORS
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({first_line(error)}); give the folder of an adapter") from error
-        written, shapes = self._adapter.written, self._adapter.model.state_dict()
-        for name in sorted(found.keys() ^ set(written.values())):
-            what = (
-                "of which the adapter of its configuration has no use" if name in found else "which the adapter needs"
-            )
-            raise ValueError(f"{path} {'has' if name in found else 'lacks'} {name}, {what}; give one model's adapter")
-        for own, name in written.items():
-            if found[name].shape != shapes[own].shape:
-                raise ValueError(
-                    f"{name} in {path} has shape {tuple(found[name].shape)}, and the model needs "
-                    f"{tuple(shapes[own].shape)}; give the adapter of this model"
-                )
-        return {own: found[name] for own, name in written.items()}
 
     def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
         """Read tensors of the adapted model, as `Pretrained.read` does: an adapter's own ones only if it goes on."""

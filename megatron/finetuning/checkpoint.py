@@ -123,15 +123,13 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
     rank cannot write.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
             drop_unfinished(folder.parent)
     _write(pipeline, partial, origin, progress)
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
-            _remove(folder)  # a run that began again finds the folder of the earlier one
-            partial.rename(folder)
-            sync_directory(folder.parent)
+            replace_folder(folder, partial)
 
 
 def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) -> None:
@@ -145,7 +143,7 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
     """
     partial = folder / ".model.partial"
     _write(pipeline, partial, origin, None)
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
             names = sorted((path.name for path in partial.iterdir()), key=lambda name: name == _INDEX)
             for name in names:
@@ -158,7 +156,7 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
 
 
 @contextmanager
-def _all_write(folder: Path) -> Iterator[None]:
+def all_write(folder: Path) -> Iterator[None]:
     """Run a block that writes files on each rank; at its end all ranks have written.
 
     Collective: every rank must enter it. The block itself must have no collectives. Raises ValueError on all ranks if
@@ -185,13 +183,13 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
     one = origin.source.file_name  # of the only file, which one rank writes
     files = [one or f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
     own = _newest(pipeline, origin.source.writes)
-    with _all_write(partial):
+    with all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             own.update(origin.source.unused(origin.used))
     own = origin.source.reverted(_reunited(own, origin.source.written_with))
-    with _all_write(partial):
+    with all_write(partial):
         if own:
             save_file(own, partial / files[rank], metadata={"format": "pt"})
             sync_file(partial / files[rank])
@@ -200,7 +198,7 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
             sync_file(partial / f"training-{rank}.pt")
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
     torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
-    with _all_write(partial):
+    with all_write(partial):
         if rank == 0:
             if one is None:
                 write_index(partial, dict(zip(files, sizes, strict=True)))
@@ -218,6 +216,13 @@ def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
     total = sum(sum(tensors.values()) for tensors in files.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     write_whole(folder / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Rename `partial` to `folder`, in place of an earlier one, which a run that began again finds."""
+    _remove(folder)
+    partial.rename(folder)
+    sync_directory(folder.parent)
 
 
 def prune(output_dir: Path, most: int | None) -> None:

@@ -19,6 +19,7 @@ from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed
+from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.samples import Data, read_data
@@ -38,6 +39,9 @@ KEPT = (
     "adam_epsilon", "momentum",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
+
+MERGED = "merged"
+"""The folder of the merged model in --output_dir."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -129,7 +133,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     with agreement.agreed():
-        source = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        source = pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        if args.merge_adapter:
+            require_mergeable(plan.adapter, pretrained)
         if plan.adapter is not None:
             source = AdapterTensors(
                 plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path
@@ -154,6 +160,12 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
+            if args.merge_adapter:
+                output = Path(args.output_dir)
+                save_merged(
+                    plan.adapter, pretrained, output, output / MERGED, dtype=plan.dtype, save_rest=plan.save_merged_rest
+                )
+                report.say(f"merged model in {output / MERGED}")
     peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if args.pipeline_timeline:

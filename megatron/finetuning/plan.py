@@ -74,6 +74,7 @@ class RunPlan:
         initializer_range: the standard deviation of a new head's weights.
         edge_bytes: bytes of each edge by (source, target).
         save_rest: writes the configuration and the processor into a folder.
+        save_merged_rest: the same for the model with the adapter merged in.
     """
 
     model: torch.nn.Module
@@ -87,6 +88,7 @@ class RunPlan:
     initializer_range: float
     edge_bytes: Mapping[tuple[int, int], EdgeBytes]
     save_rest: Callable[[Path], None]
+    save_merged_rest: Callable[[Path], None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +139,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         initializer_range=float(getattr(opened.model.config, "initializer_range", 0.02) or 0.02),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
         save_rest=lambda folder: _save_rest(folder, opened, data, args),
+        save_merged_rest=lambda folder: _save_rest(folder, opened._replace(adapter=None), data, args),
     )
 
 
@@ -218,17 +221,18 @@ def _save_rest(folder: Path, opened: OpenedModel, data: Data, args: argparse.Nam
     if opened.adapter is not None:
         opened.adapter.save_config(folder)
     else:
-        save_model_rest(folder, opened.model, args)
+        dtype = torch.float32 if args.bf16 else next(opened.model.parameters()).dtype  # masters are written in FP32
+        save_model_rest(folder, opened.model, Path(args.model_name_or_path), dtype)
     if data.processor is not None:
         data.processor.save_pretrained(folder)
 
 
-def save_model_rest(folder: Path, model: torch.nn.Module, args: argparse.Namespace) -> None:
-    """Write the configurations of a whole model into a folder."""
+def save_model_rest(folder: Path, model: torch.nn.Module, source: Path, dtype: torch.dtype) -> None:
+    """Write the configurations of a whole model, which was opened from `source`, into a folder."""
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written in FP32
+    model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    generation = Path(args.model_name_or_path) / GENERATION
+    generation = source / GENERATION
     if generation.is_file():
         (folder / GENERATION).write_bytes(generation.read_bytes())
 

@@ -318,18 +318,28 @@ class Pretrained:
         """All names of one of the model's tensors."""
         return self._aliases[name]
 
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """A name of each of the model's tensors, in the model's order."""
+        return tuple(name for name in self._state if self._aliases[name][0] == name)
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """The bytes of some of the model's tensors, in the model's dtype."""
+        return sum(self._state[name].nbytes for name in names)
+
+    def tensors(self, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Those of the model's tensors that the folder has, read in `dtype`, or in that of the files."""
+        wanted = {name: Wanted(self._aliases[name], self._state[name].shape, dtype) for name in names}
+        with FolderTensors(self.folder) as files:
+            return dict(self.read(files, wanted))
+
     def writes(self, name: str) -> bool:
         """Whether a tensor of the model is written: all are."""
         return True
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
         """The model's tensors whose names are not in `used`, read from the files in the files' dtype."""
-        rest: dict[str, Wanted] = {}
-        for name, tensor in self._state.items():
-            if self._aliases[name][0] == name and self._first_there(name) and used.isdisjoint(self._aliases[name]):
-                rest[name] = Wanted(self._aliases[name], tensor.shape, None)
-        with FolderTensors(self.folder) as files:
-            return dict(self.read(files, rest))
+        return self.tensors((name for name in self.own_names if used.isdisjoint(self._aliases[name])), None)
 
     def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's tensors with the names and in the form that `save_pretrained` writes.

@@ -68,6 +68,7 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
     ]
     argv += ["--pipeline_schedule", schedule, "--learning_rate", 1e-3, "--weight_decay", 0.1, "--num_train_epochs", 4]
     argv += ["--max_grad_norm", 0 if schedule == "pipedream" else 0.1, "--dataloader_drop_last", "--no_group_texts"]
+    argv += ["--merge_adapter"]
     cut = cases.partition(place, task, ranks, *argv)
     found = run(place, "out", *argv, "--partition", cut, task=task, ranks=len(set(ranks)))
     command = tiny.command(place, task, *argv)
@@ -85,5 +86,10 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
     written = lora.adapted(base, task, place / "out").eval()
     whole = lora.adapted(base, task, adapter).eval()
     whole.load_state_dict({**whole.state_dict(), **written.state_dict()})
+    merged = cases.loaded(place / "out" / "merged", task).eval()
     with torch.no_grad():
-        assert torch.equal(written(**batch).logits, whole(**batch).logits)
+        logits = written(**batch).logits
+        assert torch.equal(logits, whole(**batch).logits)
+        torch.testing.assert_close(merged(**batch).logits, logits, rtol=1e-5, atol=1e-5)
+    for name, weights in written.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(merged.state_dict()[name], weights, rtol=0, atol=1e-6, msg=name)
