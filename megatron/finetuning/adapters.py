@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import hashlib
 import json
 import warnings
 import zlib
@@ -167,6 +168,11 @@ class Adapter:
     def trained(self) -> frozenset[str]:
         """The names of all trained parameters in the adapted model."""
         return frozenset(name for name, each in self.model.named_parameters() if each.requires_grad)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names of all trained parameters; the graph has the numbers of the adapters."""
+        return hashlib.sha256(" ".join(sorted(self.trained)).encode()).hexdigest()[:16]
 
     def layer_of(self, name: str) -> str | None:
         """The path of the adapted layer that has a tensor; None for a tensor of no such layer."""

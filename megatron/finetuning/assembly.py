@@ -124,7 +124,7 @@ def build_pipeline(
     cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
     exact: dict[str, Tensor] = {}
     initial = _initial(args, plan)
-    modules = {}
+    modules, frozen = {}, {}
     with agreed():  # each rank reads its own tensors
         for index, stage in cut_stages.items():
             load_stage(
@@ -132,6 +132,7 @@ def build_pipeline(
                 initial=pretrained.initial(initial) if isinstance(pretrained, AdapterTensors) else initial,
                 exact=exact if args.bf16 else None,
             )  # fmt: skip
+            _share_frozen(stage, frozen)
             modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
@@ -166,6 +167,14 @@ def build_pipeline(
         first_microbatch=first_microbatch,
     )  # fmt: skip
     return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
+
+
+def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None:
+    """Give a stage the frozen parameters that an earlier stage of this rank has already; `frozen`: these by name."""
+    for name, parameter in list(stage.named_parameters()):
+        if not parameter.requires_grad:
+            path, _, last = name.rpartition(".")
+            stage.get_submodule(path)._parameters[last] = frozen.setdefault(name, parameter)
 
 
 def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:

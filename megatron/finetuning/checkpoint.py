@@ -45,6 +45,7 @@ class SavedProgress:
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
+        trained: which parameters are trained, as text.
         samples, flags: compared only if the resumed run goes on training.
     """
 
@@ -58,6 +59,7 @@ class SavedProgress:
     softened: str
     samples: int | None
     flags: dict[str, float]
+    trained: str = "all"
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -72,7 +74,7 @@ class SavedProgress:
 
         `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
         """
-        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
+        names = ("signature", "stages", "schedule", "seed", "optim", "softened", "trained")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))

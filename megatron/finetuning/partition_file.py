@@ -235,6 +235,12 @@ def schedule_of(
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
+    if any(map(graph.is_forward_only, range(num_stages))):
+        stages = " ".join(str(stage) for stage in range(num_stages) if graph.is_forward_only(stage))
+        raise ValueError(
+            f"each stage needs a backward, and before all that is trained lies stage {stages}; make a partition with "
+            "fewer stages, or train something in each, as with --target_modules all-linear"
+        )
     chain = graph.is_chain
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     if name == "ftpipe":
