@@ -17,7 +17,7 @@ receives it from the stage that makes it, and each other stage receives it from 
 the graph of stages anyway. So no stage waits longer, and each holder adds its own share to the gradient that comes back
 from the next stage. The sum is in the order in which autograd adds the uses in one process, and along a chain of stages
 it is equal to the last bit. (With `relay=False` the making stage sends the tensor to all others, and adds up their
-gradients.)
+gradients.) A frozen parameter is never sent: each stage that uses it has a copy.
 """
 
 from __future__ import annotations
@@ -222,22 +222,24 @@ def crossings(
             routes[key] = tuple((stage, stage + 1) for stage in range(makers[key], max(stages)))
         else:
             routes[key] = _route(makers[key], sorted(stages), after if relay else {})
-    copies = copies if chain else {}
+    copies = {name: stages for name, stages in copies.items() if chain or not captured.parameters[name].requires_grad}
     return Crossings(num_stages, stage_of, free, owner, routes, differentiable(captured.graph_module), copies)
 
 
 def _owners(
     captured: Captured, stage_of: Mapping[fx.Node, int], users: dict[fx.Node | str, set[int]]
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """The owner of each parameter, which is the first stage that uses it, and the stages of each shared parameter. The
-    other stages are recorded in `users`."""
+    """The owner of each parameter, which is the first stage that uses it, and the stages of each shared parameter.
+
+    The other stages that use a trained parameter are recorded in `users`.
+    """
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):
             stages = {stage_of[user] for user in node.users if user in stage_of}
             found.setdefault(without_model(node.target), set()).update(stages)
     for name, stages in found.items():
-        if len(stages) > 1:
+        if len(stages) > 1 and captured.parameters[name].requires_grad:
             users[name] = stages - {min(stages)}
     shared = {name: tuple(sorted(stages)) for name, stages in found.items() if len(stages) > 1}
     return {name: min(stages) for name, stages in found.items()}, shared

@@ -2,7 +2,8 @@
 
 An assignment of operators to stages can be cut if the stages can be numbered in an order in which they can run; stages
 need not be contiguous. Free operators are copied into each stage that needs them (see `blocks`). A shared parameter
-belongs to the first stage that uses it. The other stages receive it as a tensor, so its gradients come back.
+belongs to the first stage that uses it. The other stages receive it as a tensor, so its gradients come back. A frozen
+parameter belongs to each stage that uses it.
 """
 
 from __future__ import annotations

@@ -26,11 +26,17 @@ def graph_file(
 
     The nodes are the batch's tensors (`input`), then the blocks; ids number both in this order. `fwd_ms` and `bwd_ms`
     are times with recompute, so the backward includes a second forward; `fwd_plain_ms` and `bwd_plain_ms` are times
-    without recompute. `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward
+    without recompute. `params` are the trained parameters, and as many more as would take the bytes of the frozen ones.
+    `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward
     saves; without recompute, the same amount is held for each microbatch in flight. A shared parameter is sent once for
-    each version of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. `signature`
-    identifies the graph.
+    each version of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. A frozen one is never
+    sent, since each device reads it. `signature` identifies the graph.
     """
+
+    def count(name: str) -> int:
+        parameter = captured.parameters[name]
+        return parameter.numel() if parameter.requires_grad else -int(-parameter.nbytes // weight_bytes_per_parameter)
+
     blocks = blocks_of(captured)
     first = len(captured.inputs)
     block_of = {captured.nodes[number]: first + place for place, block in enumerate(blocks) for number in block}
@@ -53,7 +59,7 @@ def graph_file(
                 "bwd_ms": cost.recorded_forward_ms + cost.backward_ms,
                 "fwd_plain_ms": cost.recorded_forward_ms,
                 "bwd_plain_ms": cost.backward_ms,
-                "params": sum(captured.parameters[each].numel() for each in own),
+                "params": sum(map(count, own)),
                 "mem_bytes": cost.saved_bytes,
                 "mem_plain_bytes": cost.saved_bytes,
                 "out_bytes": cost.out_bytes,
@@ -72,8 +78,10 @@ def graph_file(
         "shared_parameters": [
             {
                 "nodes": those,
-                "params": captured.parameters[each].numel(),
-                "out_bytes": captured.parameters[each].nbytes / microbatches_per_version,
+                "params": count(each),
+                "out_bytes": captured.parameters[each].nbytes / microbatches_per_version
+                if captured.parameters[each].requires_grad
+                else 0,
             }
             for each, those in users.items()
             if len(those) > 1

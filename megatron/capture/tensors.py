@@ -192,10 +192,8 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
 
     def register_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not isinstance(parameter, FakeTensor):
-            with mode:
-                its = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                empty = torch.empty(parameter.shape, dtype=its, device=parameter.device)
-            parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            its = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            parameter = _without_values(parameter, mode, dtype=its, device=parameter.device)
             parameter._is_hf_initialized = True  # so that transformers does not initialise it
         register(module, name, parameter)
 
@@ -208,6 +206,34 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
         ) from error
     finally:
         nn.Module.register_parameter = register
+
+
+@contextlib.contextmanager
+def parameters_on_meta(model: nn.Module) -> Iterator[None]:
+    """A block in which a model's fake parameters lie on torch's ``meta`` device, where other packages expect those
+    without values; at its end all parameters, also new ones, are fake again.
+    """
+    _replace_parameters(model, contextlib.nullcontext(), device="meta")
+    yield
+    _replace_parameters(model, FakeTensorMode(allow_non_fake_inputs=True), device="cpu")
+
+
+def _replace_parameters(model: nn.Module, mode: contextlib.AbstractContextManager, *, device: str) -> None:
+    made: dict[int, nn.Parameter] = {}  # a shared parameter stays shared
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _without_values(parameter, mode, dtype=parameter.dtype, device=device)
+                module._parameters[name] = made[id(parameter)]
+
+
+def _without_values(
+    parameter: nn.Parameter, mode: contextlib.AbstractContextManager, *, dtype: torch.dtype, device: torch.device | str
+) -> nn.Parameter:
+    with mode:
+        empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def is_fake(tensor: Tensor) -> bool:

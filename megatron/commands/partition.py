@@ -31,7 +31,8 @@ from megatron.documents.command_line import add_flags, count, positive
 from megatron.documents.files import write_whole
 from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table
-from megatron.finetuning.arguments import add_data, add_microbatch, changed, settle_precision
+from megatron.finetuning.adapter_arguments import validate_adapter
+from megatron.finetuning.arguments import add_adapters, add_data, add_microbatch, changed, settle_precision
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 
 GIB = 2**30
@@ -66,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     add_data(parser.add_argument_group("data of a MODEL, as for finetune.py"), required=False)
     add_microbatch(parser.add_argument_group("microbatches of a MODEL, as for finetune.py"))
+    add_adapters(parser.add_argument_group("adapters in a MODEL, as for finetune.py"))
     return command_line.run(_run, parser.parse_args(arguments))
 
 
@@ -86,6 +88,7 @@ def _run_model(options: argparse.Namespace) -> int:
         if getattr(options, name) is None:
             raise ValueError(f"a MODEL is profiled on real data: give --{name}")
     settle_precision(options)
+    validate_adapter(options)
     from megatron import backend
 
     backend.install()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.finetuning.adapter_arguments import add_adapter, add_merge, has_adapter, validate_adapter
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
@@ -57,8 +58,15 @@ def validate(args: argparse.Namespace) -> None:
         args.max_grad_norm = 0.0
     elif args.max_grad_norm is None:
         args.max_grad_norm = 1.0
+    if args.load_in_4bit and args.load_in_8bit:
+        raise ValueError("--load_in_4bit and --load_in_8bit are two forms of the same weights; leave one out")
     if args.pipeline_schedule == RELAY:
         _validate_relay(args)
+    elif args.load_in_4bit or args.load_in_8bit:
+        raise ValueError(
+            f"--load_in_{4 if args.load_in_4bit else 8}bit packs weights that live on the host; give "
+            "--pipeline_schedule l2l, or leave it out"
+        )
     if args.pipeline_schedule == "pipedream" and args.gradient_accumulation_steps > 1:
         raise ValueError(
             f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
@@ -87,6 +95,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.fp16:
         raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
     settle_precision(args)
+    validate_adapter(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
@@ -125,6 +134,10 @@ def _validate_relay(args: argparse.Namespace) -> None:
         raise ValueError(f"--partition {args.partition}: under l2l the layers are the stages; leave it out")
     if args.no_recompute:
         raise ValueError("--no_recompute: l2l recomputes, since its weights are gone by the backward; leave it out")
+    if (args.load_in_4bit or args.load_in_8bit) and not has_adapter(args):
+        raise ValueError(
+            f"--load_in_{4 if args.load_in_4bit else 8}bit packs frozen weights, and all are trained; give --lora_r"
+        )
     if args.l2l_update == "eager" and args.max_grad_norm:
         raise ValueError(
             f"--l2l_update eager steps a layer before the norm of all is known, and --max_grad_norm is "
@@ -254,6 +267,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     _add_model_and_data(parser.add_argument_group("model and data"))
     _add_training(parser.add_argument_group("training"))
+    add_adapters(parser.add_argument_group("adapters"))
     _add_pipeline(parser.add_argument_group("pipeline"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -299,6 +313,11 @@ def add_microbatch(group) -> None:
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
 
 
+def add_adapters(group) -> None:
+    """Add the flags that decide which parameters are trained."""
+    add_adapter(both_spellings(group), within=_within)
+
+
 def _add_training(group) -> None:
     add = both_spellings(group)
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
@@ -338,6 +357,8 @@ def _add_pipeline(group) -> None:
     add("--l2l_resident_stages", type=_count, default=2, help="most layers on the device at once (l2l)")
     add("--l2l_update", choices=("auto", "eager", "deferred"), default="auto",
         help="the host steps a layer at once, or after the norm by which gradients are clipped (l2l)")  # fmt: skip
+    add("--load_in_4bit", action="store_true", help="frozen weights are NF4 on the host and over the link (l2l)")
+    add("--load_in_8bit", action="store_true", help="the same with 8 bits")
     add("--l2l_stash", choices=("host", "device"), default="host", help="where inputs of layers wait (l2l)")
     add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
@@ -357,6 +378,7 @@ def _add_output(group) -> None:
     add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
+    add_merge(add)
     add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
     add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
     add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,

@@ -23,6 +23,7 @@ from megatron import backend
 from megatron.capture.cut import CapturedStage, StageData, cut
 from megatron.capture.randomness import mixed
 from megatron.capture.tensors import load_stage
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
@@ -108,7 +109,7 @@ def build_pipeline(
     *,
     feed: Feed,
     summary: Summary,
-    pretrained: Pretrained,
+    pretrained: Pretrained | AdapterTensors,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
@@ -122,13 +123,15 @@ def build_pipeline(
     results = Results(summary)
     cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
     exact: dict[str, Tensor] = {}
-    modules = {}
+    initial = initial_tensors(args, plan, pretrained)
+    modules, frozen = {}, {}
     with agreed():  # each rank reads its own tensors
         for index, stage in cut_stages.items():
             load_stage(
-                stage, pretrained.folder, device=device, read=pretrained.read, initial=initial_tensors(args, plan),
+                stage, pretrained.folder, device=device, read=pretrained.read, initial=initial,
                 exact=exact if args.bf16 else None,
             )  # fmt: skip
+            _share_frozen(stage, frozen)
             modules[index] = StageModule(stage.to(device), results)
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
@@ -169,19 +172,31 @@ def make_tracer(args: argparse.Namespace) -> Tracer | None:
     return Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
 
 
+def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None:
+    """Give a stage the frozen parameters that an earlier stage of this rank has already; `frozen`: these by name."""
+    for name, parameter in list(stage.named_parameters()):
+        if not parameter.requires_grad:
+            path, _, last = name.rpartition(".")
+            stage.get_submodule(path)._parameters[last] = frozen.setdefault(name, parameter)
+
+
 def edges_of_stage(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
     """Other stage -> the tensors that the two exchange."""
     return {
         other: EdgeTensors(
             [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],
             [tensor.owner for tensor in tensors],
+            [tensor.has_gradient for tensor in tensors],
         )
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }
 
 
-def initial_tensors(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Tensor]:
-    """A function that initialises a tensor of a new head: weights as the configuration says, biases 0.
+def initial_tensors(
+    args: argparse.Namespace, plan: RunPlan, source: Pretrained | AdapterTensors
+) -> Callable[..., Tensor]:
+    """A function that initialises a tensor that the files lack: of an adapter, or of a new head, whose weights begin as
+    the configuration says and biases at 0.
 
     The values depend on the seed and the tensor's name, so they are the same for every partition of the model.
     """
@@ -192,10 +207,11 @@ def initial_tensors(args: argparse.Namespace, plan: RunPlan) -> Callable[..., Te
         generator = torch.Generator().manual_seed(mixed(args.seed, zlib.crc32(name.encode())))
         return torch.empty(shape).normal_(0.0, plan.initializer_range, generator=generator).to(dtype)
 
-    return make
+    return source.initial(make) if isinstance(source, AdapterTensors) else make
 
 
 # --- optimizers and learning rates
+
 
 def _of_adam(args: argparse.Namespace) -> dict[str, Any]:
     return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

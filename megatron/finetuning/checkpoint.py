@@ -2,8 +2,9 @@
 
 Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
 and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors of
-the model's folder that no stage uses. A folder is written under a temporary name and renamed once everything is on the
-disk, so a folder named checkpoint-N is always complete.
+the model's folder that no stage uses. Of a model with an adapter, the adapter alone is written, into PEFT's one file. A
+folder is written under a temporary name and renamed once everything is on the disk, so a folder named checkpoint-N is
+always complete.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pickle
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.documents.files import write_whole
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
@@ -43,6 +45,7 @@ class SavedProgress:
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
+        trained: which parameters are trained, as text.
         samples, flags: compared only if the resumed run goes on training.
     """
 
@@ -56,6 +59,7 @@ class SavedProgress:
     softened: str
     samples: int | None
     flags: dict[str, float]
+    trained: str = "all"
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -70,7 +74,7 @@ class SavedProgress:
 
         `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
         """
-        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
+        names = ("signature", "stages", "schedule", "seed", "optim", "softened", "trained")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
@@ -104,12 +108,12 @@ class CheckpointOrigin:
     """The source of everything in a written folder that is not a tensor of a stage.
 
     Attributes:
-        source: the folder of the model.
+        source: the folder of the model, and which of the tensors are written, in which form.
         used: the names of the tensors of all stages.
         save_rest: writes configuration and processor into a folder; called on rank 0.
     """
 
-    source: Pretrained
+    source: Pretrained | AdapterTensors
     used: frozenset[str]
     save_rest: Callable[[Path], None]
 
@@ -121,15 +125,13 @@ def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progre
     rank cannot write.
     """
     partial = folder.with_name(f".{folder.name}.partial")
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
             drop_unfinished(folder.parent)
     _write(pipeline, partial, origin, progress)
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
-            _remove(folder)  # a run that began again finds the folder of the earlier one
-            partial.rename(folder)
-            sync_directory(folder.parent)
+            replace_folder(folder, partial)
 
 
 def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) -> None:
@@ -143,20 +145,20 @@ def save_model(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin) 
     """
     partial = folder / ".model.partial"
     _write(pipeline, partial, origin, None)
-    with _all_write(folder):
+    with all_write(folder):
         if torch.distributed.get_rank() == 0:
             names = sorted((path.name for path in partial.iterdir()), key=lambda name: name == _INDEX)
             for name in names:
                 (partial / name).rename(folder / name)
             sync_directory(folder)
             partial.rmdir()
-            for path in folder.glob("model*.safetensors"):
+            for path in folder.glob("model*.safetensors") if _INDEX in names else ():
                 if path.name not in names:
                     path.unlink()
 
 
 @contextmanager
-def _all_write(folder: Path) -> Iterator[None]:
+def all_write(folder: Path) -> Iterator[None]:
     """Run a block that writes files on each rank; at its end all ranks have written.
 
     Collective: every rank must enter it. The block itself must have no collectives. Raises ValueError on all ranks if
@@ -180,15 +182,16 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
-    files = [f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
-    own = _newest(pipeline)
-    with _all_write(partial):
+    one = origin.source.file_name  # of the only file, which one rank writes
+    files = [one or f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
+    own = _newest(pipeline, origin.source.writes)
+    with all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             own.update(origin.source.unused(origin.used))
     own = origin.source.reverted(_reunited(own, origin.source.written_with))
-    with _all_write(partial):
+    with all_write(partial):
         if own:
             save_file(own, partial / files[rank], metadata={"format": "pt"})
             sync_file(partial / files[rank])
@@ -197,18 +200,31 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
             sync_file(partial / f"training-{rank}.pt")
     sizes: list[dict[str, int]] = [{} for _ in range(size)]
     torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
-    with _all_write(partial):
+    with all_write(partial):
         if rank == 0:
-            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=True) for name in of_rank}
-            total = sum(sum(of_rank.values()) for of_rank in sizes)
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+            if one is None:
+                write_index(partial, dict(zip(files, sizes, strict=True)))
             origin.save_rest(partial)
             if progress is not None:
                 write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
             for path in partial.iterdir():
                 sync_file(path)
             sync_directory(partial)
+
+
+def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
+    """Write the index of a model. `files`: name of a file -> its tensors' names and bytes."""
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    total = sum(sum(tensors.values()) for tensors in files.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_whole(folder / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
+
+
+def replace_folder(folder: Path, partial: Path) -> None:
+    """Rename `partial` to `folder`, in place of an earlier one, which a run that began again finds."""
+    _remove(folder)
+    partial.rename(folder)
+    sync_directory(folder.parent)
 
 
 def prune(output_dir: Path, most: int | None) -> None:
@@ -269,12 +285,15 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
     }
 
 
-def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:
-    """The newest tensors of this rank's stages on the CPU, by name in the model; FP32 masters in place of weights."""
+def _newest(pipeline: BuiltPipeline, writes: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The newest tensors of this rank's stages on the CPU, by name in the model; FP32 masters in place of weights.
+
+    `writes`: whether a tensor is wanted.
+    """
     found: dict[str, Tensor] = {}
     for index, module in pipeline.modules.items():
         pipeline.versions[index].show_newest()
-        found.update(module.stage.state_dict())
+        found.update({name: tensor for name, tensor in module.stage.state_dict().items() if writes(name)})
     found.update({name: tensor for name, tensor in pipeline.exact.items() if name in found})
     return {name: tensor.detach().to("cpu").contiguous() for name, tensor in found.items()}
 

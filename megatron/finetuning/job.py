@@ -14,10 +14,12 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed
+from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.relay import build_relay
@@ -40,6 +42,9 @@ KEPT = (
     "adam_epsilon", "momentum",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
+
+MERGED = "merged"
+"""The folder of the merged model in --output_dir."""
 
 
 def finetune(args: argparse.Namespace, stop: StopSignal) -> None:
@@ -131,21 +136,27 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
     with agreement.agreed():
-        pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        source = pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        if args.merge_adapter:
+            require_mergeable(plan.adapter, pretrained)
+        if plan.adapter is not None:
+            source = AdapterTensors(
+                plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path
+            )
     build = build_pipeline if plan.schedule.residency is None else build_relay
     pipeline = build(
-        plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, num_steps=max(num_steps, 1),
+        plan, args, feed=feed, summary=data.task.summary, pretrained=source, num_steps=max(num_steps, 1),
         first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
-    for line in (*lines, *(f"note: {note}" for note in [*args.notes, *pretrained.notes])):
+    for line in (*lines, *(f"note: {note}" for note in [*args.notes, *source.notes])):
         report.say(line)
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
+    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
     trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
     if trainer.train():
@@ -153,7 +164,13 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
             trainer.evaluate()
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
-            report.say(f"model in {args.output_dir}")
+            report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
+            if args.merge_adapter:
+                output = Path(args.output_dir)
+                save_merged(
+                    plan.adapter, pretrained, output, output / MERGED, dtype=plan.dtype, save_rest=plan.save_merged_rest
+                )
+                report.say(f"merged model in {output / MERGED}")
     peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
     report.say(f"most memory of each rank, MiB: {peaks}")
     if plan.schedule.residency is not None:
@@ -202,6 +219,7 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
+        "trained": "all" if plan.adapter is None else plan.adapter.digest,
     }
 
 

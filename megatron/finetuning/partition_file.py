@@ -46,8 +46,9 @@ class StageCost:
         forward_ms: time of a forward that saves no activations.
         recompute_and_backward_ms: time of the recompute and the backward after such a forward.
         plain_forward_ms, plain_backward_ms: times of a forward that saves activations, and of its backward.
-        parameters: number of parameter elements that the stage owns.
+        parameters: number of elements of the trained parameters that the stage owns.
         saved_bytes: bytes of the activations that a forward saves.
+        frozen_bytes: bytes of the frozen parameters that the stage is the first on its device to use.
     """
 
     forward_ms: _Number
@@ -56,6 +57,7 @@ class StageCost:
     plain_backward_ms: _Number
     parameters: _Count
     saved_bytes: _Count
+    frozen_bytes: _Count = 0
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -223,7 +225,7 @@ def schedule_of(
     predict: bool = False,
     provisional: bool = False,
     residency: Residency | None = None,
-    copies: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    tied: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Schedule:
     """The schedule called `name` over the stages of a partition.
 
@@ -233,23 +235,29 @@ def schedule_of(
         predict: ftpipe's forwards use predicted weights.
         provisional: ftpipe's forwards use the weights of provisional steps.
         residency: of l2l.
-        copies: name of a shared parameter -> the stages that have a copy of it (l2l).
+        tied: name of a trained parameter -> the stages that have a copy of it (l2l).
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
+    if any(map(graph.is_forward_only, range(num_stages))):
+        stages = " ".join(str(stage) for stage in range(num_stages) if graph.is_forward_only(stage))
+        raise ValueError(
+            f"each stage needs a backward, and before all that is trained lies stage {stages}; make a partition with "
+            "fewer stages, or train something in each, as with --target_modules all-linear"
+        )
     chain = graph.is_chain
     if residency is not None:
-        for name, stages in copies.items():
-            if len(copies) > 1 or tuple(stages) != (0, num_stages - 1):
+        for name, stages in tied.items():
+            if len(tied) > 1 or tuple(stages) != (0, num_stages - 1):
                 raise ValueError(
                     f"stages {' and '.join(map(str, stages))} share {name}, and under l2l the first and the last stage "
                     "alone may share a parameter, and one; choose another --pipeline_schedule"
                 )
         return Schedule.preset(
             "l2l", num_stages=num_stages, num_virtual_stages=num_stages // len(set(rank_of_stage)), residency=residency,
-            tied_embeddings=bool(copies), norm_decides=norm_decides,
+            tied_embeddings=bool(tied), norm_decides=norm_decides,
         )  # fmt: skip
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     if name == "ftpipe":

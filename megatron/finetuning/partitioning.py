@@ -24,6 +24,7 @@ from megatron.capture.export import Captured, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import BlockCost, parameters_of, profile
+from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.partition_file import (
     FORM,
     EdgeBytes,
@@ -81,14 +82,19 @@ def state_bytes(args: argparse.Namespace) -> int:
 
 
 def weight_bytes(args: argparse.Namespace) -> float:
-    """Bytes of a parameter together with its gradient and the optimizer's state.
+    """Bytes of a trained parameter together with its gradient and the optimizer's state.
 
-    All three have the precision of --dtype. With --bf16, parameter and gradient have 2 bytes, and the master, a copy of
-    the gradient during the step and the optimizer's state are FP32.
+    All three have the precision of --dtype, or FP32 for adapters. With --bf16, parameter and gradient have 2 bytes, and
+    the master, a copy of the gradient during the step and the optimizer's state are FP32.
     """
     if args.bf16:
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
-    return getattr(torch, args.dtype).itemsize * (2 + _STATE_BYTES[args.optim] / 4)
+    return trained_itemsize(args) * (2 + _STATE_BYTES[args.optim] / 4)
+
+
+def trained_itemsize(args: argparse.Namespace) -> int:
+    """Bytes of an element of what is trained: of the weights, or of adapters, which PEFT keeps in FP32."""
+    return 4 if has_adapter(args) else getattr(torch, args.dtype).itemsize
 
 
 def num_bytes(text: str) -> float:
@@ -176,7 +182,7 @@ def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argpa
         form=FORM, model=captured.model_name, task=args.task, signature=signature(captured),
         micro_batch_size=args.per_device_train_batch_size, sequence=(args.max_seq_length, args.max_target_length),
         dtype=args.dtype, method="layers", objective_ms=0.0, stage_of_node=stage_of_node,
-        rank_of_stage=partition.device_of_stage, stages=stage_costs(captured, costs, stage_of_node),
+        rank_of_stage=partition.device_of_stage, stages=stage_costs(captured, costs, partition),
         bandwidth_gigabytes_per_second=args.bandwidth, memory_limit_bytes=num_bytes(args.memory),
         weight_bytes_per_parameter=weight_bytes(args),
     )  # fmt: skip
@@ -232,7 +238,7 @@ def candidate_of(
         objective_ms=result.value.objective_ms,
         stage_of_node=dict(sorted(partition.stage_of_node.items())),
         rank_of_stage=partition.device_of_stage,
-        stages=stage_costs(captured, costs, partition.stage_of_node),
+        stages=stage_costs(captured, costs, partition),
         bandwidth_gigabytes_per_second=machine.bandwidth,
         memory_limit_bytes=machine.memory_bytes,
         weight_bytes_per_parameter=weight_bytes(args),
@@ -296,20 +302,24 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
     return Partition(stage_of_node, tuple(partition.device_of_stage[stage] for stage in order))
 
 
-def stage_costs(
-    captured: Captured, costs: Sequence[BlockCost], stage_of_node: Mapping[int, int]
-) -> tuple[StageCost, ...]:
-    """The costs of each stage, of those of its blocks. `stage_of_node`: as in a partition's file."""
-    sums = [Counter(parameters=0) for _ in range(1 + max(stage_of_node.values()))]
-    owners: dict[str, int] = {}
+def stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
+    """The costs of each stage, of those of its blocks."""
+    sums = [Counter(parameters=0, frozen_bytes=0) for _ in range(partition.num_stages)]
+    holders: dict[tuple[str, int | None], int] = {}  # parameter, and the device if it is frozen -> the first such stage
     for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):
-        stage = stage_of_node[node]
+        stage = partition.stage_of_node[node]
         sums[stage].update(
             forward_ms=cost.forward_ms, recompute_and_backward_ms=cost.recorded_forward_ms + cost.backward_ms,
             plain_forward_ms=cost.recorded_forward_ms, plain_backward_ms=cost.backward_ms, saved_bytes=cost.saved_bytes,
         )  # fmt: skip
         for name in parameters_of(captured, block):
-            owners[name] = min(owners.get(name, stage), stage)
-    for name, stage in owners.items():
-        sums[stage]["parameters"] += captured.parameters[name].numel()
+            is_trained = captured.parameters[name].requires_grad
+            key = name, None if is_trained else partition.device_of_stage[stage]
+            holders[key] = min(holders.get(key, stage), stage)
+    for (name, _), stage in holders.items():
+        parameter = captured.parameters[name]
+        if parameter.requires_grad:
+            sums[stage]["parameters"] += parameter.numel()
+        else:
+            sums[stage]["frozen_bytes"] += parameter.nbytes
     return tuple(StageCost(**total) for total in sums)

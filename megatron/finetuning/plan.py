@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import sympy
 import torch
@@ -21,6 +22,8 @@ from megatron.capture.blocks import Crossings, crossings
 from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
+from megatron.finetuning.adapter_arguments import has_adapter
+from megatron.finetuning.adapters import Adapter, adapter_config
 from megatron.finetuning.arguments import RELAY, residency_of
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
@@ -30,6 +33,7 @@ from megatron.finetuning.partitioning import (
     num_microbatches,
     relay_partition,
     simulated_seconds,
+    trained_itemsize,
     weight_bytes,
 )
 from megatron.finetuning.pretrained import capture_model, open_model
@@ -47,12 +51,25 @@ GENERATION = "generation_config.json"
 """The file with the settings of text generation, which a run copies unchanged."""
 
 
+class OpenedModel(NamedTuple):
+    """The model of a folder without memory for its parameters, and the adapter in a second such model, or None."""
+
+    model: torch.nn.Module
+    adapter: Adapter | None
+
+    @property
+    def trained(self) -> torch.nn.Module:
+        """The model that is captured."""
+        return self.model if self.adapter is None else self.adapter.model
+
+
 @dataclass(frozen=True)
 class RunPlan:
     """The plan of a run, which is the same on all ranks.
 
     Attributes:
-        model: the model without memory for its parameters.
+        model: the model of the folder without memory for its parameters.
+        adapter: what is trained in its place; None: the model itself.
         stage_of_operator: number of an operator -> its stage, in the form that `cut` takes.
         sizes: values for the symbolic dimensions of the captured graph.
         decays: names of the weights to which --weight_decay applies.
@@ -61,9 +78,11 @@ class RunPlan:
         save_rest: writes the configuration and the processor into a folder.
         crossing: what crosses between stages, and which stages have which parameters.
         batch: a microbatch of real samples.
+        save_merged_rest: the same for the model with the adapter merged in.
     """
 
     model: torch.nn.Module
+    adapter: Adapter | None
     captured: Captured
     partition: PartitionFile
     schedule: Schedule
@@ -75,6 +94,12 @@ class RunPlan:
     save_rest: Callable[[Path], None]
     crossing: Crossings
     batch: Mapping[str, torch.Tensor]
+    save_merged_rest: Callable[[Path], None]
+
+    @property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Name of a trained parameter of which several stages have a copy -> these stages."""
+        return _tied(self.captured, self.crossing)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,7 +119,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
     partition of another model.
     """
-    captured, batch, model = captured_model(args, data)
+    captured, batch, opened = captured_model(args, data)
     relays = args.pipeline_schedule == RELAY
     if relays:
         partition = relay_partition(captured, batch, args)
@@ -115,31 +140,42 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
         predict=args.weight_prediction, provisional=args.provisional_steps, residency=residency_of(args),
-        copies=crossing.copies,
+        tied=_tied(captured, crossing),
     )  # fmt: skip
     return RunPlan(
-        model=model,
+        model=opened.model,
+        adapter=opened.adapter,
         captured=captured,
         partition=partition,
         schedule=schedule,
         stage_of_operator=stage_of_operator,
         sizes=sizes,
-        decays=decaying(model),
-        initializer_range=float(getattr(model.config, "initializer_range", 0.02) or 0.02),
+        decays=decaying(opened.trained),
+        initializer_range=float(getattr(opened.model.config, "initializer_range", 0.02) or 0.02),
         edge_bytes=bytes_of_edges(captured, crossing, sizes),
-        save_rest=lambda folder: _save_rest(folder, model, data, args),
+        save_rest=lambda folder: _save_rest(folder, opened, data, args),
+        save_merged_rest=lambda folder: _save_rest(folder, opened._replace(adapter=None), data, args),
         crossing=crossing,
         batch=batch,
     )
 
 
-def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], torch.nn.Module]:
-    """The captured graph, a microbatch of real samples, and the model without memory for its parameters.
+def _tied(captured: Captured, crossing: Crossings) -> dict[str, tuple[int, ...]]:
+    return {name: stages for name, stages in crossing.copies.items() if captured.parameters[name].requires_grad}
 
-    Raises ValueError for a model that cannot be captured, and for sequences that are longer than the model allows.
+
+def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict[str, torch.Tensor], OpenedModel]:
+    """The captured graph, a microbatch of real samples, and what was captured.
+
+    Raises ValueError for a model that cannot be captured or adapted, and for sequences that are longer than the model
+    allows.
     """
-    dtype = getattr(torch, args.dtype)
-    model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+
+    def opened() -> torch.nn.Module:
+        dtype = getattr(torch, args.dtype)
+        return open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+
+    model = opened()
     if args.task == "causal-lm":
         require_causal(model, args.model_name_or_path)
     most = num_positions(model)
@@ -150,7 +186,8 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
                 f"{most} or less"
             )
     batch = data.example(args.per_device_train_batch_size)
-    return capture_model(model, batch, data.task.keep), batch, model
+    found = OpenedModel(model, Adapter(opened(), adapter_config(args)) if has_adapter(args) else None)
+    return capture_model(found.trained, batch, data.task.keep), batch, found
 
 
 def require_causal(model: torch.nn.Module, folder: str) -> None:
@@ -201,15 +238,24 @@ def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> Partitio
     return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())
 
 
-def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.Namespace) -> None:
-    model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written in FP32
-    model.config.save_pretrained(folder)
-    generation = Path(args.model_name_or_path) / GENERATION
-    if generation.is_file():
-        (folder / GENERATION).write_bytes(generation.read_bytes())
+def _save_rest(folder: Path, opened: OpenedModel, data: Data, args: argparse.Namespace) -> None:
+    if opened.adapter is not None:
+        opened.adapter.save_config(folder)
+    else:
+        dtype = torch.float32 if args.bf16 else next(opened.model.parameters()).dtype  # masters are written in FP32
+        save_model_rest(folder, opened.model, Path(args.model_name_or_path), dtype)
     if data.processor is not None:
         data.processor.save_pretrained(folder)
+
+
+def save_model_rest(folder: Path, model: torch.nn.Module, source: Path, dtype: torch.dtype) -> None:
+    """Write the configurations of a whole model, which was opened from `source`, into a folder."""
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
+    model.config.save_pretrained(folder)
+    generation = source / GENERATION
+    if generation.is_file():
+        (folder / GENERATION).write_bytes(generation.read_bytes())
 
 
 # --- memory and time of the plan
@@ -253,7 +299,8 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         for rank, of in enumerate(of_devices(plan, args))
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
-    lines = [
+    lines = [] if plan.adapter is None else [_adapter_line(plan)]
+    lines += [
         f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
         f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
         f"microbatch: {ranks}",
@@ -282,11 +329,23 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     return lines
 
 
+def _adapter_line(plan: RunPlan) -> str:
+    config, parameters = plan.adapter.config, list(plan.adapter.model.parameters())
+    trained = sum(each.numel() for each in parameters if each.requires_grad)
+    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    kind = "DoRA" if config.use_dora else "LoRA"
+    return (
+        f"{kind} of rank {config.r} in {counted(len(plan.adapter.layers), 'layer')}: {trained} parameters are trained, "
+        f"{frozen} are frozen"
+    )
+
+
 def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float, float, float]]:
     """The needs of each device, as tuples in the order of devices.
 
-    A tuple has the number of parameters, the bytes of weights with gradients and optimizer state, the bytes of
-    activations, and the milliseconds of computation of a microbatch.
+    A tuple has the number of trained parameters, the bytes of weights with gradients and optimizer state, the bytes of
+    activations, and the milliseconds of computation of a microbatch. Frozen weights have no gradients, no state and
+    one version.
     """
     schedule, found = plan.schedule, []
     work = plan.partition.work(schedule.graph)
@@ -297,8 +356,9 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
             cost = plan.partition.stages[stage]
             received = [edge for (_, target), edge in plan.edge_bytes.items() if target == stage]
             versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
-            size = weight_bytes(args) + versions * plan.dtype.itemsize + _gap_bytes(plan, args, stage)
-            parameters, weights = parameters + cost.parameters, weights + cost.parameters * size
+            size = weight_bytes(args) + versions * trained_itemsize(args) + _gap_bytes(plan, args, stage)
+            parameters += cost.parameters
+            weights += cost.parameters * size + cost.frozen_bytes
             in_flight = saved_by_stage[stage]
             recomputes = schedule.recomputes(stage)
             saved += sum(edge.activations for edge in received) * in_flight
@@ -321,4 +381,4 @@ def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
     if not args.gap_aware or not steps_behind:
         return 0
-    return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)
+    return (steps_behind + 2) * (4 if args.bf16 else trained_itemsize(args))

@@ -129,10 +129,14 @@ class Pretrained:
 
     Attributes:
         notes: a sentence for each kind of accepted exception, with the names of its tensors.
+        new_names: the names of the tensors that begin at random.
+        file_name: None, since each rank writes a file of its own.
 
     Raises ValueError if the folder has no tensors, lacks a tensor of the model, or has a tensor that the model does not
     use; the message names the tensor.
     """
+
+    file_name = None
 
     def __init__(self, model: torch.nn.Module, folder: Path | str, *, new_head: bool) -> None:
         self._model, self.folder, self._new_head = model, Path(folder), new_head
@@ -155,6 +159,7 @@ class Pretrained:
             "not there, and begin at random": {name for name in missing if self._is_new_head(name)},
         }
         spared = set().union(*found.values())
+        self.new_names = frozenset(found["not there, and begin at random"])
         self._refuse(sorted(missing - spared), f"has no tensor for {{}} of {type(model).__name__}")
         self._refuse(sorted(unused - spared), f"has {{}}, of which {type(model).__name__} has no use")
         self.notes = [f"{folder}: {', '.join(sorted(names))}: {what}" for what, names in found.items() if names]
@@ -309,14 +314,32 @@ class Pretrained:
                 self._refuse([source for source, _ in recipe.sources], what)
         return made
 
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """All names of one of the model's tensors."""
+        return self._aliases[name]
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """A name of each of the model's tensors, in the model's order."""
+        return tuple(name for name in self._state if self._aliases[name][0] == name)
+
+    def num_bytes(self, names: Iterable[str]) -> int:
+        """The bytes of some of the model's tensors, in the model's dtype."""
+        return sum(self._state[name].nbytes for name in names)
+
+    def tensors(self, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Those of the model's tensors that the folder has, read in `dtype`, or in that of the files."""
+        wanted = {name: Wanted(self._aliases[name], self._state[name].shape, dtype) for name in names}
+        with FolderTensors(self.folder) as files:
+            return dict(self.read(files, wanted))
+
+    def writes(self, name: str) -> bool:
+        """Whether a tensor of the model is written: all are."""
+        return True
+
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
         """The model's tensors whose names are not in `used`, read from the files in the files' dtype."""
-        rest: dict[str, Wanted] = {}
-        for name, tensor in self._state.items():
-            if self._aliases[name][0] == name and self._first_there(name) and used.isdisjoint(self._aliases[name]):
-                rest[name] = Wanted(self._aliases[name], tensor.shape, None)
-        with FolderTensors(self.folder) as files:
-            return dict(self.read(files, rest))
+        return self.tensors((name for name in self.own_names if used.isdisjoint(self._aliases[name])), None)
 
     def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The model's tensors with the names and in the form that `save_pretrained` writes.

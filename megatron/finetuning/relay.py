@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron import backend
 from megatron.capture.cut import CapturedStage, cut
 from megatron.capture.tensors import load_stage
+from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import (
     BuiltPipeline,
     Results,
@@ -36,6 +37,7 @@ from megatron.finetuning.pretrained import Pretrained
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.relay.host_store import HostStore, trained
+from megatron.pipeline.runtime.relay.packed_weights import PACKINGS, Packing
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, ModuleRelayUpdate
 from megatron.pipeline.runtime.stages.module.reduction import TiedParameter
@@ -47,7 +49,7 @@ def build_relay(
     *,
     feed: Feed,
     summary: Summary,
-    pretrained: Pretrained,
+    pretrained: Pretrained | AdapterTensors,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
@@ -64,6 +66,7 @@ def build_relay(
         store = HostStore(
             {index: dict(zip(names[index], stage.parameters(), strict=True)) for index, stage in stages.items()},
             device=device, masters=args.bf16, first_version=first_batch,
+            packing=packing_of(args), packs=is_of_layer,
             values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
         )  # fmt: skip
     model_names = {key: name for index, stage in stages.items() for key, name in names[index].items()}
@@ -99,6 +102,17 @@ def build_relay(
     return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact)
 
 
+def is_of_layer(name: str) -> bool:
+    """Whether a parameter belongs to a layer, by its name; embeddings and the head do not, and are never packed."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def packing_of(args: argparse.Namespace) -> Packing | None:
+    """The form of the layers' frozen weights on the host; None: as they are."""
+    bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else None
+    return None if bits is None else PACKINGS[bits]
+
+
 def _own_names(stage: CapturedStage, copies: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Name in the host's store -> name in the model, for each parameter of a stage. A copy has a name of its own."""
     return {
@@ -112,13 +126,13 @@ def _values(
     names: Mapping[str, str],
     plan: RunPlan,
     args: argparse.Namespace,
-    pretrained: Pretrained,
+    pretrained: Pretrained | AdapterTensors,
     exact: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Read a stage. Its parameters have no memory again when this returns; with --bf16 the values are FP32."""
     found: dict[str, Tensor] = {}
     load_stage(
-        stage, pretrained.folder, read=pretrained.read, initial=initial_tensors(args, plan),
+        stage, pretrained.folder, read=pretrained.read, initial=initial_tensors(args, plan, pretrained),
         exact=found if args.bf16 else None,
     )  # fmt: skip
     parameters = dict(stage.named_parameters())
@@ -131,9 +145,9 @@ def _values(
 
 def _tied(plan: RunPlan, names: Mapping[int, Mapping[str, str]], rank: int) -> TiedParameter | None:
     """The shared parameter, if this rank has a copy. Collective over the job."""
-    if not plan.crossing.copies:
+    if not plan.tied:
         return None
-    [(shared, ends)] = plan.crossing.copies.items()
+    [(shared, ends)] = plan.tied.items()
     ranks = sorted({plan.schedule.rank_of_stage[stage] for stage in ends})
     group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
     own = tuple(key for index in ends if index in names for key, name in names[index].items() if name == shared)

@@ -8,9 +8,11 @@ that of the program, with the same numbers.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from rich.table import Table
 
 from megatron.capture.estimate import Roofline, estimate
@@ -18,7 +20,9 @@ from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
 from megatron.finetuning.plan import RunPlan, make_plan
+from megatron.finetuning.relay import is_of_layer, packing_of
 from megatron.finetuning.samples import read_data
+from megatron.partition import Partition
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, trained
@@ -29,6 +33,9 @@ from megatron.planner.job.devices import DEVICES, Device
 
 GIB = 2**30
 LAUNCH_MICROSECONDS = 5.0
+STEPPED_BYTES = 28
+"""Bytes that Adam on the host reads and writes for a parameter: gradient, weight and moments, of 4 bytes each, or with
+--bf16 the gradient and the weight of 2 bytes, and the master."""
 
 
 @dataclass(frozen=True)
@@ -54,32 +61,77 @@ class RelayBytes:
         return self.resident + self.gradients + self.inputs + self.layer
 
 
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of a stage in flat memory.
+
+    Attributes:
+        weights: dtype -> of all weights on the device.
+        plain: of the weights that are not packed.
+        packed: dtype -> of the parts of packed weights.
+        gradients: of those that are trained; `trained`: how many elements these have.
+    """
+
+    weights: Mapping[torch.dtype, int]
+    plain: int
+    packed: Counter[torch.dtype]
+    gradients: int
+    trained: int
+
+    @property
+    def fetched(self) -> int:
+        return self.plain + self.packed.total()
+
+
+def stage_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> StageBytes:
+    """The bytes of a stage."""
+    crossing, packing = plan.crossing, packing_of(args)
+    own = {
+        name: plan.captured.parameters[name]
+        for name, owner in crossing.owner.items()
+        if stage in crossing.copies.get(name, (owner,))
+    }
+    steps = trained(own)
+    packed = {
+        f"{name}: {part}": tensor
+        for name, each in own.items()
+        if packing and name not in steps and packing.takes(each) and is_of_layer(name)
+        for part, tensor in packing.empty(each).items()
+    }
+    plain = {name: each for name, each in own.items() if f"{name}: codes" not in packed}
+    return StageBytes(
+        weights=_by_dtype(own), plain=FlatLayout(plain).num_bytes, packed=Counter(_by_dtype(packed)),
+        gradients=FlatLayout(steps).num_bytes, trained=sum(each.numel() for each in steps.values()),
+    )  # fmt: skip
+
+
+def _by_dtype(tensors: Mapping[str, torch.Tensor]) -> dict[torch.dtype, int]:
+    return {dtype: count * dtype.itemsize for dtype, count in FlatLayout(tensors).num_elements.items()}
+
+
 def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayBytes:
     """The bytes of a rank. Inputs on the device are an upper bound."""
     stages, residency = plan.schedule.stages_of(rank), plan.schedule.residency
-    weights, gradients = zip(*(_bytes(plan, stage) for stage in stages), strict=True)
-    size = plan.dtype.itemsize
-    _, arena = places(weights, residency.stages)
+    found = [stage_bytes(plan, args, stage) for stage in stages]
+    arenas = {
+        dtype: places([each.weights.get(dtype, 0) for each in found], residency.stages)[1]
+        for dtype in {dtype for each in found for dtype in each.weights}
+    }
+    arriving = [
+        max(each.packed.get(dtype, 0) for each in found) for dtype in {dtype for each in found for dtype in each.packed}
+    ]
     m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
     leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
-    waiting = m * (leaving + 2 * largest)
-    optimizer = state_bytes(args) + 4 * args.bf16  # for each trained parameter
+    gradients, elements = sum(each.gradients for each in found), sum(each.trained for each in found)
+    optimizer = elements * (state_bytes(args) + 4) if args.bf16 else gradients * state_bytes(args) // 4
     return RelayBytes(
-        resident=arena,
-        gradients=min(GRADIENT_BUFFERS, len(stages)) * max(gradients),
-        inputs=(m + 3) * largest if residency.stashes_on_host else waiting,
+        resident=sum(arenas.values()) + arriving.total(),
+        gradients=min(GRADIENT_BUFFERS, len(stages)) * max(each.gradients for each in found),
+        inputs=(m + 3) * largest if residency.stashes_on_host else m * (leaving + 2 * largest),
         layer=max(plan.partition.stages[stage].saved_bytes for stage in stages),
-        host=sum(weights) + sum(gradients) * (size + optimizer) // size,
+        host=sum(each.fetched for each in found) + gradients + optimizer,
         stash=m * leaving if residency.stashes_on_host else 0,
     )
-
-
-def _bytes(plan: RunPlan, stage: int) -> tuple[int, int]:
-    """Bytes of the weights of a stage, and of the gradients of those that are trained, in flat memory."""
-    crossing, parameters = plan.crossing, plan.captured.parameters
-    names = [name for name, owner in crossing.owner.items() if stage in crossing.copies.get(name, (owner,))]
-    own = {name: parameters[name] for name in names}
-    return FlatLayout(own).num_bytes, FlatLayout(trained(own)).num_bytes
 
 
 def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
@@ -124,13 +176,12 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     """The speed on GPUs of a kind."""
     schedule, m, size = plan.schedule, args.gradient_accumulation_steps, plan.dtype.itemsize
     roofline = Roofline(device.product_rate(size) / 1e12, device.memory_bandwidth, LAUNCH_MICROSECONDS)
-    costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), plan.partition.stage_of_node)
-    own_bytes = [_bytes(plan, stage) for stage in range(schedule.num_stages)]
+    partition = Partition(plan.partition.stage_of_node, plan.partition.rank_of_stage)
+    costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), partition)
+    found = [stage_bytes(plan, args, stage) for stage in range(schedule.num_stages)]
     to_host = 1e9 * device.host_bandwidth
-    weights, gradients = ([each / to_host for each in part] for part in zip(*own_bytes, strict=True))
-    stepped = 6 * 4 + size + size * (size < 4)  # read: gradient, master, moments; written: master, moments, the weight
-    a_byte = stepped * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH * size)
-    update = [a_byte * steps for _, steps in own_bytes]
+    weights, gradients = [each.fetched / to_host for each in found], [each.gradients / to_host for each in found]
+    update = [STEPPED_BYTES * each.trained * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH) for each in found]
     edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
     inputs = [0.0, *(each / to_host for each in edges)]
     plain = [(cost.plain_forward_ms / 1e3, cost.plain_backward_ms / 1e3) for cost in costs]

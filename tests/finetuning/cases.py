@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file
 
 from megatron.capture.blocks import blocks_of
 from megatron.capture.export import signature
@@ -66,8 +67,16 @@ def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *argv: obje
     return path
 
 
-def finetune(folder: Path, task: str, *, argv: Sequence[object] = (), dropout: float = 0.0, name: str) -> Outcome:
-    """One run of all ranks."""
+def finetune(
+    folder: Path,
+    task: str,
+    *,
+    argv: Sequence[object] = (),
+    dropout: float = 0.0,
+    name: str,
+    weights: str = "weights_of",
+) -> Outcome:
+    """One run of all ranks. `weights`: name of the function here that reads what the run has written."""
     folder = Path(folder)
     metrics, output = folder / f"{name}.jsonl", folder / name
     ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
@@ -81,13 +90,18 @@ def finetune(folder: Path, task: str, *, argv: Sequence[object] = (), dropout: f
         job.run(args, StopSignal())
     if dist.get_rank():
         return Outcome([])
-    return Outcome(read_metrics(str(metrics)), weights_of(output, task) if args.do_train else {})
+    return Outcome(read_metrics(str(metrics)), globals()[weights](output, task) if args.do_train else {})
 
 
 def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
     """As `from_pretrained` has them, every name of the model."""
     model = loaded(folder, task)
     return {name: each.detach() for name, each in model.state_dict().items()}
+
+
+def adapter_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
+    """As PEFT's file has them."""
+    return load_file(folder / "adapter_model.safetensors")
 
 
 def loaded(folder: Path, task: str) -> torch.nn.Module:

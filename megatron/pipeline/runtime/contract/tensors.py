@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import torch
 from torch import Tensor
@@ -104,20 +104,28 @@ class EdgeTensors:
     """The tensors of one microbatch on an edge.
 
     Args:
-        specs: one for each tensor; tensors of a floating or complex dtype have gradients.
+        specs: one for each tensor.
         owners: for each tensor the stage that owns the shared parameter, or None for an activation. Default: all are
             activations.
+        trained: for each tensor whether a gradient comes back. Default: for each of a floating or complex dtype.
 
     Attributes:
+        trained: as the argument.
         activations: the tensors from the edge's source to its target.
         gradients: the tensors from its target back to its source.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], owners: Sequence[int | None] | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        owners: Sequence[int | None] | None = None,
+        trained: Sequence[bool] | None = None,
+    ) -> None:
         if not specs:
             raise ValueError("an edge carries no tensor; leave it out")
         owners = (None,) * len(specs) if owners is None else owners
-        with_gradients = [(spec, owner) for spec, owner in zip(specs, owners, strict=True) if has_gradients(spec.dtype)]
+        self.trained = tuple(has_gradients(spec.dtype) for spec in specs) if trained is None else tuple(trained)
+        with_gradients = list(compress(zip(specs, owners, strict=True), self.trained))
         self.activations = TravellingTensors(specs, owners)
         self.gradients = TravellingTensors(*zip(*with_gradients, strict=True)) if with_gradients else _NOTHING
 

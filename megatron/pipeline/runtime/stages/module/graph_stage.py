@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.activations.captured import RandomState
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.contract.tensors import EdgeTensors, has_gradients
+from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 from megatron.pipeline.runtime.stages.module.stage import AnyModuleStage, Loss, share_of_loss
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 
@@ -143,7 +144,7 @@ class GraphModuleStage(AnyModuleStage):
 
         The gradients of shared parameters are added up over the batch. They are None before its last microbatch.
         """
-        gradients, travelling = _gradients(inputs), self.edges[source].gradients
+        gradients, travelling = _gradients(inputs, self.edges[source].trained), self.edges[source].gradients
         if not travelling.has_shared:
             return gradients
         shared = [grad for grad, owner in zip(gradients, travelling.owners, strict=True) if owner is not None]
@@ -177,14 +178,14 @@ class GraphModuleStage(AnyModuleStage):
         """Run the forward with a graph whose leaves are detached inputs, and save the inputs and the roots."""
         saved.inputs = {
             source: tuple(
-                tensor.detach().requires_grad_(source in self._wanted and has_gradients(tensor.dtype))
-                for tensor in tensors
+                tensor.detach().requires_grad_(source in self._wanted and trained)
+                for tensor, trained in zip(tensors, self.edges[source].trained, strict=True)
             )
             for source, tensors in saved.inputs.items()
         }
         outputs, loss = self._run(microbatch, saved.inputs)
         saved.roots = [
-            (target, [_root(tensor) for tensor in outputs[target] if has_gradients(tensor.dtype)])
+            (target, [_root(tensor) for tensor in compress(outputs[target], self.edges[target].trained)])
             for target in self._with_gradients
         ]
         saved.loss = None if loss is None else share_of_loss(loss, microbatch)
@@ -206,7 +207,6 @@ def _root(tensor: Tensor) -> object | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def _gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The gradients of the tensors whose dtype has gradients; zeros if the backward has computed none."""
-    wanted = (tensor for tensor in tensors if has_gradients(tensor.dtype))
-    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in wanted)
+def _gradients(tensors: Sequence[Tensor], trained: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The gradients of the tensors that are marked in `trained`; zeros if the backward has computed none."""
+    return tuple(torch.zeros_like(each) if each.grad is None else each.grad for each in compress(tensors, trained))

@@ -1,0 +1,335 @@
+"""LoRA adapters in a captured model: PEFT's own modules, configuration and files.
+
+PEFT replaces modules of the model without memory before the capture, so the graph has PEFT's operators, and the
+parameters of the adapted model have PEFT's names. Three tables connect the names: those in the adapted model, those of
+the frozen weights in the model's folder, and those in PEFT's files. PEFT itself makes the third.
+
+A rank has only a part of a layer's tensors. An adapter begins with PEFT's initialisation of that layer, run with a
+generator that depends on the seed and the layer's name alone. So every partition begins alike.
+
+peft is imported inside functions, since only adapters need it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import hashlib
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megatron.capture.randomness import mixed
+from megatron.capture.tensors import FolderTensors, Wanted, parameters_on_meta
+from megatron.finetuning.adapter_arguments import ALL_LINEAR, OF_LORA
+from megatron.finetuning.pretrained import Pretrained, first_line
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+
+TASK_TYPES = {
+    "sequence-classification": "SEQ_CLS",
+    "causal-lm": "CAUSAL_LM",
+    "text-to-text": "SEQ_2_SEQ_LM",
+    "question-answering": "QUESTION_ANS",
+}
+"""Word of --task -> PEFT's, which decides the head that is trained whole; PEFT has none for images."""
+
+SUPPORTED = (
+    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora", "use_dora",
+    "lora_bias", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
+    "alpha_pattern",
+)  # fmt: skip
+"""Fields of `LoraConfig` that may differ from their defaults."""
+
+OF_FILES = (
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+)  # fmt: skip
+"""Fields that describe a file and no adapter."""
+
+BEGINNINGS = ("true", "gaussian")
+"""Values of `init_lora_weights` with which an adapter begins; the others need data, or change the frozen weights."""
+
+BEGUN = (*BEGINNINGS, "false", "orthogonal")
+"""Values of an adapter that goes on: those that have left the frozen weights as they were."""
+
+_NAME = "default"  # PEFT's name of a model's only adapter
+
+
+def require_peft():
+    """Import and return the package peft. Raises ValueError if it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("adapters need the package peft; pip install .[peft]") from error
+    return peft
+
+
+def adapter_config(args: argparse.Namespace):
+    """PEFT's `LoraConfig` as the flags or the file that they name say it.
+
+    Raises ValueError for a file that cannot be read, and for an adapter of another kind than LoRA.
+    """
+    peft = require_peft()
+    source = args.peft_config or args.adapter_name_or_path
+    known = BEGINNINGS if args.adapter_name_or_path is None else BEGUN
+    if source is None:
+        fields = {name: value for name in OF_LORA if (value := getattr(args, name)) not in (None, False)}
+        if fields.get("target_modules") == [ALL_LINEAR]:
+            fields["target_modules"] = ALL_LINEAR
+        return peft.LoraConfig(r=args.lora_r, task_type=TASK_TYPES.get(args.task), **fields)
+    path = Path(source) / CONFIG if Path(source).is_dir() else Path(source)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind = content.get("peft_type")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} cannot be read ({reason}); give the {CONFIG} that PEFT writes") from error
+    if kind != "LORA":
+        raise ValueError(f"{path} is of the kind {kind}, and only LORA is trained here; give a configuration of LoRA")
+    try:
+        config = peft.LoraConfig.from_peft_type(**content)
+    except Exception as error:  # PEFT raises errors of any class for a wrong field
+        raise ValueError(f"{path} is no LoRA that this peft knows: {first_line(error)}; write it anew") from error
+    wanted = TASK_TYPES.get(args.task)
+    if config.task_type not in (None, wanted):
+        raise ValueError(
+            f"{path} has task_type {config.task_type}, and --task {args.task} is {wanted}; give one of both"
+        )
+    if str(config.init_lora_weights).lower() not in known:
+        raise ValueError(
+            f"{path} has init_lora_weights {config.init_lora_weights}, which is not done here; give one of "
+            f"{', '.join(known)}"
+        )
+    config.inference_mode = False
+    return config
+
+
+def _refuse_fields(config) -> None:
+    for field in dataclasses.fields(config):
+        if field.name in SUPPORTED + OF_FILES:
+            continue
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        value = getattr(config, field.name)
+        if value not in (default, None, False) and value:
+            raise ValueError(f"LoRA with {field.name} {value} is not trained here; leave {field.name} out")
+
+
+class Adapter:
+    """PEFT's adapter in a model without memory, which is changed in place.
+
+    Attributes:
+        model: the adapted model, whose forward is that of the model before.
+        config: PEFT's configuration; PEFT has filled in what it decides by the architecture.
+        layers: paths of the adapted layers.
+        base_names: name in the adapted model -> name in the model before; a module that is trained whole has its
+            original's.
+        written: name in the adapted model -> name in PEFT's file.
+        notes: PEFT's warnings.
+
+    Raises ValueError for a configuration that does not fit the model, or that is not supported.
+    """
+
+    def __init__(self, model: nn.Module, config) -> None:
+        peft = require_peft()
+        _refuse_fields(config)
+        self.model, self.config = model, config
+        plain = {_without_peft(name): name for name in model.state_dict()}
+        try:
+            with warnings.catch_warnings(record=True) as said, parameters_on_meta(model):
+                warnings.simplefilter("always")
+                wrapped = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+                # PEFT chooses and renames what a file has; marks stand in place of the tensors.
+                marks = {name: torch.empty(0) for name in model.state_dict()}
+                given = {f"base_model.model.{name}": mark for name, mark in marks.items()}
+                found = peft.get_peft_model_state_dict(wrapped, given)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"PEFT cannot adapt {type(model).__name__}: {first_line(error)}; give other --target_modules"
+            ) from error
+        remarks = (each.message for each in said if issubclass(each.category, UserWarning))
+        self.notes = [f"PEFT: {text}" for text in dict.fromkeys(map(first_line, remarks))]
+        own = {id(mark): name for name, mark in marks.items()}
+        self.written = {own[id(mark)]: name for name, mark in found.items()}
+        self.base_names = {name: plain[each] for name in marks if (each := _without_peft(name)) in plain}
+        self.layers = tuple(
+            path for path, each in model.named_modules() if isinstance(each, peft.tuners.lora.LoraLayer)
+        )
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of all trained parameters in the adapted model."""
+        return frozenset(name for name, each in self.model.named_parameters() if each.requires_grad)
+
+    @property
+    def digest(self) -> str:
+        """A digest of the names of all trained parameters; the graph has the numbers of the adapters."""
+        return hashlib.sha256(" ".join(sorted(self.trained)).encode()).hexdigest()[:16]
+
+    def layer_of(self, name: str) -> str | None:
+        """The path of the adapted layer that has a tensor; None for a tensor of no such layer."""
+        return next((path for path in self.layers if name.startswith(f"{path}.")), None)
+
+    def layer_with(self, path: str, values: Mapping[str, Tensor]) -> nn.Module:
+        """A copy of an adapted layer with real parameters: `values` by their names in the adapted model, others 0."""
+        layer = self.model.get_submodule(path)
+        memo = {}
+        for name, parameter in layer.named_parameters():
+            value = values.get(f"{path}.{name}")
+            value = torch.zeros(parameter.shape, dtype=parameter.dtype) if value is None else value
+            memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        return copy.deepcopy(layer, memo)
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Name in the adapted model -> tensor of the adapter in a folder.
+
+        Raises ValueError if the file cannot be read, or has other tensors than the adapter.
+        """
+        path = folder / TENSORS
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path} cannot be read ({first_line(error)}); give the folder of an adapter") from error
+        written, shapes = self.written, self.model.state_dict()
+        for name in sorted(found.keys() ^ set(written.values())):
+            what = (
+                "of which the adapter of its configuration has no use" if name in found else "which the adapter needs"
+            )
+            raise ValueError(f"{path} {'has' if name in found else 'lacks'} {name}, {what}; give one model's adapter")
+        for own, name in written.items():
+            if found[name].shape != shapes[own].shape:
+                raise ValueError(
+                    f"{name} in {path} has shape {tuple(found[name].shape)}, and the model needs "
+                    f"{tuple(shapes[own].shape)}; give the adapter of this model"
+                )
+        return {own: found[name] for own, name in written.items()}
+
+    def save_config(self, folder: Path) -> None:
+        """Write PEFT's configuration, as `PeftModel.save_pretrained` does."""
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+
+def _without_peft(name: str) -> str:
+    for part in (".base_layer.", ".original_module.", f".modules_to_save.{_NAME}."):
+        name = name.replace(part, ".")
+    return name
+
+
+class AdapterTensors:
+    """The tensors of an adapted model: frozen weights of the model's folder, and an adapter that begins or goes on.
+
+    It stands where `Pretrained` stands for a model without an adapter.
+
+    Args:
+        pretrained: the tensors of the model before it was adapted.
+        used: the names of the adapted model's tensors that the run uses.
+        seed: of a new adapter.
+        begun: the folder of an adapter to go on with; None: a new one.
+
+    Raises ValueError for an adapter that lacks a tensor or has another model's, and for a head that would begin at
+    random and stay frozen.
+    """
+
+    file_name = TENSORS
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        pretrained: Pretrained,
+        *,
+        used: Collection[str],
+        seed: int,
+        begun: str | None = None,
+    ) -> None:
+        self._adapter, self._pretrained, self._seed = adapter, pretrained, seed
+        self.folder = pretrained.folder
+        self.notes = [*adapter.notes, *pretrained.notes]
+        self._begun = {} if begun is None else adapter.read(Path(begun))
+        learned = {adapter.base_names[name] for name in adapter.written if name in adapter.base_names}
+        base_used = {adapter.base_names[name] for name in used if name in adapter.base_names}
+        lost = sorted((pretrained.new_names & base_used) - learned)
+        if lost:
+            module = lost[0].rpartition(".")[0].rpartition(".")[2]
+            raise ValueError(
+                f"{lost[0]} is not in {self.folder}; it would begin at random, stay frozen and not be written; give "
+                f"--modules_to_save {module}"
+            )
+        self._layer = lru_cache(maxsize=1)(self._initial_layer)
+
+    def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
+        """Read tensors of the adapted model, as `Pretrained.read` does: an adapter's own ones only if it goes on."""
+        sharing: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+        for name, each in wanted.items():
+            if name in self._begun:
+                yield name, self._begun[name].to(each.dtype)
+            elif name in self._adapter.base_names:
+                names = self._pretrained.names_of(self._adapter.base_names[name])
+                sharing.setdefault((names, each.dtype), []).append(name)
+        base = {owns[0]: Wanted(names, wanted[owns[0]].shape, dtype) for (names, dtype), owns in sharing.items()}
+        all_of = {owns[0]: owns for owns in sharing.values()}
+        for first, value in self._pretrained.read(files, base):
+            for name in all_of[first]:
+                yield name, value if name == first else value.clone()
+
+    def initial(self, other: Callable[..., Tensor]) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+        """A function that makes a tensor that `read` lacks. `other` makes those of a new head, by their own names."""
+
+        def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            path = self._adapter.layer_of(name)
+            if path is None:
+                return other(self._adapter.base_names[name], shape, dtype)
+            return self._layer(path)[name].to(dtype, copy=True)
+
+        return make
+
+    def _initial_layer(self, path: str) -> dict[str, Tensor]:
+        """The tensors with which an adapted layer begins, by their names in the adapted model."""
+        adapter, values = self._adapter, {}
+        if adapter.config.use_dora:  # its magnitudes begin as the norms of the frozen weight
+            state = adapter.model.state_dict()
+            frozen = [name for name in state if name.startswith(f"{path}.base_layer.")]
+            wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in frozen}
+            with FolderTensors(self.folder) as files:
+                values = dict(self.read(files, wanted))
+        layer = adapter.layer_with(path, values)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(mixed(self._seed, zlib.crc32(path.encode())))
+            layer.reset_lora_parameters(_NAME, adapter.config.init_lora_weights)
+            if adapter.config.use_dora:
+                of_embedding = _NAME in layer.lora_embedding_A
+                tables = (
+                    (layer.lora_embedding_A, layer.lora_embedding_B) if of_embedding else (layer.lora_A, layer.lora_B)
+                )
+                first, second = (each[_NAME] if of_embedding else each[_NAME].weight for each in tables)
+                layer.lora_magnitude_vector[_NAME].update_layer(
+                    base_layer=layer.get_base_layer(), lora_A=first, lora_B=second, scaling=layer.scaling[_NAME]
+                )
+        return {f"{path}.{name}": each.detach() for name, each in layer.named_parameters()}
+
+    # --- what a run writes
+
+    def writes(self, name: str) -> bool:
+        """Whether a tensor of the adapted model is part of the adapter."""
+        return name in self._adapter.written
+
+    def unused(self, used: Collection[str]) -> dict[str, Tensor]:
+        """No tensor: the model's folder has all that is frozen."""
+        return {}
+
+    def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter's tensors with the names that PEFT writes."""
+        return {self._adapter.written[name]: tensor.contiguous() for name, tensor in tensors.items()}
+
+    def written_with(self, name: str) -> str:
+        """The name of the group of all tensors, since PEFT reads one file."""
+        return TENSORS
