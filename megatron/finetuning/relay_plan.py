@@ -117,9 +117,9 @@ def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayByte
         dtype: places([each.weights.get(dtype, 0) for each in found], residency.stages)[1]
         for dtype in {dtype for each in found for dtype in each.weights}
     }
-    arriving = [
-        max(each.packed.get(dtype, 0) for each in found) for dtype in {dtype for each in found for dtype in each.packed}
-    ]
+    arriving = Counter[torch.dtype]()
+    for each in found:
+        arriving |= each.packed  # the largest of each dtype
     m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
     leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
     gradients, elements = sum(each.gradients for each in found), sum(each.trained for each in found)

@@ -1,18 +1,23 @@
 """`finetune.py --pipeline_schedule l2l`: any captured model trains with its weights on the host as one process does."""
 
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron.finetuning import job
-from megatron.finetuning.relay import build_relay
+from megatron.finetuning.relay import build_relay, is_of_layer
 from megatron.finetuning.relay_plan import relay_bytes
+from megatron.pipeline.runtime.relay.packed_weights import PACKINGS
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from tests import workers
-from tests.finetuning import cases, tiny
+from tests.finetuning import cases, lora, tiny
+from tests.finetuning.test_adapters import ADAPTERS, base_of
+from tests.finetuning.test_adapters import run as with_adapter
 from tests.finetuning.test_runs import run, same
 
 
@@ -119,3 +124,40 @@ def test_the_device_does_not_grow_with_depth(folder, kind):
     )
     assert few == many <= planned == planned_again
     assert few > 0.7 * planned and more_on_host > 2 * on_host
+
+
+def rounded(base: Path, folder: Path, bits: int) -> Path:
+    """The model with the matrices of its layers as they come out of a packing."""
+    path, packing = Path(shutil.copytree(base, folder / f"{base.name}-{bits}")), PACKINGS[bits]
+    tensors = load_file(path / "model.safetensors")
+    for name, weight in tensors.items():
+        if is_of_layer(name) and packing.takes(weight):
+            codes, scales = (torch.empty(each.shape, dtype=each.dtype) for each in packing.empty(weight).values())
+            packing.pack(weight, codes, scales)
+            packing.unpack(codes, scales, weight)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "bits"),
+    [("lora", 1, 4), pytest.param("dora", 2, 8, marks=pytest.mark.full), ("head", 2, None),
+     pytest.param("t5", 1, None, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_adapters_relay(folder, kind, ranks, bits):
+    """Adapters alone have gradients and step, with the bits of `flush`; packed weights are those rounded before."""
+    task, options = ADAPTERS[kind]
+    base = base_of(folder, task)
+    adapter = lora.begun(base, task, folder / f"begun-{kind}", **options)
+    argv = ["--adapter_name_or_path", adapter, "--gradient_accumulation_steps", 2, "--learning_rate", 1e-3]
+    argv += ["--num_train_epochs", 2, "--dataloader_drop_last", "--no_group_texts"]
+    plain = base if bits is None else rounded(base, folder, bits)
+    packs = [] if bits is None else [f"--load_in_{bits}bit"]
+    relay = ["--model_name_or_path", base, *argv, "--pipeline_schedule", "l2l", *packs]
+    found = with_adapter(folder, f"relay-{kind}", *relay, task=task, ranks=ranks)
+    flush = ["--model_name_or_path", plain, *argv, "--pipeline_schedule", "flush"]
+    cut = cases.partition(folder, task, (0,), *flush)
+    expected = with_adapter(folder, f"flush-{kind}", *flush, "--partition", cut, task=task, ranks=1)
+    assert found.losses == expected.losses and len(found.losses) > 2
+    same(found, expected)
