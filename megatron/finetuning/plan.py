@@ -23,7 +23,8 @@ from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
-from megatron.finetuning.adapters import Adapter, adapter_config
+from megatron.finetuning.adapter_config import adapter_config
+from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
