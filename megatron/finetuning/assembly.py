@@ -138,7 +138,7 @@ def build_pipeline(
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
     stages = [
         GraphModuleStage(
-            module, index=index, graph=graph, edges=_edges(plan, cut_stages[index]), versions=versions[index],
+            module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]), versions=versions[index],
             data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
         )
         for index, module in modules.items()
@@ -177,7 +177,8 @@ def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None
             stage.get_submodule(path)._parameters[last] = frozen.setdefault(name, parameter)
 
 
-def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+def edges_of_stage(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
+    """The other stage -> the tensors that a microbatch sends between it and `stage`."""
     return {
         other: EdgeTensors(
             [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],

@@ -42,7 +42,11 @@ def begun(base: Path, task: str, path: Path, **options: object) -> Path:
     config = peft.LoraConfig(init_lora_weights=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.get_peft_model(cases.loaded(base, task), config).save_pretrained(path)
+        model = peft.get_peft_model(cases.loaded(base, task), config)
+        for each in model.parameters():
+            if each.requires_grad:  # a module that is trained whole is no longer the model's
+                each.data += 0.02 * torch.randn(each.shape)
+        model.save_pretrained(path)
     return path
 
 

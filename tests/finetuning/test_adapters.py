@@ -9,9 +9,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from megatron.capture.cut import cut
 from megatron.capture.tensors import FolderTensors
 from megatron.commands import merge_adapter
 from megatron.finetuning.adapters import AdapterTensors
+from megatron.finetuning.assembly import edges_of_stage
 from megatron.finetuning.merge import require_mergeable
 from megatron.finetuning.partitioning import PlannedMachine, cut_model
 from megatron.finetuning.plan import captured_model, first_lines, make_plan, of_devices
@@ -29,6 +31,7 @@ ADAPTERS = {
     "lora": (CAUSAL, {"r": 4, "lora_alpha": 8, "target_modules": LLAMA, "task_type": "CAUSAL_LM"}),
     "dora": (CAUSAL, {"r": 3, "target_modules": "all-linear", "use_dora": True, "task_type": "CAUSAL_LM"}),
     "head": (CLASSES, {"r": 4, "target_modules": ["query", "dense"], "use_rslora": True, "task_type": "SEQ_CLS"}),
+    "embedding": (CAUSAL, {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "t5": (T5, {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}),
 }
 
@@ -60,6 +63,7 @@ def run(folder: Path, name: str, *argv: object, task: str, ranks: int, dropout: 
         ("dora", "pipedream", (0, 1), 1),
         ("head", "2bw", (0, 1), 2),
         ("head", "flush", (0,), 2),
+        ("embedding", "flush", (0,), 1),
         ("t5", "gpipe", (0, 1, 1, 0), 2),
         ("t5", "pipedream", (0, 1, 2, 3), 1),
     ],
@@ -81,11 +85,11 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
     ]
     argv += ["--pipeline_schedule", schedule, "--learning_rate", 1e-3, "--weight_decay", 0.1, "--num_train_epochs", 4]
     argv += ["--max_grad_norm", 0 if schedule == "pipedream" else 0.1, "--dataloader_drop_last", "--no_group_texts"]
-    argv += ["--merge_adapter"]
-    cut = cases.partition(place, task, ranks, *argv)
-    found = run(place, "out", *argv, "--partition", cut, task=task, ranks=len(set(ranks)))
+    argv += ["--merge_adapter"] * (kind != "embedding")
+    stages = cases.partition(place, task, ranks, *argv)
+    found = run(place, "out", *argv, "--partition", stages, task=task, ranks=len(set(ranks)))
     command = tiny.command(place, task, *argv)
-    delays = lora.delays_of(tiny.arguments(place, task, *argv), cut, schedule)
+    delays = lora.delays_of(tiny.arguments(place, task, *argv), stages, schedule)
     expected = lora.plain(base, task, adapter, command, delays)
     assert len(set(expected.losses)) == len(expected.losses) > 2
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -99,10 +103,13 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
     written = lora.adapted(base, task, place / "out").eval()
     whole = lora.adapted(base, task, adapter).eval()
     whole.load_state_dict({**whole.state_dict(), **written.state_dict()})
-    merged = cases.loaded(place / "out" / "merged", task).eval()
     with torch.no_grad():
         logits = written(**batch).logits
         assert torch.equal(logits, whole(**batch).logits)
+    if kind == "embedding":
+        return
+    merged = cases.loaded(place / "out" / "merged", task).eval()
+    with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, logits, rtol=1e-5, atol=1e-5)
     for name, weights in written.merge_and_unload().state_dict().items():
         torch.testing.assert_close(merged.state_dict()[name], weights, rtol=0, atol=1e-6, msg=name)
@@ -173,6 +180,37 @@ def test_a_new_adapter_begins_alike_everywhere(folder):
         for module in ("classifier", "bert.pooler.dense")
         for kind in ("weight", "bias")
     }
+
+
+def test_no_gradient_of_frozen_tensors_travels(folder, tmp_path):
+    """A T5's relative positions, which the first layer computes of frozen weights, go to all, and nothing returns."""
+    argv = ["--lora_r", 2, "--target_modules", "q", "v"]
+    args = tiny.arguments(tmp_path, T5, *argv, "--partition", cases.partition(tmp_path, T5, (0, 1, 2, 3), *argv))
+    args.devices = 4
+    plan = make_plan(args, read_data(args))
+    kept = 0
+    for stage in cut(plan.captured, plan.stage_of_operator).values():
+        for other, tensors in edges_of_stage(plan, stage).items():
+            gradients = [each.has_gradient for each in (stage.sources | stage.targets)[other]]
+            assert len(tensors.gradients.specs) == sum(gradients)
+            kept += gradients.count(False)
+    assert kept > 0
+
+
+@pytest.mark.full
+def test_a_recompute_drops_the_same(folder):
+    """Masks of adapters depend on neither recompute nor cut, and they do drop."""
+    argv = ["--lora_r", 4, "--use_dora", "--target_modules", "all-linear", "--num_train_epochs", 1]
+    argv += ["--learning_rate", 1e-2, "--pipeline_schedule", "flush"]
+    runs = []
+    for number, more in enumerate([[], ["--no_recompute"], ["--lora_dropout", 0]]):
+        argv_of_run = ["--lora_dropout", 0.3, *argv, *more]
+        place = folder / f"masks-{number}"
+        place.mkdir()
+        cut_here = cases.partition(place, CLASSES, (0, 1), *argv_of_run)
+        runs.append(run(place, "out", *argv_of_run, "--partition", cut_here, task=CLASSES, ranks=2))
+    assert runs[0].losses == runs[1].losses != runs[2].losses
+    assert all(torch.equal(weights, runs[1].weights[name]) for name, weights in runs[0].weights.items())
 
 
 def beginning(folder: Path, *argv: object, task: str = CLASSES) -> dict[str, torch.Tensor]:
@@ -259,9 +297,9 @@ def test_frozen_weights_in_bfloat16(folder):
     adapter = lora.begun(base, CAUSAL, place / "begun", r=4, target_modules=LLAMA, task_type="CAUSAL_LM")
     argv = ["--model_name_or_path", base, "--adapter_name_or_path", adapter, "--dtype", "bfloat16", "--merge_adapter"]
     argv += ["--pipeline_schedule", "flush", "--optim", "sgd", "--learning_rate", 0.1, "--num_train_epochs", 2]
-    cut = cases.partition(place, CAUSAL, (0, 1, 0, 1), *argv)
-    found = run(place, "out", *argv, "--partition", cut, task=CAUSAL, ranks=2)
-    delays = lora.delays_of(tiny.arguments(place, CAUSAL, *argv), cut, "flush")
+    stages = cases.partition(place, CAUSAL, (0, 1, 0, 1), *argv)
+    found = run(place, "out", *argv, "--partition", stages, task=CAUSAL, ranks=2)
+    delays = lora.delays_of(tiny.arguments(place, CAUSAL, *argv), stages, "flush")
     expected = lora.plain(base, CAUSAL, adapter, tiny.command(place, CAUSAL, *argv), delays, dtype=torch.bfloat16)
     assert found.losses == pytest.approx(expected.losses, rel=1e-3)
     for name, weights in expected.weights.items():
@@ -368,8 +406,8 @@ def test_what_would_be_lost_is_refused(folder, tmp_path):
 def test_a_stage_before_all_that_is_trained(folder, tmp_path):
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(LORA | {"layers_to_transform": [1]}))
-    cut = cases.partition(tmp_path, CLASSES, (0, 1, 0, 1), "--peft_config", config)
-    args = tiny.arguments(tmp_path, CLASSES, "--peft_config", config, "--partition", cut)
+    stages = cases.partition(tmp_path, CLASSES, (0, 1, 0, 1), "--peft_config", config)
+    args = tiny.arguments(tmp_path, CLASSES, "--peft_config", config, "--partition", stages)
     args.devices = 2
     with pytest.raises(
         ValueError, match=r"before all that is trained lies stage 0.*make a partition with fewer stages"
