@@ -145,6 +145,7 @@ SCRIPTS = {
     "vision": Script("vision.sh"),
     "elastic": Script("elastic.sh"),
     "finetune": Script("finetune.sh"),
+    "lora": Script("lora.sh"),
     **{
         f"cluster, {model}": Script(f"cluster/torchrun.sh {model} --dry-run", _DATA)
         for model in ("gpt3_13b", "gpt3_96b", "gpt3_134b", "gpt_2.2b", "bert_2.2b")

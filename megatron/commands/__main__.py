@@ -22,6 +22,7 @@ COMMANDS = {
     "profile_model": "measure a model's blocks on this machine",
     "preprocess_data": "turn JSON lines into Megatron's .bin/.idx pairs",
     "convert_checkpoint": "turn Hugging Face models into checkpoints, and back",
+    "merge_adapter": "merge a LoRA adapter into its model",
     "text_generation": "continue a prompt with a trained GPT",
     "plot_metrics": "draw the loss curves of runs",
     "plot_memory": "draw the peak of saved activations on each pipeline rank",

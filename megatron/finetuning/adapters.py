@@ -6,17 +6,11 @@ the frozen weights in the model's folder, and those in PEFT's files. PEFT itself
 
 A rank has only a part of a layer's tensors. An adapter begins with PEFT's initialisation of that layer, run with a
 generator that depends on the seed and the layer's name alone. So every partition begins alike.
-
-peft is imported inside functions, since only adapters need it.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import dataclasses
-import hashlib
-import json
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,97 +24,12 @@ from torch import Tensor, nn
 
 from megatron.capture.randomness import mixed
 from megatron.capture.tensors import FolderTensors, Wanted, parameters_on_meta
-from megatron.finetuning.adapter_arguments import ALL_LINEAR, OF_LORA
+from megatron.finetuning.adapter_config import refuse_variants, require_peft
 from megatron.finetuning.pretrained import Pretrained, first_line
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-
-TASK_TYPES = {
-    "sequence-classification": "SEQ_CLS",
-    "causal-lm": "CAUSAL_LM",
-    "text-to-text": "SEQ_2_SEQ_LM",
-    "question-answering": "QUESTION_ANS",
-}
-"""Word of --task -> PEFT's, which decides the head that is trained whole; PEFT has none for images."""
-
-SUPPORTED = (
-    "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "fan_in_fan_out", "use_rslora", "use_dora",
-    "lora_bias", "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern",
-    "alpha_pattern",
-)  # fmt: skip
-"""Fields of `LoraConfig` that may differ from their defaults."""
-
-OF_FILES = (
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-)  # fmt: skip
-"""Fields that describe a file and no adapter."""
-
-BEGINNINGS = ("true", "gaussian")
-"""Values of `init_lora_weights` with which an adapter begins; the others need data, or change the frozen weights."""
-
-BEGUN = (*BEGINNINGS, "false", "orthogonal")
-"""Values of an adapter that goes on: those that have left the frozen weights as they were."""
+TENSORS = "adapter_model.safetensors"
 
 _NAME = "default"  # PEFT's name of a model's only adapter
-
-
-def require_peft():
-    """Import and return the package peft. Raises ValueError if it is not installed."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError("adapters need the package peft; pip install .[peft]") from error
-    return peft
-
-
-def adapter_config(args: argparse.Namespace):
-    """PEFT's `LoraConfig` as the flags or the file that they name say it.
-
-    Raises ValueError for a file that cannot be read, and for an adapter of another kind than LoRA.
-    """
-    peft = require_peft()
-    source = args.peft_config or args.adapter_name_or_path
-    known = BEGINNINGS if args.adapter_name_or_path is None else BEGUN
-    if source is None:
-        fields = {name: value for name in OF_LORA if (value := getattr(args, name)) not in (None, False)}
-        if fields.get("target_modules") == [ALL_LINEAR]:
-            fields["target_modules"] = ALL_LINEAR
-        return peft.LoraConfig(r=args.lora_r, task_type=TASK_TYPES.get(args.task), **fields)
-    path = Path(source) / CONFIG if Path(source).is_dir() else Path(source)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind = content.get("peft_type")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} cannot be read ({reason}); give the {CONFIG} that PEFT writes") from error
-    if kind != "LORA":
-        raise ValueError(f"{path} is of the kind {kind}, and only LORA is trained here; give a configuration of LoRA")
-    try:
-        config = peft.LoraConfig.from_peft_type(**content)
-    except Exception as error:  # PEFT raises errors of any class for a wrong field
-        raise ValueError(f"{path} is no LoRA that this peft knows: {first_line(error)}; write it anew") from error
-    wanted = TASK_TYPES.get(args.task)
-    if config.task_type not in (None, wanted):
-        raise ValueError(
-            f"{path} has task_type {config.task_type}, and --task {args.task} is {wanted}; give one of both"
-        )
-    if str(config.init_lora_weights).lower() not in known:
-        raise ValueError(
-            f"{path} has init_lora_weights {config.init_lora_weights}, which is not done here; give one of "
-            f"{', '.join(known)}"
-        )
-    config.inference_mode = False
-    return config
-
-
-def _refuse_fields(config) -> None:
-    for field in dataclasses.fields(config):
-        if field.name in SUPPORTED + OF_FILES:
-            continue
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-        value = getattr(config, field.name)
-        if value not in (default, None, False) and value:
-            raise ValueError(f"LoRA with {field.name} {value} is not trained here; leave {field.name} out")
 
 
 class Adapter:
@@ -140,7 +49,7 @@ class Adapter:
 
     def __init__(self, model: nn.Module, config) -> None:
         peft = require_peft()
-        _refuse_fields(config)
+        refuse_variants(config)
         self.model, self.config = model, config
         plain = {_without_peft(name): name for name in model.state_dict()}
         try:
@@ -168,11 +77,6 @@ class Adapter:
     def trained(self) -> frozenset[str]:
         """The names of all trained parameters in the adapted model."""
         return frozenset(name for name, each in self.model.named_parameters() if each.requires_grad)
-
-    @property
-    def digest(self) -> str:
-        """A digest of the names of all trained parameters; the graph has the numbers of the adapters."""
-        return hashlib.sha256(" ".join(sorted(self.trained)).encode()).hexdigest()[:16]
 
     def layer_of(self, name: str) -> str | None:
         """The path of the adapted layer that has a tensor; None for a tensor of no such layer."""

@@ -181,7 +181,7 @@ def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None
 
 
 def edges_of_stage(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
-    """Other stage -> the tensors that the two exchange."""
+    """The other stage -> the tensors that a microbatch sends between it and `stage`."""
     return {
         other: EdgeTensors(
             [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],

@@ -45,7 +45,6 @@ class SavedProgress:
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        trained: which parameters are trained, as text.
         samples, flags: compared only if the resumed run goes on training.
     """
 
@@ -59,7 +58,6 @@ class SavedProgress:
     softened: str
     samples: int | None
     flags: dict[str, float]
-    trained: str = "all"
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -74,7 +72,7 @@ class SavedProgress:
 
         `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
         """
-        names = ("signature", "stages", "schedule", "seed", "optim", "softened", "trained")
+        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))

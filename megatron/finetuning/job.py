@@ -219,7 +219,6 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
-        "trained": "all" if plan.adapter is None else plan.adapter.digest,
     }
 
 

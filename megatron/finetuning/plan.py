@@ -23,7 +23,8 @@ from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
-from megatron.finetuning.adapters import Adapter, adapter_config
+from megatron.finetuning.adapter_config import adapter_config
+from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.arguments import RELAY, residency_of
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
@@ -355,8 +356,9 @@ def of_devices(plan: RunPlan, args: argparse.Namespace) -> list[tuple[int, float
         for stage in schedule.stages_of(rank):
             cost = plan.partition.stages[stage]
             received = [edge for (_, target), edge in plan.edge_bytes.items() if target == stage]
-            versions = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1
-            size = weight_bytes(args) + versions * trained_itemsize(args) + _gap_bytes(plan, args, stage)
+            more = schedule.weights.max_live_versions(stage, schedule.num_stages) - 1  # weights
+            more += schedule.weights.max_gradient_buffers - 1
+            size = weight_bytes(args) + more * trained_itemsize(args) + _gap_bytes(plan, args, stage)
             parameters += cost.parameters
             weights += cost.parameters * size + cost.frozen_bytes
             in_flight = saved_by_stage[stage]

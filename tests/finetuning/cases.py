@@ -93,6 +93,40 @@ def finetune(
     return Outcome(read_metrics(str(metrics)), globals()[weights](output, task) if args.do_train else {})
 
 
+def held(folder: Path, task: str, **options: object) -> dict[str, object]:
+    """What a rank of a run holds at its end, in bytes or names, from what the run itself has built."""
+    built = []
+
+    def kept(pipeline, *arguments):
+        built.append(pipeline)
+        return save_model(pipeline, *arguments)
+
+    save_model = job.checkpoint.save_model
+    with mock.patch.object(job.checkpoint, "save_model", kept):
+        finetune(folder, task, weights="adapter_of", **options)
+    (pipeline,) = built
+    updates = pipeline.updates.values()
+    slots = [slot for update in updates for slot in update.versions._slots]
+    states = [state for update in updates for state in update.optimizer.state.values()]
+    buffers = [buffer for update in updates for buffer in update._gradients._free]  # all: the run has drained
+    parameters = [pair for module in pipeline.modules.values() for pair in module.stage.named_parameters()]
+    frozen = {name: each for name, each in parameters if not each.requires_grad}
+    return {
+        "trained": {name: each.nbytes for name, each in parameters if each.requires_grad},
+        "frozen": {name: each.nbytes for name, each in frozen.items()},
+        "frozen_places": len({each.data_ptr() for _, each in parameters if not each.requires_grad}),
+        "with_gradients": [name for name, each in frozen.items() if each.grad is not None],
+        "slots": [sum(each.nbytes for each in slot.values()) for slot in slots],
+        "states": sum(each.nbytes for state in states for each in state.values() if each.numel() > 1),
+        "buffers": [sum(each.nbytes for each in buffer.views.values()) for buffer in buffers],
+        "sent": {
+            (index, other): [sum(spec.num_bytes for spec in way.specs) for way in (edge.activations, edge.gradients)]
+            for index, stage in zip(pipeline.modules, pipeline.engine._stages, strict=True)
+            for other, edge in stage.edges.items()
+        },
+    }
+
+
 def weights_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
     """As `from_pretrained` has them, every name of the model."""
     model = loaded(folder, task)

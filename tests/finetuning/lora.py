@@ -42,15 +42,21 @@ def begun(base: Path, task: str, path: Path, **options: object) -> Path:
     config = peft.LoraConfig(init_lora_weights=False, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.get_peft_model(cases.loaded(base, task), config).save_pretrained(path)
+        model = peft.get_peft_model(cases.loaded(base, task), config)
+        for each in model.parameters():
+            if each.requires_grad:  # a module that is trained whole is no longer the model's
+                each.data += 0.02 * torch.randn(each.shape)
+        model.save_pretrained(path)
     return path
 
 
-def adapted(base: Path, task: str, adapter: Path, **options: object) -> peft.PeftModel:
+def adapted(
+    base: Path, task: str, adapter: Path, *, dtype: torch.dtype = torch.float32, **options: object
+) -> peft.PeftModel:
     """The model with an adapter, as users load it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return peft.PeftModel.from_pretrained(cases.loaded(base, task), adapter, **options)
+        return peft.PeftModel.from_pretrained(cases.loaded(base, task).to(dtype), adapter, **options)
 
 
 def delays_of(args, partition: Path, schedule: str) -> dict[str, int]:
@@ -62,14 +68,22 @@ def delays_of(args, partition: Path, schedule: str) -> dict[str, int]:
     return {name: delay(stage) for name, stage in found.owner.items()}
 
 
-def plain(base: Path, task: str, adapter: Path, argv: Sequence[object], delays: Mapping[str, int]) -> cases.Outcome:
+def plain(
+    base: Path,
+    task: str,
+    adapter: Path,
+    argv: Sequence[object],
+    delays: Mapping[str, int],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> cases.Outcome:
     """The training of an adapter in one process. The weights are those of PEFT's file.
 
-    Batch j is computed at version max(j - delay, 0) of each parameter.
+    Batch j is computed at version max(j - delay, 0) of each parameter. `dtype`: of the frozen weights.
     """
     args = parse_args(list(map(str, argv)))
     data = read_data(args)
-    model = adapted(base, task, adapter, is_trainable=True).train()
+    model = adapted(base, task, adapter, dtype=dtype, is_trainable=True).train()
     trained = {name.removeprefix(PREFIX): each for name, each in model.named_parameters() if each.requires_grad}
     frozen = {name: each.clone() for name, each in model.named_parameters() if not each.requires_grad}
     optimizer = make_optimizer(trained, args, decays=decaying(model.get_base_model()))
