@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
@@ -73,6 +74,11 @@ def validate(args: argparse.Namespace) -> None:
             "--provisional_steps needs gradients that no step has taken, and with --gradient_accumulation_steps 1 each "
             "is stepped at once; give 2 or more, or leave it out"
         )
+    if args.provisional_steps and args.data_parallel_size > 1:
+        raise ValueError(
+            f"--provisional_steps takes the gradients so far, of which --data_parallel_size {args.data_parallel_size} "
+            "replicas have each a part; leave one out, or give --weight_prediction or --gap_aware"
+        )
     if args.weight_prediction and args.optim == "adafactor":
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
@@ -106,10 +112,10 @@ def validate(args: argparse.Namespace) -> None:
             f"--devices {args.devices} is for --dry_run; a run has as many as processes, {args.world_size}"
         )
     args.devices = args.devices or args.world_size
-    if args.data_parallel_size != 1:
+    if args.devices % args.data_parallel_size:
         raise ValueError(
-            f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
-            "more stages, or a larger --per_device_train_batch_size"
+            f"{counted(args.devices, 'device')} cannot be {args.data_parallel_size} equal pipelines; give a "
+            "--data_parallel_size that divides their number"
         )
 
 
@@ -144,6 +150,11 @@ def _complete_intervals(args: argparse.Namespace) -> None:
 def changed(args: argparse.Namespace, **values: object) -> argparse.Namespace:
     """A copy of the arguments with other values; `args` stay as they are."""
     return argparse.Namespace(**{**vars(args), **values})
+
+
+def rows_of_batch(args: argparse.Namespace) -> int:
+    """The number of samples of a batch, over all replicas."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_parallel_size
 
 
 def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> argparse.Namespace:
@@ -264,7 +275,7 @@ def add_microbatch(group) -> None:
     """Add the flags that decide the memory of a microbatch and of a parameter."""
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
-    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
+    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch on each replica")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
@@ -303,7 +314,7 @@ def _add_pipeline(group) -> None:
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
-    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
+    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")

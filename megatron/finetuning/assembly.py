@@ -26,6 +26,7 @@ from megatron.capture.tensors import load_stage
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -91,6 +92,7 @@ class BuiltPipeline:
         modules, versions: by stage; stages that step together share one `WeightVersions`.
         updates: by the stage that steps, or -1 if all stages of the rank step together.
         exact: with --bf16, the FP32 value of each floating-point tensor by its name: masters and untrained tensors.
+        ranks, groups: the ranks of all replicas, and their process groups.
     """
 
     engine: PipelineEngine
@@ -100,6 +102,8 @@ class BuiltPipeline:
     feed: Feed
     results: Results
     exact: dict[str, Tensor]
+    ranks: Ranks
+    groups: Groups
 
 
 def build_pipeline(
@@ -109,6 +113,7 @@ def build_pipeline(
     feed: Feed,
     summary: Summary,
     pretrained: Pretrained,
+    ranks: Ranks,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
@@ -117,10 +122,10 @@ def build_pipeline(
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
-    rank, device, schedule = torch.distributed.get_rank(), backend.device(), plan.schedule
+    device, schedule = backend.device(), plan.schedule
     weights, graph = schedule.weights, schedule.graph
     results = Results(summary)
-    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
+    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(ranks.rank))
     exact: dict[str, Tensor] = {}
     modules = {}
     with agreed():  # each rank reads its own tensors
@@ -150,19 +155,20 @@ def build_pipeline(
             optimizer = (GapAwareMasters if args.bf16 else GapAware)(optimizer)
         return {"optimizer": optimizer, "scheduler": scheduler}
 
-    job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    groups = Groups(ranks, timeout)
     steps = steps_of(weights, of_stage)
     update, updates = make_updates(
-        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights, job_group=job,
+        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights,
+        job_group=groups.reductions, data_parallel_group=groups.replicas, counts_in_norm=ranks.replica == 0,
         device=device, counts=feed.counts, clip_grad=args.max_grad_norm,
     )  # fmt: skip
     tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
     engine = PipelineEngine(
-        schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        backend=args.distributed_backend, device=device, tracer=tracer, first_batch=first_batch,
-        first_microbatch=first_microbatch,
+        schedule, stages, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
+        device=device, tracer=tracer, first_batch=first_batch, first_microbatch=first_microbatch,
     )  # fmt: skip
-    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
+    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact, ranks, groups)
 
 
 def _edges(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:

@@ -1,9 +1,9 @@
 """Checkpoints of fine-tuning: folders that `from_pretrained` loads, with the state from which a run resumes.
 
-Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
-and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors of
-the model's folder that no stage uses. A folder is written under a temporary name and renamed once everything is on the
-disk, so a folder named checkpoint-N is always complete.
+Each rank of the first replica writes the tensors of its stages into a file of its own, in the form that
+`save_pretrained` would give them, and an index says which file has which tensor, as for large models on Hugging Face.
+The first rank adds the tensors of the model's folder that no stage uses. A folder is written under a temporary name and
+renamed once everything is on the disk, so a folder named checkpoint-N is always complete.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
+BATCH_SIZE = "number of samples of a batch (--per_device_train_batch_size x --gradient_accumulation_steps x d)"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -39,11 +40,12 @@ class SavedProgress:
     """The progress of a run, and the settings that a resumed run must share.
 
     Attributes:
-        batches, microbatches: the numbers of finished batches and microbatches.
+        batches, microbatches: the numbers of finished batches, and of their microbatches over all replicas.
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        samples, flags: compared only if the resumed run goes on training.
+        samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
+            over all replicas, so their number may change as long as a batch stays the same.
     """
 
     batches: int
@@ -55,6 +57,7 @@ class SavedProgress:
     optim: str
     softened: str
     samples: int | None
+    batch_size: int | None
     flags: dict[str, float]
 
     @staticmethod
@@ -74,6 +77,7 @@ class SavedProgress:
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
+            pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))
             pairs += [(f"--{name}", self.flags.get(name), value) for name, value in other.flags.items()]
         for name, its, wanted in pairs:
             if its != wanted:
@@ -177,11 +181,12 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
 
     Collective: every rank must call it.
     """
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, writers = torch.distributed.get_rank(), len(pipeline.ranks.pipeline)
+    writes = pipeline.ranks.replica == 0
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
-    files = [f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
-    own = _newest(pipeline)
+    files = [f"model-{number:05d}-of-{writers:05d}-{token[0]}.safetensors" for number in range(1, writers + 1)]
+    own = _newest(pipeline) if writes else {}
     with _all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -192,14 +197,14 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
         if own:
             save_file(own, partial / files[rank], metadata={"format": "pt"})
             sync_file(partial / files[rank])
-        if progress is not None:
+        if progress is not None and writes:
             torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
             sync_file(partial / f"training-{rank}.pt")
-    sizes: list[dict[str, int]] = [{} for _ in range(size)]
+    sizes: list[dict[str, int]] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
     with _all_write(partial):
         if rank == 0:
-            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=True) for name in of_rank}
+            weight_map = {name: file for file, of_rank in zip(files, sizes, strict=False) for name in of_rank}
             total = sum(sum(of_rank.values()) for of_rank in sizes)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(partial / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
@@ -240,11 +245,11 @@ def _remove(folder: Path) -> None:
 
 
 def restore(pipeline: BuiltPipeline, folder: Path) -> None:
-    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them.
+    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them, on each replica.
 
     Collective: every rank must call it. Raises ValueError on all ranks if the file of any rank is missing or damaged.
     """
-    path = folder / f"training-{torch.distributed.get_rank()}.pt"
+    path = folder / f"training-{pipeline.ranks.rank}.pt"
     with agreed():
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)

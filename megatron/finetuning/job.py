@@ -14,14 +14,15 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint
-from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
+from megatron.finetuning.arguments import SOFTENING, changed, rows_of_batch, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.batches import Epochs, Feed
+from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
+from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
@@ -33,7 +34,7 @@ from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
 
 KEPT = (
-    "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+    "per_device_train_batch_size", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "momentum",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
@@ -113,6 +114,7 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
     """Run the job on a rank that has joined the process group. Raises ValueError for an error that all ranks find."""
     started = time.perf_counter()
+    ranks = find_ranks(None, None, args.data_parallel_size)
     torch.manual_seed(args.seed)
     data = read_data(args)
     plan = make_plan(args, data)
@@ -126,12 +128,15 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     done = _progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-    feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
+    feed = Feed(
+        data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device(),
+        share=Share(ranks.replica, args.data_parallel_size), first_microbatch=done.microbatches,
+    )  # fmt: skip
     with agreement.agreed():
         pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
     pipeline = build_pipeline(
-        plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, num_steps=max(num_steps, 1),
-        first_batch=done.batches, first_microbatch=done.microbatches,
+        plan, args, feed=feed, summary=data.task.summary, pretrained=pretrained, ranks=ranks,
+        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
@@ -149,8 +154,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if args.do_train:
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
-    peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
-    report.say(f"most memory of each rank, MiB: {peaks}")
+    peaks = [f"{peak / 2**20:.0f}" for peak in peak_memory()]
+    of_replicas = "; ".join(" ".join(peaks[rank] for rank in replica) for replica in ranks.pipelines)
+    report.say(f"most memory of each rank{', by replica' * (len(ranks.pipelines) > 1)}, MiB: {of_replicas}")
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
     torch.distributed.barrier()
@@ -162,9 +168,11 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
     """The run's batches in order. Raises ValueError if the schedule cannot run one of their numbers of microbatches."""
     batches = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
+        accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
+        drop_last=args.dataloader_drop_last,
     )  # fmt: skip
-    for num_microbatches in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
+    num_of, epoch = Share(0, args.data_parallel_size).num_of, islice(batches.batches(), batches.batches_per_epoch)
+    for num_microbatches in sorted({num_of(len(batch)) for batch in epoch}):
         try:
             plan.schedule.validate(num_microbatches)
         except ValueError as error:
@@ -184,15 +192,20 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
+        "batch_size": rows_of_batch(args) if args.do_train else None,
         "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
     }
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:
+    """Draw the last batches of the first replica."""
+    traces = gather_traces(pipeline.engine.trace(), group=pipeline.groups.pipeline)
+    if pipeline.ranks.replica:
+        return
     with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
         write_pictures(
-            plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
-            drains=trainer.drains, most=args.pipeline_timeline_iterations,
+            plan.schedule, traces, Path(args.pipeline_timeline), drains=trainer.drains,
+            most=args.pipeline_timeline_iterations,
         )  # fmt: skip
 
 

@@ -220,6 +220,7 @@ def schedule_of(
     norm_decides: bool = False,
     predict: bool = False,
     provisional: bool = False,
+    data_parallel: bool = False,
 ) -> Schedule:
     """The schedule called `name` over the stages of a partition.
 
@@ -228,6 +229,7 @@ def schedule_of(
         norm_decides: gradients are clipped by their norm.
         predict: ftpipe's forwards use predicted weights.
         provisional: ftpipe's forwards use the weights of provisional steps.
+        data_parallel: the pipeline has replicas.
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
@@ -235,6 +237,7 @@ def schedule_of(
     graph = StageGraph.of(num_stages, edges)
     chain = graph.is_chain
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
+    common["data_parallel"] = data_parallel
     if name == "ftpipe":
         assert not (predict and provisional), "the command line excludes it"
         weights = "stale-predicted" if predict else "stale-provisional" if provisional else "stale"

@@ -157,9 +157,9 @@ def cut_model(
 
 
 def num_microbatches(args: argparse.Namespace, data: Data) -> float:
-    """The number of microbatches of a run on `data`: as `finetune.py`'s flags say, or three epochs without them."""
+    """The number of microbatches of a run on `data` for each replica: as `finetune.py`'s flags say, or three epochs."""
     rows = data.training if data.training is not None else data.validation
-    epoch = -(-len(rows) // args.per_device_train_batch_size)
+    epoch = -(-len(rows) // (args.per_device_train_batch_size * getattr(args, "data_parallel_size", 1)))
     most = getattr(args, "max_steps", -1) * args.gradient_accumulation_steps
     return most if most > 0 else getattr(args, "num_train_epochs", 3.0) * epoch
 
@@ -217,12 +217,18 @@ def candidate_of(
 
 
 def simulated_seconds(
-    schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
+    schedule: Schedule,
+    file: PartitionFile,
+    edge_bytes: Mapping[tuple[int, int], EdgeBytes],
+    num_microbatches: int,
+    *,
+    replicas: int = 1,
 ) -> float:
     """Seconds of a microbatch in the steady state, simulated with the profiled times and the machine's bandwidth.
 
-    `num_microbatches`: number of microbatches of a batch.
+    `num_microbatches`: number of microbatches of a batch. `replicas`: of the pipeline; a ring reduces their gradients.
     """
+    gradient_bytes = getattr(torch, file.dtype).itemsize * 2 * (replicas - 1) / replicas
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[
@@ -232,6 +238,9 @@ def simulated_seconds(
         recompute=[cost.plain_forward_ms / 1000 for cost in file.stages],
         backward=[cost.plain_backward_ms / 1000 for cost in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
+        reduce_grad=[
+            cost.parameters * gradient_bytes / (1e9 * file.bandwidth_gigabytes_per_second) for cost in file.stages
+        ],
         forward_bytes=[
             edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
             for edge in schedule.graph.edges

@@ -97,15 +97,18 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     stage_of_operator = partition.stage_of_operators(captured)
     crossing = crossings(captured, stage_of_operator)
     sizes = captured.sizes_of(batch)
-    if (num_devices := len(set(partition.rank_of_stage))) != args.devices:
+    num_devices, wanted = len(set(partition.rank_of_stage)), args.devices // args.data_parallel_size
+    if num_devices != wanted:
+        each = "" if args.data_parallel_size == 1 else f" for each of {args.data_parallel_size} replicas"
         raise ValueError(
             f"{args.partition or 'the partition'} is for {counted(num_devices, 'device')}, and the job has "
-            f"{args.devices}; start as many processes, or make the partition again"
+            f"{wanted}{each}; start as many processes, or make the partition again"
         )
     schedule = schedule_of(
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
         predict=args.weight_prediction, provisional=args.provisional_steps,
+        data_parallel=args.data_parallel_size > 1,
     )  # fmt: skip
     return RunPlan(
         model=model,
@@ -181,7 +184,7 @@ def decaying(model: torch.nn.Module) -> frozenset[str]:
 
 def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
     def make() -> str:
-        machine = PlannedMachine(args.devices, num_bytes(args.memory), args.bandwidth)
+        machine = PlannedMachine(args.devices // args.data_parallel_size, num_bytes(args.memory), args.bandwidth)
         count = num_microbatches(args, data)
         choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
         return choice.file.to_json()
@@ -223,8 +226,11 @@ def run_dry(args: argparse.Namespace) -> None:
         )  # fmt: skip
     out.print(table)
     accumulation = args.gradient_accumulation_steps
-    seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, accumulation)
-    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch")
+    seconds = simulated_seconds(
+        plan.schedule, plan.partition, plan.edge_bytes, accumulation, replicas=args.data_parallel_size
+    )
+    each = "" if args.data_parallel_size == 1 else f" on each of {args.data_parallel_size} replicas"
+    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch{each}")
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
@@ -241,8 +247,9 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         for rank, of in enumerate(of_devices(plan, args))
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
+    replicas = "" if args.data_parallel_size == 1 else f"{args.data_parallel_size} replicas, each: "
     lines = [
-        f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
+        f"{replicas}{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
         f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
         f"microbatch: {ranks}",
         f"edges, with what a microbatch sends over each: {edges or 'none'}",

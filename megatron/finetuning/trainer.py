@@ -41,7 +41,7 @@ class Trainer:
     Attributes:
         origin: the source of everything in a checkpoint that is not a tensor of a stage.
         facts: the fields of `SavedProgress` that stay the same during a run.
-        batches: yields the microbatches of each remaining batch, as row numbers.
+        batches: yields the microbatches of each remaining batch, of all replicas, as row numbers.
         num_steps: number of batches of the whole run.
         validation: the rows to evaluate; None if there are no evaluations.
         drains: the last 64 batches before which the pipeline was drained.
@@ -103,9 +103,9 @@ class Trainer:
         engine = self.pipeline.engine
         if self.stop.received:
             engine.stop_requests |= STOP
-        self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
+        count = self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
         batch, first, start = engine.next_batch, engine.next_microbatch, time.perf_counter()
-        reports = engine.run_batch(len(microbatches), sum(map(len, microbatches)))
+        reports = engine.run_batch(count, sum(map(len, microbatches)))
         self._waiting.append((batch, first, time.perf_counter() - start))
         self._report(reports)
 
@@ -136,7 +136,7 @@ class Trainer:
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
         output = Path(args.output_dir)
         folder = output / f"checkpoint-{engine.next_batch}"
-        progress = SavedProgress(engine.next_batch, engine.next_microbatch, **self.facts)
+        progress = SavedProgress(engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts)
         checkpoint.save(self.pipeline, folder, self.origin, progress)
         if args.rank == 0:
             if args.overwrite_output_dir and self.saved_step is None:
@@ -151,21 +151,23 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
 
     Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
+    share = pipeline.feed.share
     microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
-    for first in range(0, len(microbatches), EVALUATED_TOGETHER):
-        chunk = microbatches[first : first + EVALUATED_TOGETHER]
+    own = share.of(microbatches)
+    for first in range(0, len(own), EVALUATED_TOGETHER):
+        chunk = own[first : first + EVALUATED_TOGETHER]
         pipeline.feed.evaluate(rows, chunk)
         pipeline.engine.evaluate(len(chunk))
     gathered: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, pipeline.results.take())
-    losses = next(of_rank for of_rank, _ in gathered if of_rank)
+    losses = share.joined([of_rank for of_rank, _ in gathered if of_rank], len(microbatches))
     terms = [rows.num_terms(part) for part in microbatches]
     loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
     predictions = {}
-    for _, kept in gathered:
-        for name, parts in kept.items():
-            real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
-            predictions[name] = torch.cat(real)
+    for name in {name for _, kept in gathered for name in kept}:
+        parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
+        real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
+        predictions[name] = torch.cat(real)
     return {"loss": loss, **rows.metrics(predictions, loss)}
 
 

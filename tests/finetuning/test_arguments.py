@@ -38,7 +38,11 @@ def test_clipping_follows_the_schedule():
         ("--per_device_eval_batch_size 3", "stages exchange tensors of one shape"),
         ("--do_eval", "--do_eval needs --validation_file"),
         ("--devices 4", "--devices 4 is for --dry_run"),
-        ("--data_parallel_size 2", "replicas of a captured pipeline are not supported"),
+        ("--data_parallel_size 2", "1 device cannot be 2 equal pipelines; give a --data_parallel_size that divides"),
+        (
+            "--data_parallel_size 2 --provisional_steps --gradient_accumulation_steps 2",
+            "--provisional_steps takes the gradients so far, of which --data_parallel_size 2 replicas have each a part",
+        ),
         ("--fp16", "--fp16 needs a loss scale.*; give --bf16"),
         ("--bf16 --dtype float32", "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
         ("--bf16 --weight_prediction", "with --bf16 that is of FP32 masters; leave one out"),

@@ -328,14 +328,22 @@ class FrozenUpdate:
 
     Args:
         job_group: all ranks of the job, used for nothing else; None for a single rank.
+        counts_in_norm: False on all replicas but one.
         loss_names: the names of the losses, the same on all ranks.
         device: a device on which the group communicates.
     """
 
     def __init__(
-        self, *, job_group: Any = None, loss_names: tuple[str, ...] = ("loss",), device: torch.device | str = "cpu"
+        self,
+        *,
+        job_group: Any = None,
+        counts_in_norm: bool = True,
+        loss_names: tuple[str, ...] = ("loss",),
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
+        self._reduction = ModuleReduction(
+            job_group=job_group, counts_in_norm=counts_in_norm, loss_names=loss_names, device=torch.device(device)
+        )
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self._reduction.warm_up()
 
