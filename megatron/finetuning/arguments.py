@@ -83,9 +83,8 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
         )
-    if args.fp16:
-        raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
     settle_precision(args)
+    _settle_loss_scale(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
@@ -171,10 +170,44 @@ def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epo
 
 
 def settle_precision(args: argparse.Namespace) -> None:
-    """Set `args.dtype` to the dtype of the weights. Raises ValueError if --bf16 and --dtype contradict each other."""
-    if args.bf16 and args.dtype == "float32":
-        raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
-    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
+    """Set `args.dtype` to the dtype of the weights. Raises ValueError if flags of precision contradict each other."""
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 has weights in bfloat16, and --fp16 in float16; leave one out")
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if getattr(args, name) and args.dtype not in (None, dtype):
+            raise ValueError(f"--{name} has weights in {dtype}, and --dtype is {args.dtype}; leave one out")
+    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else "float32")
+
+
+def has_masters(args: argparse.Namespace) -> bool:
+    """Whether the optimizer steps FP32 masters of the weights."""
+    return args.bf16 or args.fp16
+
+
+LOSS_SCALE = {
+    "initial_loss_scale": 65536.0, "loss_scale_window": 2000, "loss_scale_growth": 2.0, "loss_scale_backoff": 0.5,
+    "min_loss_scale": 1.0,
+}  # fmt: skip
+"""Flags of the loss scale of --fp16, with the values of torch.amp.GradScaler."""
+
+
+def _settle_loss_scale(args: argparse.Namespace) -> None:
+    """Fill in the flags of the loss scale. Raises ValueError if stages step alone, or no scale is possible."""
+    if args.fp16 and args.pipeline_schedule in ALONE:
+        raise ValueError(
+            f"--fp16 has a loss scale, and whether gradients overflow with it has to be known before any stage steps; "
+            f"under {args.pipeline_schedule} each steps alone; give --bf16, or --pipeline_schedule flush"
+        )
+    for name, default in LOSS_SCALE.items():
+        given = getattr(args, name)
+        if given is not None and not args.fp16:
+            args.notes.append(f"--{name} {given:g} means nothing without --fp16")
+        setattr(args, name, default if given is None else given)
+    if args.min_loss_scale > args.initial_loss_scale:
+        raise ValueError(
+            f"--min_loss_scale {args.min_loss_scale:g} is above --initial_loss_scale {args.initial_loss_scale:g}; give "
+            "less"
+        )
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:
@@ -200,6 +233,7 @@ def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str],
 
 
 _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
+_scale = _within(2.0**-24, float, most=2.0**100)
 
 
 def _strategy(text: str) -> str:
@@ -279,6 +313,7 @@ def add_microbatch(group) -> None:
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
+    add("--fp16", action="store_true", help="the same in float16, with a loss scale (flush, gpipe, 2bw)")
 
 
 def _add_training(group) -> None:
@@ -300,7 +335,11 @@ def _add_training(group) -> None:
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=_part, default=0.0, help="the same as a fraction of all batches")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
-    add("--fp16", action="store_true", help="refused: see --bf16")
+    add("--initial_loss_scale", type=_scale, help="loss scale of the first batch (--fp16); 65536")
+    add("--loss_scale_window", type=_count, help="batches without an overflow after which it grows; 2000")
+    add("--loss_scale_growth", type=_within(1, float), help="factor by which it grows; 2")
+    add("--loss_scale_backoff", type=_part, help="factor by which an overflow lowers it; 0.5")
+    add("--min_loss_scale", type=_scale, help="an overflow at this scale ends the run; 1")
     add("--seed", type=_whole, default=42, help="seed of dropout, the order of samples and new parameters")
 
 

@@ -27,6 +27,7 @@ from megatron.documents.files import write_whole
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.pipeline.runtime.update.loss_scales import LossScales
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -261,6 +262,9 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
             update.versions.restore(state[key]["versions"])
             update.optimizer.load_state_dict(state[key]["optimizer"])
             update.scheduler.load_state_dict(state[key]["scheduler"])
+            if update.scales is not None:
+                update.scales.scaler.load_state_dict(state[key]["scaler"])
+                update.scales.load_state_dict(state[key]["scales"])
 
 
 def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
@@ -269,9 +273,14 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
             "optimizer": update.optimizer.state_dict(),
             "scheduler": update.scheduler.state_dict(),
+            **_state_of_scales(update.scales),
         }
         for key, update in pipeline.updates.items()
     }
+
+
+def _state_of_scales(scales: LossScales | None) -> dict[str, dict]:
+    return {} if scales is None else {"scaler": scales.scaler.state_dict(), "scales": scales.state_dict()}
 
 
 def _newest(pipeline: BuiltPipeline) -> dict[str, Tensor]:

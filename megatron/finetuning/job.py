@@ -14,7 +14,7 @@ import torch
 
 from megatron import backend
 from megatron.finetuning import checkpoint
-from megatron.finetuning.arguments import SOFTENING, changed, rows_of_batch, settled_intervals
+from megatron.finetuning.arguments import SOFTENING, changed, has_masters, rows_of_batch, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
@@ -189,7 +189,7 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "stages": plan.stages_digest,
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
-        "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
+        "optim": args.optim + (" with FP32 masters" if has_masters(args) else ""),
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "batch_size": rows_of_batch(args) if args.do_train else None,

@@ -22,6 +22,7 @@ from megatron.capture.blocks import blocks_of, crossings
 from megatron.capture.export import Captured, signature
 from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.profile import BlockCost, parameters_of, profile
+from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.partition_file import (
     FORM,
     EdgeBytes,
@@ -76,10 +77,10 @@ class Candidate:
 def weight_bytes(args: argparse.Namespace) -> float:
     """Bytes of a parameter together with its gradient and the optimizer's state.
 
-    All three have the precision of --dtype. With --bf16, parameter and gradient have 2 bytes, and the master, a copy of
-    the gradient during the step and the optimizer's state are FP32.
+    All three have the precision of --dtype. With --bf16 or --fp16, parameter and gradient have 2 bytes, and the master,
+    a copy of the gradient during the step and the optimizer's state are FP32.
     """
-    if args.bf16:
+    if has_masters(args):
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
     return getattr(torch, args.dtype).itemsize * (2 + _STATE_BYTES[args.optim] / 4)
 

@@ -21,6 +21,7 @@ from megatron.capture.blocks import crossings
 from megatron.capture.export import Captured
 from megatron.documents import counted
 from megatron.documents.tables import console
+from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
@@ -194,7 +195,9 @@ def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> Partitio
 
 def _save_rest(folder: Path, model: torch.nn.Module, data: Data, args: argparse.Namespace) -> None:
     model.config.architectures = [type(model).__name__]
-    model.config.dtype = torch.float32 if args.bf16 else next(model.parameters()).dtype  # masters are written in FP32
+    model.config.dtype = (
+        torch.float32 if has_masters(args) else next(model.parameters()).dtype
+    )  # masters are written in FP32
     model.config.save_pretrained(folder)
     generation = Path(args.model_name_or_path) / GENERATION
     if generation.is_file():
@@ -272,7 +275,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     if takes > assumed:
         lines.append(
             f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {assumed:g}; make "
-            "it again with this run's --optim and --bf16"
+            "it again with this run's --optim, --bf16 and --fp16"
         )
     return lines
 
@@ -316,4 +319,4 @@ def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
     if not args.gap_aware or not steps_behind:
         return 0
-    return (steps_behind + 2) * (4 if args.bf16 else plan.dtype.itemsize)
+    return (steps_behind + 2) * (4 if has_masters(args) else plan.dtype.itemsize)

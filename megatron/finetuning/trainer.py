@@ -121,11 +121,18 @@ class Trainer:
             self._stop_requests |= report.stop_requests
             self.pipeline.feed.forget(batch, first)
             self.report.batch(report, seconds)
-            if report.nan:
-                raise ValueError(
-                    f"the loss or the gradient of step {batch + 1} is not finite (loss {report.losses.get('loss')}, "
-                    f"gradient norm {report.grad_norm}); lower --learning_rate"
-                )
+            self._require_finite(report)
+
+    def _require_finite(self, report: BatchReport) -> None:
+        """Raise ValueError if a batch cannot be stepped, and a smaller loss scale would not help."""
+        has_scale = self.args.fp16 and report.loss_scale > self.args.min_loss_scale
+        if report.nan or (report.overflow and not has_scale):
+            scale = f", loss scale {report.loss_scale:g}" if self.args.fp16 else ""
+            raise ValueError(
+                f"the loss or the gradient of step {report.batch + 1} is not finite (loss {report.losses.get('loss')}, "
+                f"gradient norm {report.grad_norm}{scale}); lower --learning_rate"
+                + (", or give --bf16" if self.args.fp16 else "")
+            )
 
     def _save(self, first: int) -> None:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
@@ -192,6 +199,7 @@ class Report:
 
                 with self._board_output.attempt():
                     self._board = SummaryWriter(log_dir=args.logging_dir)
+        self._num_skipped = 0
         self._losses: list[float] = []
         self._seconds: list[float] = []
 
@@ -212,6 +220,9 @@ class Report:
             "learning_rate": report.learning_rate,
             "epoch": step / self._steps_per_epoch,
         }
+        if self._args.fp16:
+            values |= {"loss_scale": report.loss_scale, "skipped": int(report.skipped)}
+            self._num_skipped += report.skipped
         if self._metrics is not None:
             self._metrics.write(step=step, **values, step_time_ms=1000 * seconds)
         self._show("train", values, step)
@@ -219,10 +230,11 @@ class Report:
         self._seconds.append(seconds)
         if step % self._args.logging_steps == 0 or step == self._num_steps:
             milliseconds = 1000 * sum(self._seconds) / len(self._seconds)
+            scale = f"loss scale {report.loss_scale:g} | skipped {self._num_skipped} | " if self._args.fp16 else ""
             self.say(
                 f"step {step:6d}/{self._num_steps} | epoch {values['epoch']:.2f} | "
                 f"loss {sum(self._losses) / len(self._losses):.4f} | learning rate {report.learning_rate:.3e} | "
-                f"grad norm {report.grad_norm:.3f} | {milliseconds:.1f} ms"
+                f"grad norm {report.grad_norm:.3f} | {scale}{milliseconds:.1f} ms"
             )
             self._losses, self._seconds = [], []
 

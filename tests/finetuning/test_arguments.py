@@ -43,7 +43,15 @@ def test_clipping_follows_the_schedule():
             "--data_parallel_size 2 --provisional_steps --gradient_accumulation_steps 2",
             "--provisional_steps takes the gradients so far, of which --data_parallel_size 2 replicas have each a part",
         ),
-        ("--fp16", "--fp16 needs a loss scale.*; give --bf16"),
+        (
+            "--fp16",
+            "--fp16 has a loss scale.* under ftpipe each steps alone; give --bf16, or --pipeline_schedule flush",
+        ),
+        ("--fp16 --bf16", "--bf16 has weights in bfloat16, and --fp16 in float16; leave one out"),
+        (
+            "--pipeline_schedule flush --fp16 --min_loss_scale 4 --initial_loss_scale 2",
+            "--min_loss_scale 4 is above --initial_loss_scale 2; give less",
+        ),
         ("--bf16 --dtype float32", "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
         ("--bf16 --weight_prediction", "with --bf16 that is of FP32 masters; leave one out"),
         ("--learning_rate -1", "-1 is no number from 0 on"),
