@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.finetuning import best, trackers
+from megatron.finetuning.configuration import with_configuration
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
@@ -33,7 +36,8 @@ SAVE_STEPS = 500
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
     """Read the command line and make all checks that need no model. Raises ValueError for a wrong command line."""
-    args = _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    args = parser.parse_args(with_configuration(sys.argv[1:] if argv is None else argv, parser))
     validate(args)
     return args
 
@@ -44,6 +48,13 @@ def validate(args: argparse.Namespace) -> None:
     Raises ValueError, with the remedy, for flags that contradict each other.
     """
     args.notes, args.resumed_from = [], None
+    if args.config is not None:
+        args.notes.append(f"flags of {args.config}, and over them those of the command line")
+    if args.gradient_checkpointing and args.no_recompute:
+        raise ValueError(
+            "--gradient_checkpointing recomputes activations, and --no_recompute keeps them; leave one out"
+        )
+    args.no_recompute |= args.gradient_checkpointing is False
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -99,12 +110,14 @@ def validate(args: argparse.Namespace) -> None:
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
     _complete_intervals(args)
+    best.settle(args)
     if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
+    trackers.settle(args)
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -166,7 +179,9 @@ def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epo
         elif 0 < number < 1:
             number = math.ceil(number * num_steps)
         settled[f"{name}_steps"] = int(number)
-    return changed(args, **settled)
+    args = changed(args, **settled)
+    best.require_evaluated(args)
+    return args
 
 
 def settle_precision(args: argparse.Namespace) -> None:
@@ -210,10 +225,23 @@ def _settle_loss_scale(args: argparse.Namespace) -> None:
         )
 
 
+def _boolean(text: str) -> bool:
+    """Parse a boolean. Raises ArgumentTypeError for any other word."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
+
+
 def both_spellings(group) -> Callable[..., argparse.Action]:
-    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate."""
+    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate.
+
+    A flag without a value also accepts true and false, as those of transformers do.
+    """
 
     def add(*names: str, **options: object) -> argparse.Action:
+        if options.get("action") == "store_true":
+            del options["action"]
+            options = {"nargs": "?", "const": True, "default": False, "type": _boolean, "metavar": "BOOL", **options}
         others = [name.replace("_", "-") for name in names if "_" in name]
         return group.add_argument(*names, *others, **options)
 
@@ -234,17 +262,6 @@ def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str],
 
 _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
 _scale = _within(2.0**-24, float, most=2.0**100)
-
-
-def _strategy(text: str) -> str:
-    """Parse a strategy of transformers' trainer. Raises ArgumentTypeError for any other word."""
-    if text == "best":
-        raise argparse.ArgumentTypeError(
-            "'best' keeps the best evaluation, which is not done here; give steps or epoch"
-        )
-    if text not in STRATEGIES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(STRATEGIES)}")
-    return text
 
 
 def _steps(text: str) -> float:
@@ -277,6 +294,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _add_model_and_data(group) -> None:
     add = both_spellings(group)
+    add("--config", metavar="FILE", help="YAML file of flags, which may also be the first word")
     add("--model_name_or_path", required=True, metavar="FOLDER", help="a folder with config, weights and tokenizer")
     add_data(group, required=True)
 
@@ -355,6 +373,7 @@ def _add_pipeline(group) -> None:
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
+    add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
@@ -369,19 +388,27 @@ def _add_output(group) -> None:
         action="store_true",
         help="begin again, and remove the checkpoints of another run in --output_dir",
     )
-    add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
+    add("--save_strategy", choices=(*STRATEGIES, "best"),
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
     add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
-    add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
-    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,
-        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
-    )  # fmt: skip
+    add("--resume_from_checkpoint", "--resume", dest="resume_from_checkpoint", nargs="?", const="last",
+        metavar="FOLDER", help="go on from there, or the last one; auto: the last one if there is one")  # fmt: skip
+    add("--load_best_model_at_end", action="store_true", help="the model at the end is that of the best checkpoint")
+    add("--metric_for_best_model", metavar="NAME", help="metric of the evaluations that is compared; loss")
+    add("--greater_is_better", action="store_true", default=None, help="none: unless the name ends with loss")
+    add("--early_stopping_patience", type=_count, help="evaluations without an improvement that end the run")
+    add("--early_stopping_threshold", type=_real, help="what an improvement has to exceed; 0")
+    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", choices=STRATEGIES,
+        help="when the run evaluates before its end; none: steps with --eval_steps, or no")  # fmt: skip
     add("--eval_steps", type=_steps,
         help="batches between evaluations, or below 1 a fraction of all; as --logging_steps")  # fmt: skip
     add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
-    add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
+    add("--report_to", nargs="+", choices=("tensorboard", "wandb", "none"),
+        help="where values are shown; none given: tensorboard, if --logging_dir is given")  # fmt: skip
+    add("--logging_dir", metavar="FOLDER", help="for TensorBoard; OUTPUT_DIR/runs")
+    add("--run_name", help="name of the run at Weights & Biases")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")
     add("--pipeline_timeline", metavar="FOLDER", help="draw the last batches, planned above measured")
     add("--pipeline_timeline_iterations", type=_count, default=6, help="number of batches in the picture")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -47,6 +48,7 @@ class SavedProgress:
         softened: the flags that soften staleness.
         samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
             over all replicas, so their number may change as long as a batch stays the same.
+        best: the state of `Best`; None if the run has none.
     """
 
     batches: int
@@ -60,6 +62,7 @@ class SavedProgress:
     samples: int | None
     batch_size: int | None
     flags: dict[str, float]
+    best: dict[str, Any] | None = None
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -217,9 +220,17 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
             sync_directory(partial)
 
 
-def prune(output_dir: Path, most: int | None) -> None:
-    """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank."""
-    for old in _checkpoints(output_dir)[: -most or None] if most else ():
+def prune(output_dir: Path, most: int | None, *, best: str | None = None) -> None:
+    """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank.
+
+    The folder named `best` stays, as one of them; the newest one stays in any case.
+    """
+    if most is None:
+        return
+    *others, newest = _checkpoints(output_dir)
+    kept = {newest.name, best or newest.name}
+    others = [folder for folder in others if folder.name != best]
+    for old in others[: max(len(others) - max(most - len(kept), 0), 0)]:
         _remove(old)
 
 

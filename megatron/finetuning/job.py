@@ -16,6 +16,7 @@ from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.arguments import SOFTENING, changed, has_masters, rows_of_batch, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
+from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
@@ -73,7 +74,9 @@ def join_job(args: argparse.Namespace) -> argparse.Namespace:
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
     initialize.join_process_group(store, args.distributed_backend, timeout)
     agreement.set_timeout(timeout)
-    return args
+    found = [args.resumed_from]
+    torch.distributed.broadcast_object_list(found)  # a file system may show a folder to one host later than to another
+    return changed(args, resumed_from=found[0])
 
 
 def on_this_device(args: argparse.Namespace) -> argparse.Namespace:
@@ -89,10 +92,12 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     """
     output = None if args.output_dir is None else Path(args.output_dir)
     last = None if output is None else checkpoint.latest(output)
+    if args.resume_from_checkpoint == "auto" and last is None:
+        args.notes.append("--resume_from_checkpoint auto: there is no checkpoint yet, so the run begins")
     if args.resume_from_checkpoint == "last" and last is None:
         where = "there is no --output_dir" if output is None else f"{output} has no checkpoint"
         raise ValueError(f"--resume_from_checkpoint: {where}; name a checkpoint, or leave it out")
-    found = last if args.resume_from_checkpoint == "last" else args.resume_from_checkpoint
+    found = last if args.resume_from_checkpoint in ("last", "auto") else args.resume_from_checkpoint
     resumed_from = None if found is None else Path(found)
     if not args.do_train:
         return resumed_from
@@ -147,11 +152,15 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(pretrained, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
-    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
+    best = _best(args, done)
+    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best)
     if trainer.train():
-        if args.do_eval and trainer.evaluated_step != num_steps:
+        if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()
         if args.do_train:
+            if args.load_best_model_at_end and best.checkpoint is not None:
+                checkpoint.restore(pipeline, Path(args.output_dir) / best.checkpoint)
+                report.say(f"the best is {best.checkpoint}, with {best.metric} {best.value:.4f}")
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"model in {args.output_dir}")
     peaks = [f"{peak / 2**20:.0f}" for peak in peak_memory()]
@@ -207,6 +216,23 @@ def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argpar
             plan.schedule, traces, Path(args.pipeline_timeline), drains=trainer.drains,
             most=args.pipeline_timeline_iterations,
         )  # fmt: skip
+
+
+def _best(args: argparse.Namespace, done: SavedProgress) -> Best | None:
+    """The best evaluation with which the run begins; None if no flag asks for it.
+
+    Raises ValueError if the run goes on from a checkpoint whose best one is not in --output_dir.
+    """
+    best = Best.of(args)
+    if best is None or done.best is None or not args.do_train:
+        return best
+    best.restore(done.best)
+    if best.checkpoint is not None and not (Path(args.output_dir) / best.checkpoint).is_dir():
+        raise ValueError(
+            f"the best checkpoint of the run that goes on, {best.checkpoint}, is not in --output_dir "
+            f"{args.output_dir}; give the folder of the run, or begin again"
+        )
+    return best
 
 
 def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:
