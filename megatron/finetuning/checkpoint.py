@@ -33,7 +33,7 @@ from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
-BATCH_SIZE = "number of samples of a batch (--per_device_train_batch_size x --gradient_accumulation_steps x d)"
+BATCH_SIZE = "number of samples of a batch (size of a microbatch x accumulation x replicas)"
 _INDEX = "model.safetensors.index.json"
 
 

@@ -14,7 +14,7 @@ from megatron.documents.files import read_document
 from megatron.documents.flag_files import FlagFileParser
 
 
-def with_configuration(argv: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def with_configuration(argv: Sequence[str], parser: FlagFileParser) -> list[str]:
     """The words of a command line, behind those of the file that the first word or --config names.
 
     Raises ValueError if the file cannot be read, has an unknown key, or a value of the wrong kind.
@@ -22,7 +22,7 @@ def with_configuration(argv: Sequence[str], parser: argparse.ArgumentParser) -> 
     words = list(argv)
     if words and not words[0].startswith(("-", "@")):
         words.insert(0, "--config")
-    finder = FlagFileParser(add_help=False, allow_abbrev=False)
+    finder = type(parser)(prog=parser.prog, add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     found, *_ = finder.parse_all(words)
     path = getattr(found, "config", None)

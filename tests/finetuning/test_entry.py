@@ -58,6 +58,14 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
     assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
+    cut = cases.partition(tmp_path, CLASSES, (0, 1))
+    argv = ["--dry_run", "--devices", 4, "--data_parallel_size", 2, "--partition", cut]
+    run_dry(tiny.arguments(tmp_path, CLASSES, *argv))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 replicas, each: BertForSequenceClassification: 2 stages on 2 ranks" in output
+    assert "1 of them a batch on each of 2 replicas" in output
+    with pytest.raises(SameEverywhere, match="is for 2 devices, and the job has 1 for each of 4 replicas; start as"):
+        run_dry(tiny.arguments(tmp_path, CLASSES, *argv, "--data_parallel_size", 4))
     cut = cases.partition(tmp_path, CLASSES, (0,))
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 1, "--partition", cut))
     assert "BertForSequenceClassification: 1 stage on 1 rank, ftpipe" in " ".join(capsys.readouterr().out.split())

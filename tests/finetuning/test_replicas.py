@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.pipeline.simulate.timeline import Timeline
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import CLASSES, run
 
@@ -42,7 +43,8 @@ def test_two_replicas_train_what_one_process_trains(folder):
     argv += ["--do_eval", "--save_steps", 2]
     cut = ["--partition", cases.partition(folder, TASK, (0, 1, 0, 1))]
     halves = ["--gradient_accumulation_steps", 2, "--data_parallel_size", 2]
-    found = run(folder, "halves", *argv, *cut, *halves, task=TASK, ranks=4)
+    found = run(folder, "halves", *argv, *cut, *halves, "--pipeline_timeline", folder / "drawn", task=TASK, ranks=4)
+    assert Timeline.load(folder / "drawn" / "measured.json").rank_of_stage == (0, 1, 0, 1)
     expected = cases.plain(folder, TASK, argv=[*argv, "--gradient_accumulation_steps", 4])
     close(found, expected)
     rest = ["--gradient_accumulation_steps", 4, "--resume_from_checkpoint", folder / "halves" / "checkpoint-2"]
@@ -80,7 +82,7 @@ def test_a_microbatch_may_be_divided_among_replicas(folder, schedule, ranks, arg
 
 @pytest.mark.full
 def test_dropout_is_that_of_the_microbatch(folder):
-    """One pipeline and two have the same dropout, batch for batch, also where one goes on from the other's checkpoint."""
+    """One pipeline and two have the same dropout, batch for batch, also where one goes on from the other's."""
     argv = ["--pipeline_schedule", "flush", "--num_train_epochs", 2, "--save_steps", 2, "--partition"]
     argv += [cases.partition(folder, CLASSES, (0, 1), dropout=0.1), "--adam_epsilon", 1e-4]
     settings = {1: (["--gradient_accumulation_steps", 4], 2)}
