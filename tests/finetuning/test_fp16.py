@@ -1,6 +1,8 @@
 """FP16 weights and gradients with FP32 masters and a loss scale."""
 
 import copy
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.plan import decaying
 from megatron.finetuning.pretrained import open_model
 from megatron.finetuning.samples import read_data
+from megatron.finetuning.trainer import Trainer
+from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests import workers
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import CLASSES, run, same
@@ -128,3 +132,22 @@ def test_no_scale_is_small_enough(folder):
     said = workers.run(2, "tests.finetuning.cases:refused", folder=folder, argv=tuple(map(str, argv)))
     assert said[0] == said[1]
     assert "of step 2 is not finite" in said[0] and "loss scale 2.09715e+06); lower --learning_rate, or give" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("fp16", "scale", "overflow", "nan", "ends"),
+    [
+        (False, 1.0, True, False, True),  # a loss that is finite, and gradients that are not
+        (False, 1.0, False, True, True),
+        (True, 8.0, True, False, False),
+        (True, 8.0, True, True, True),
+        (True, 2.0, True, False, True),
+        (True, 2.0, False, False, False),
+    ],
+)
+def test_what_ends_a_run(fp16, scale, overflow, nan, ends):
+    """All that is not finite, but an overflow above the smallest scale."""
+    trainer = SimpleNamespace(args=SimpleNamespace(fp16=fp16, min_loss_scale=2.0))
+    report = BatchReport(4, losses={"loss": 1.0}, grad_norm=1.0, loss_scale=scale, overflow=overflow, nan=nan)
+    with pytest.raises(ValueError, match="gradient of step 5 is not finite") if ends else nullcontext():
+        Trainer._require_finite(trainer, report)
