@@ -35,8 +35,7 @@ from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
 
 KEPT = (
-    "per_device_train_batch_size", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "momentum",
+    "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
 
