@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, has_adapter, validate_adapter
+from megatron.finetuning.configuration import with_configuration
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
@@ -38,7 +42,8 @@ SAVE_STEPS = 500
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> argparse.Namespace:
     """Read the command line and make all checks that need no model. Raises ValueError for a wrong command line."""
-    args = _parser(prog).parse_args(argv)
+    parser = _parser(prog)
+    args = parser.parse_args(with_configuration(sys.argv[1:] if argv is None else argv, parser))
     validate(args)
     return args
 
@@ -49,6 +54,13 @@ def validate(args: argparse.Namespace) -> None:
     Raises ValueError, with the remedy, for flags that contradict each other.
     """
     args.notes, args.resumed_from = [], None
+    if args.config is not None:
+        args.notes.append(f"flags of {args.config}, and over them those of the command line")
+    if args.gradient_checkpointing and args.no_recompute:
+        raise ValueError(
+            "--gradient_checkpointing recomputes activations, and --no_recompute keeps them; leave one out"
+        )
+    args.no_recompute |= args.gradient_checkpointing is False
     if args.pipeline_schedule in ALONE:
         if args.max_grad_norm:
             raise ValueError(
@@ -88,14 +100,18 @@ def validate(args: argparse.Namespace) -> None:
             "--provisional_steps needs gradients that no step has taken, and with --gradient_accumulation_steps 1 each "
             "is stepped at once; give 2 or more, or leave it out"
         )
+    if args.provisional_steps and args.data_parallel_size > 1:
+        raise ValueError(
+            f"--provisional_steps takes the gradients so far, of which --data_parallel_size {args.data_parallel_size} "
+            "replicas have each a part; leave one out, or give --weight_prediction or --gap_aware"
+        )
     if args.weight_prediction and args.optim == "adafactor":
         raise ValueError(
             "--weight_prediction knows the steps to come of sgd, adam and adamw, and not of adafactor; leave one out"
         )
-    if args.fp16:
-        raise ValueError("--fp16 needs a loss scale, which captured stages have not; give --bf16")
     settle_precision(args)
     validate_adapter(args)
+    _settle_loss_scale(args)
     if args.weight_prediction and args.bf16:
         raise ValueError(
             "--weight_prediction needs the optimizer's state of the weights, and with --bf16 that is of FP32 masters; "
@@ -110,22 +126,24 @@ def validate(args: argparse.Namespace) -> None:
     if not (args.do_train or args.do_eval or args.dry_run):
         args.do_train, args.do_eval = True, args.validation_file is not None
     _complete_intervals(args)
+    best.settle(args)
     if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
         raise ValueError("--do_eval needs --validation_file")
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
+    trackers.settle(args)
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
             f"--devices {args.devices} is for --dry_run; a run has as many as processes, {args.world_size}"
         )
     args.devices = args.devices or args.world_size
-    if args.data_parallel_size != 1:
+    if args.devices % args.data_parallel_size:
         raise ValueError(
-            f"--data_parallel_size {args.data_parallel_size}: replicas of a captured pipeline are not supported; use "
-            "more stages, or a larger --per_device_train_batch_size"
+            f"{counted(args.devices, 'device')} cannot be {args.data_parallel_size} equal pipelines; give a "
+            "--data_parallel_size that divides their number"
         )
 
 
@@ -188,6 +206,11 @@ def changed(args: argparse.Namespace, **values: object) -> argparse.Namespace:
     return argparse.Namespace(**{**vars(args), **values})
 
 
+def rows_of_batch(args: argparse.Namespace) -> int:
+    """The number of samples of a batch, over all replicas."""
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.data_parallel_size
+
+
 def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epoch: int) -> argparse.Namespace:
     """The arguments with `eval_steps` and `save_steps` as whole numbers of batches; 0 means only at the end."""
     settled = {}
@@ -198,20 +221,69 @@ def settled_intervals(args: argparse.Namespace, *, num_steps: int, steps_per_epo
         elif 0 < number < 1:
             number = math.ceil(number * num_steps)
         settled[f"{name}_steps"] = int(number)
-    return changed(args, **settled)
+    args = changed(args, **settled)
+    best.require_evaluated(args)
+    return args
 
 
 def settle_precision(args: argparse.Namespace) -> None:
-    """Set `args.dtype` to the dtype of the weights. Raises ValueError if --bf16 and --dtype contradict each other."""
-    if args.bf16 and args.dtype == "float32":
-        raise ValueError("--bf16 has weights in bfloat16, and --dtype is float32; leave one out")
-    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float32")
+    """Set `args.dtype` to the dtype of the weights. Raises ValueError if flags of precision contradict each other."""
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 has weights in bfloat16, and --fp16 in float16; leave one out")
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if getattr(args, name) and args.dtype not in (None, dtype):
+            raise ValueError(f"--{name} has weights in {dtype}, and --dtype is {args.dtype}; leave one out")
+    args.dtype = args.dtype or ("bfloat16" if args.bf16 else "float16" if args.fp16 else "float32")
+
+
+def has_masters(args: argparse.Namespace) -> bool:
+    """Whether the optimizer steps FP32 masters of the weights."""
+    return args.bf16 or args.fp16
+
+
+LOSS_SCALE = {
+    "initial_loss_scale": 65536.0, "loss_scale_window": 2000, "loss_scale_growth": 2.0, "loss_scale_backoff": 0.5,
+    "min_loss_scale": 1.0,
+}  # fmt: skip
+"""Flags of the loss scale of --fp16, with the values of torch.amp.GradScaler."""
+
+
+def _settle_loss_scale(args: argparse.Namespace) -> None:
+    """Fill in the flags of the loss scale. Raises ValueError if stages step alone, or no scale is possible."""
+    if args.fp16 and args.pipeline_schedule in ALONE:
+        raise ValueError(
+            f"--fp16 has a loss scale, and whether gradients overflow with it has to be known before any stage steps; "
+            f"under {args.pipeline_schedule} each steps alone; give --bf16, or --pipeline_schedule flush"
+        )
+    for name, default in LOSS_SCALE.items():
+        given = getattr(args, name)
+        if given is not None and not args.fp16:
+            args.notes.append(f"--{name} {given:g} means nothing without --fp16")
+        setattr(args, name, default if given is None else given)
+    if args.min_loss_scale > args.initial_loss_scale:
+        raise ValueError(
+            f"--min_loss_scale {args.min_loss_scale:g} is above --initial_loss_scale {args.initial_loss_scale:g}; give "
+            "less"
+        )
+
+
+def _boolean(text: str) -> bool:
+    """Parse a boolean. Raises ArgumentTypeError for any other word."""
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() == "true"
 
 
 def both_spellings(group) -> Callable[..., argparse.Action]:
-    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate."""
+    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate.
+
+    A flag without a value also accepts true and false, as those of transformers do.
+    """
 
     def add(*names: str, **options: object) -> argparse.Action:
+        if options.get("action") == "store_true":
+            del options["action"]
+            options = {"nargs": "?", "const": True, "default": False, "type": _boolean, "metavar": "BOOL", **options}
         others = [name.replace("_", "-") for name in names if "_" in name]
         return group.add_argument(*names, *others, **options)
 
@@ -231,17 +303,7 @@ def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str],
 
 
 _count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
-
-
-def _strategy(text: str) -> str:
-    """Parse a strategy of transformers' trainer. Raises ArgumentTypeError for any other word."""
-    if text == "best":
-        raise argparse.ArgumentTypeError(
-            "'best' keeps the best evaluation, which is not done here; give steps or epoch"
-        )
-    if text not in STRATEGIES:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(STRATEGIES)}")
-    return text
+_scale = _within(2.0**-24, float, most=2.0**100)
 
 
 def _steps(text: str) -> float:
@@ -275,6 +337,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _add_model_and_data(group) -> None:
     add = both_spellings(group)
+    add("--config", metavar="FILE", help="YAML file of flags, which may also be the first word")
     add("--model_name_or_path", required=True, metavar="FOLDER", help="a folder with config, weights and tokenizer")
     add_data(group, required=True)
 
@@ -307,10 +370,11 @@ def add_microbatch(group) -> None:
     """Add the flags that decide the memory of a microbatch and of a parameter."""
     add = both_spellings(group)
     add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
-    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch")
+    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch on each replica")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
+    add("--fp16", action="store_true", help="the same in float16, with a loss scale (flush, gpipe, 2bw)")
 
 
 def add_adapters(group) -> None:
@@ -337,7 +401,11 @@ def _add_training(group) -> None:
     add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
     add("--warmup_ratio", type=_part, default=0.0, help="the same as a fraction of all batches")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
-    add("--fp16", action="store_true", help="refused: see --bf16")
+    add("--initial_loss_scale", type=_scale, help="loss scale of the first batch (--fp16); 65536")
+    add("--loss_scale_window", type=_count, help="batches without an overflow after which it grows; 2000")
+    add("--loss_scale_growth", type=_within(1, float), help="factor by which it grows; 2")
+    add("--loss_scale_backoff", type=_part, help="factor by which an overflow lowers it; 0.5")
+    add("--min_loss_scale", type=_scale, help="an overflow at this scale ends the run; 1")
     add("--seed", type=_whole, default=42, help="seed of dropout, the order of samples and new parameters")
 
 
@@ -352,7 +420,7 @@ def _add_pipeline(group) -> None:
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
-    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline; only 1")
+    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
     add("--l2l_resident_stages", type=_count, default=2, help="most layers on the device at once (l2l)")
     add("--l2l_update", choices=("auto", "eager", "deferred"), default="auto",
@@ -361,6 +429,7 @@ def _add_pipeline(group) -> None:
     add("--load_in_8bit", action="store_true", help="the same with 8 bits")
     add("--l2l_stash", choices=("host", "device"), default="host", help="where inputs of layers wait (l2l)")
     add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
+    add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
@@ -375,20 +444,28 @@ def _add_output(group) -> None:
         action="store_true",
         help="begin again, and remove the checkpoints of another run in --output_dir",
     )
-    add("--save_strategy", type=_strategy, metavar="{no,steps,epoch}",
+    add("--save_strategy", choices=(*STRATEGIES, "best"),
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
     add_merge(add)
     add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
-    add("--resume_from_checkpoint", nargs="?", const="last", metavar="FOLDER", help="go on from there, or the last one")
-    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", type=_strategy,
-        metavar="{no,steps,epoch}", help="when the run evaluates before its end; none: steps with --eval_steps, or no",
-    )  # fmt: skip
+    add("--resume_from_checkpoint", "--resume", dest="resume_from_checkpoint", nargs="?", const="last",
+        metavar="FOLDER", help="go on from there, or the last one; auto: the last one if there is one")  # fmt: skip
+    add("--load_best_model_at_end", action="store_true", help="the model at the end is that of the best checkpoint")
+    add("--metric_for_best_model", metavar="NAME", help="metric of the evaluations that is compared; loss")
+    add("--greater_is_better", action="store_true", default=None, help="none: unless the name ends with loss")
+    add("--early_stopping_patience", type=_count, help="evaluations without an improvement that end the run")
+    add("--early_stopping_threshold", type=_real, help="what an improvement has to exceed; 0")
+    add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", choices=STRATEGIES,
+        help="when the run evaluates before its end; none: steps with --eval_steps, or no")  # fmt: skip
     add("--eval_steps", type=_steps,
         help="batches between evaluations, or below 1 a fraction of all; as --logging_steps")  # fmt: skip
     add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
     add("--logging_steps", type=_count, default=10, help="batches of a log line")
-    add("--logging_dir", metavar="FOLDER", help="for TensorBoard")
+    add("--report_to", nargs="+", choices=("tensorboard", "wandb", "none"),
+        help="where values are shown; none given: tensorboard, if --logging_dir is given")  # fmt: skip
+    add("--logging_dir", metavar="FOLDER", help="for TensorBoard; OUTPUT_DIR/runs")
+    add("--run_name", help="name of the run at Weights & Biases")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")
     add("--pipeline_timeline", metavar="FOLDER", help="draw the last batches, planned above measured")
     add("--pipeline_timeline_iterations", type=_count, default=6, help="number of batches in the picture")

@@ -24,9 +24,12 @@ from megatron.capture.cut import CapturedStage, StageData, cut
 from megatron.capture.randomness import mixed
 from megatron.capture.tensors import load_stage
 from megatron.finetuning.adapters import AdapterTensors
+from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.library.ranks import Groups, Ranks
+from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -34,6 +37,7 @@ from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.update.loss_scales import DynamicScaler, LossScales
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -91,7 +95,9 @@ class BuiltPipeline:
     Attributes:
         modules, versions: by stage; stages that step together share one `WeightVersions`.
         updates: by the stage that steps, or -1 if all stages of the rank step together.
-        exact: with --bf16, the FP32 value of each floating-point tensor by its name: masters and untrained tensors.
+        exact: with --bf16 or --fp16, the FP32 value of each floating-point tensor by its name: masters and untrained
+            tensors.
+        ranks, groups: the ranks of all replicas, and their process groups.
     """
 
     engine: PipelineEngine
@@ -101,6 +107,8 @@ class BuiltPipeline:
     feed: Feed
     results: Results
     exact: dict[str, Tensor]
+    ranks: Ranks
+    groups: Groups
 
 
 def build_pipeline(
@@ -110,6 +118,7 @@ def build_pipeline(
     feed: Feed,
     summary: Summary,
     pretrained: Pretrained | AdapterTensors,
+    ranks: Ranks,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
@@ -118,10 +127,10 @@ def build_pipeline(
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
-    rank, device, schedule = torch.distributed.get_rank(), backend.device(), plan.schedule
+    device, schedule = backend.device(), plan.schedule
     weights, graph = schedule.weights, schedule.graph
     results = Results(summary)
-    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(rank))
+    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(ranks.rank))
     exact: dict[str, Tensor] = {}
     initial = initial_tensors(args, plan, pretrained)
     modules, frozen = {}, {}
@@ -129,42 +138,58 @@ def build_pipeline(
         for index, stage in cut_stages.items():
             load_stage(
                 stage, pretrained.folder, device=device, read=pretrained.read, initial=initial,
-                exact=exact if args.bf16 else None,
+                exact=exact if has_masters(args) else None,
             )  # fmt: skip
             _share_frozen(stage, frozen)
             modules[index] = StageModule(stage.to(device), results)
+    scales = _loss_scales(args, weights)
+    scale_of = (lambda batch: 1.0) if scales is None else scales.of_batch
     of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
     stages = [
         GraphModuleStage(
             module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]), versions=versions[index],
-            data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
+            data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index),
+            loss_scale=scale_of, device=device,
         )
         for index, module in modules.items()
     ]  # fmt: skip
 
     def stepping(key: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-        masters = {name: nn.Parameter(exact[name]) for name in parameters} if args.bf16 else {}
+        masters = {name: nn.Parameter(exact[name]) for name in parameters} if has_masters(args) else {}
         optimizer = make_optimizer(masters or parameters, args, decays=plan.decays)
         scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
-        if args.bf16:
+        if has_masters(args):
             optimizer = MasterWeights(optimizer, {masters[name]: weight for name, weight in parameters.items()})
         if args.gap_aware and key != TOGETHER and graph.depth(key):
-            optimizer = (GapAwareMasters if args.bf16 else GapAware)(optimizer)
+            optimizer = (GapAwareMasters if has_masters(args) else GapAware)(optimizer)
         return {"optimizer": optimizer, "scheduler": scheduler}
 
-    job = torch.distributed.new_group(list(range(torch.distributed.get_world_size())))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    groups = Groups(ranks, timeout)
     steps = steps_of(weights, of_stage)
     update, updates = make_updates(
-        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights, job_group=job,
+        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights,
+        job_group=groups.reductions, data_parallel_group=groups.replicas, counts_in_norm=ranks.replica == 0,
         device=device, counts=feed.counts, clip_grad=args.max_grad_norm,
+        scales=scales,
     )  # fmt: skip
     engine = PipelineEngine(
-        schedule, stages, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
-        backend=args.distributed_backend, device=device, tracer=make_tracer(args), first_batch=first_batch,
-        first_microbatch=first_microbatch,
+        schedule, stages, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
+        device=device, tracer=make_tracer(args), first_batch=first_batch, first_microbatch=first_microbatch,
     )  # fmt: skip
-    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact)
+    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact, ranks, groups)
+
+
+def _loss_scales(args: argparse.Namespace, weights: WeightPolicy) -> LossScales | None:
+    """The loss scales of --fp16, which change alike on all ranks; None without it."""
+    if not args.fp16:
+        return None
+    scaler = DynamicScaler(
+        args.initial_loss_scale, args.loss_scale_growth, args.loss_scale_backoff, args.loss_scale_window,
+        args.min_loss_scale,
+    )  # fmt: skip
+    return LossScales(scaler, delay=weights.delay + 1)
 
 
 def make_tracer(args: argparse.Namespace) -> Tracer | None:

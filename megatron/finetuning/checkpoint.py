@@ -1,10 +1,10 @@
 """Checkpoints of fine-tuning: folders that `from_pretrained` loads, with the state from which a run resumes.
 
-Each rank writes the tensors of its stages into a file of its own, in the form that `save_pretrained` would give them,
-and an index says which file has which tensor, as for large models on Hugging Face. The first rank adds the tensors of
-the model's folder that no stage uses. Of a model with an adapter, the adapter alone is written, into PEFT's one file. A
-folder is written under a temporary name and renamed once everything is on the disk, so a folder named checkpoint-N is
-always complete.
+Each rank of the first replica writes the tensors of its stages into a file of its own, in the form that
+`save_pretrained` would give them, and an index says which file has which tensor, as for large models on Hugging Face.
+The first rank adds the tensors of the model's folder that no stage uses. Of a model with an adapter, the adapter alone
+is written, into PEFT's one file. A folder is written under a temporary name and renamed once everything is on the disk,
+so a folder named checkpoint-N is always complete.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -29,10 +30,12 @@ from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
+from megatron.pipeline.runtime.update.loss_scales import LossScales
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
+BATCH_SIZE = "number of samples of a batch (size of a microbatch x accumulation x replicas)"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -41,11 +44,13 @@ class SavedProgress:
     """The progress of a run, and the settings that a resumed run must share.
 
     Attributes:
-        batches, microbatches: the numbers of finished batches and microbatches.
+        batches, microbatches: the numbers of finished batches, and of their microbatches over all replicas.
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        samples, flags: compared only if the resumed run goes on training.
+        samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
+            over all replicas, so their number may change as long as a batch stays the same.
+        best: the state of `Best`; None if the run has none.
     """
 
     batches: int
@@ -57,7 +62,9 @@ class SavedProgress:
     optim: str
     softened: str
     samples: int | None
+    batch_size: int | None
     flags: dict[str, float]
+    best: dict[str, Any] | None = None
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -76,6 +83,7 @@ class SavedProgress:
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
+            pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))
             pairs += [(f"--{name}", self.flags.get(name), value) for name, value in other.flags.items()]
         for name, its, wanted in pairs:
             if its != wanted:
@@ -177,12 +185,13 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
 
     Collective: every rank must call it.
     """
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, writers = torch.distributed.get_rank(), len(pipeline.ranks.pipeline)
+    writes = pipeline.ranks.replica == 0
     token = [secrets.token_hex(4)]
     torch.distributed.broadcast_object_list(token)
     one = origin.source.file_name  # of the only file, which one rank writes
-    files = [one or f"model-{number:05d}-of-{size:05d}-{token[0]}.safetensors" for number in range(1, size + 1)]
-    own = _newest(pipeline, origin.source.writes)
+    files = [one or f"model-{number:05d}-of-{writers:05d}-{token[0]}.safetensors" for number in range(1, writers + 1)]
+    own = _newest(pipeline, origin.source.writes) if writes else {}
     with all_write(partial):
         if rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -193,15 +202,15 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
         if own:
             save_file(own, partial / files[rank], metadata={"format": "pt"})
             sync_file(partial / files[rank])
-        if progress is not None:
+        if progress is not None and writes:
             torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
             sync_file(partial / f"training-{rank}.pt")
-    sizes: list[dict[str, int]] = [{} for _ in range(size)]
+    sizes: list[dict[str, int]] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
     with all_write(partial):
         if rank == 0:
             if one is None:
-                write_index(partial, dict(zip(files, sizes, strict=True)))
+                write_index(partial, dict(zip(files, sizes, strict=False)))
             origin.save_rest(partial)
             if progress is not None:
                 write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
@@ -225,9 +234,17 @@ def replace_folder(folder: Path, partial: Path) -> None:
     sync_directory(folder.parent)
 
 
-def prune(output_dir: Path, most: int | None) -> None:
-    """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank."""
-    for old in _checkpoints(output_dir)[: -most or None] if most else ():
+def prune(output_dir: Path, most: int | None, *, best: str | None = None) -> None:
+    """Remove all but the `most` newest checkpoints; None removes nothing. Called on one rank.
+
+    The folder named `best` stays, as one of them; the newest one stays in any case.
+    """
+    if most is None:
+        return
+    *others, newest = _checkpoints(output_dir)
+    kept = {newest.name, best or newest.name}
+    others = [folder for folder in others if folder.name != best]
+    for old in others[: max(len(others) - max(most - len(kept), 0), 0)]:
         _remove(old)
 
 
@@ -254,11 +271,11 @@ def _remove(folder: Path) -> None:
 
 
 def restore(pipeline: BuiltPipeline, folder: Path) -> None:
-    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them.
+    """Load the weight versions, optimizers and schedulers of this rank's stages as `save` wrote them, on each replica.
 
     Collective: every rank must call it. Raises ValueError on all ranks if the file of any rank is missing or damaged.
     """
-    path = folder / f"training-{torch.distributed.get_rank()}.pt"
+    path = folder / f"training-{pipeline.ranks.rank}.pt"
     with agreed():
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -270,6 +287,9 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
             update.versions.restore(state[key]["versions"])
             update.optimizer.load_state_dict(state[key]["optimizer"])
             update.scheduler.load_state_dict(state[key]["scheduler"])
+            if update.scales is not None:
+                update.scales.scaler.load_state_dict(state[key]["scaler"])
+                update.scales.load_state_dict(state[key]["scales"])
 
 
 def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
@@ -278,9 +298,14 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
             "optimizer": update.optimizer.state_dict(),
             "scheduler": update.scheduler.state_dict(),
+            **_state_of_scales(update.scales),
         }
         for key, update in pipeline.updates.items()
     }
+
+
+def _state_of_scales(scales: LossScales | None) -> dict[str, dict]:
+    return {} if scales is None else {"scaler": scales.scaler.state_dict(), "scales": scales.state_dict()}
 
 
 def _newest(pipeline: BuiltPipeline, writes: Callable[[str], bool]) -> dict[str, Tensor]:

@@ -15,10 +15,11 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.arguments import SOFTENING, changed, settled_intervals
+from megatron.finetuning.arguments import SOFTENING, changed, has_masters, rows_of_batch, settled_intervals
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
+from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.batches import Epochs, Feed
+from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
@@ -26,6 +27,7 @@ from megatron.finetuning.relay import build_relay
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
+from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
@@ -38,8 +40,7 @@ from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
 
 KEPT = (
-    "gradient_accumulation_steps", "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
-    "adam_epsilon", "momentum",
+    "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
 
@@ -80,7 +81,9 @@ def join_job(args: argparse.Namespace) -> argparse.Namespace:
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
     initialize.join_process_group(store, args.distributed_backend, timeout)
     agreement.set_timeout(timeout)
-    return args
+    found = [args.resumed_from]
+    torch.distributed.broadcast_object_list(found)  # a file system may show a folder to one host later than to another
+    return changed(args, resumed_from=found[0])
 
 
 def on_this_device(args: argparse.Namespace) -> argparse.Namespace:
@@ -96,10 +99,12 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     """
     output = None if args.output_dir is None else Path(args.output_dir)
     last = None if output is None else checkpoint.latest(output)
+    if args.resume_from_checkpoint == "auto" and last is None:
+        args.notes.append("--resume_from_checkpoint auto: there is no checkpoint yet, so the run begins")
     if args.resume_from_checkpoint == "last" and last is None:
         where = "there is no --output_dir" if output is None else f"{output} has no checkpoint"
         raise ValueError(f"--resume_from_checkpoint: {where}; name a checkpoint, or leave it out")
-    found = last if args.resume_from_checkpoint == "last" else args.resume_from_checkpoint
+    found = last if args.resume_from_checkpoint in ("last", "auto") else args.resume_from_checkpoint
     resumed_from = None if found is None else Path(found)
     if not args.do_train:
         return resumed_from
@@ -121,6 +126,7 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
 def run(args: argparse.Namespace, stop: StopSignal) -> None:
     """Run the job on a rank that has joined the process group. Raises ValueError for an error that all ranks find."""
     started = time.perf_counter()
+    ranks = find_ranks(None, None, args.data_parallel_size)
     torch.manual_seed(args.seed)
     data = read_data(args)
     plan = make_plan(args, data)
@@ -134,7 +140,10 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     done = _progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
-    feed = Feed(data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device())
+    feed = Feed(
+        data.training, size=args.per_device_train_batch_size, seed=args.seed, device=backend.device(),
+        share=Share(ranks.replica, args.data_parallel_size), first_microbatch=done.microbatches,
+    )  # fmt: skip
     with agreement.agreed():
         source = pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
         if args.merge_adapter:
@@ -145,8 +154,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
             )
     build = build_pipeline if plan.schedule.residency is None else build_relay
     pipeline = build(
-        plan, args, feed=feed, summary=data.task.summary, pretrained=source, num_steps=max(num_steps, 1),
-        first_batch=done.batches, first_microbatch=done.microbatches,
+        plan, args, feed=feed, summary=data.task.summary, pretrained=source, ranks=ranks,
+        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
@@ -158,11 +167,17 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
-    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation)
+    best = _best(args, done)
+    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best)
     if trainer.train():
-        if args.do_eval and trainer.evaluated_step != num_steps:
+        if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()
         if args.do_train:
+            if args.load_best_model_at_end and best.checkpoint is None:
+                report.say(f"no checkpoint is the best ({best.metric} was never a number): the model is the last")
+            elif args.load_best_model_at_end:
+                checkpoint.restore(pipeline, Path(args.output_dir) / best.checkpoint)
+                report.say(f"the best is {best.checkpoint}, with {best.metric} {best.value:.4f}")
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
             if args.merge_adapter:
@@ -171,8 +186,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
                     plan.adapter, pretrained, output, output / MERGED, dtype=plan.dtype, save_rest=plan.save_merged_rest
                 )
                 report.say(f"merged model in {output / MERGED}")
-    peaks = " ".join(f"{peak / 2**20:.0f}" for peak in peak_memory())
-    report.say(f"most memory of each rank, MiB: {peaks}")
+    peaks = [f"{peak / 2**20:.0f}" for peak in peak_memory()]
+    of_replicas = "; ".join(" ".join(peaks[rank] for rank in replica) for replica in ranks.pipelines)
+    report.say(f"most memory of each rank{', by replica' * (len(ranks.pipelines) > 1)}, MiB: {of_replicas}")
     if plan.schedule.residency is not None:
         report.say(relay_peaks(pipeline))
     if args.pipeline_timeline:
@@ -196,9 +212,11 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
     """The run's batches in order. Raises ValueError if the schedule cannot run one of their numbers of microbatches."""
     batches = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
+        accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
+        drop_last=args.dataloader_drop_last,
     )  # fmt: skip
-    for num_microbatches in sorted({len(batch) for batch in islice(batches.batches(), batches.batches_per_epoch)}):
+    num_of, epoch = Share(0, args.data_parallel_size).num_of, islice(batches.batches(), batches.batches_per_epoch)
+    for num_microbatches in sorted({num_of(len(batch)) for batch in epoch}):
         try:
             plan.schedule.validate(num_microbatches)
         except ValueError as error:
@@ -215,19 +233,41 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "stages": plan.stages_digest,
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
-        "optim": args.optim + (" with FP32 masters" if args.bf16 else ""),
+        "optim": args.optim + (" with FP32 masters" if has_masters(args) else ""),
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
+        "batch_size": rows_of_batch(args) if args.do_train else None,
         "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
     }
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:
+    """Draw the last batches of the first replica."""
+    traces = gather_traces(pipeline.engine.trace(), group=pipeline.groups.pipeline)
+    if pipeline.ranks.replica:
+        return
     with ByProduct(f"--pipeline_timeline {args.pipeline_timeline}", consequence="without it").attempt():
         write_pictures(
-            plan.schedule, gather_traces(pipeline.engine.trace()), Path(args.pipeline_timeline),
-            drains=trainer.drains, most=args.pipeline_timeline_iterations,
+            plan.schedule, traces, Path(args.pipeline_timeline), drains=trainer.drains,
+            most=args.pipeline_timeline_iterations,
         )  # fmt: skip
+
+
+def _best(args: argparse.Namespace, done: SavedProgress) -> Best | None:
+    """The best evaluation with which the run begins; None if no flag asks for it.
+
+    Raises ValueError if the run goes on from a checkpoint whose best one is not in --output_dir.
+    """
+    best = Best.of(args)
+    if best is None or done.best is None or not args.do_train:
+        return best
+    best.restore(done.best)
+    if best.checkpoint is not None and not (Path(args.output_dir) / best.checkpoint).is_dir():
+        raise ValueError(
+            f"the best checkpoint of the run that goes on, {best.checkpoint}, is not in --output_dir "
+            f"{args.output_dir}; give the folder of the run, or begin again"
+        )
+    return best
 
 
 def _progress(args: argparse.Namespace, facts: dict) -> SavedProgress:

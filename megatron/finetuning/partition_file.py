@@ -226,6 +226,7 @@ def schedule_of(
     provisional: bool = False,
     residency: Residency | None = None,
     tied: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    data_parallel: bool = False,
 ) -> Schedule:
     """The schedule called `name` over the stages of a partition.
 
@@ -236,6 +237,7 @@ def schedule_of(
         provisional: ftpipe's forwards use the weights of provisional steps.
         residency: of l2l.
         tied: name of a trained parameter -> the stages that have a copy of it (l2l).
+        data_parallel: the pipeline has replicas.
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
@@ -257,9 +259,10 @@ def schedule_of(
                 )
         return Schedule.preset(
             "l2l", num_stages=num_stages, num_virtual_stages=num_stages // len(set(rank_of_stage)), residency=residency,
-            tied_embeddings=bool(tied), norm_decides=norm_decides,
+            tied_embeddings=bool(tied), norm_decides=norm_decides, data_parallel=data_parallel,
         )  # fmt: skip
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
+    common["data_parallel"] = data_parallel
     if name == "ftpipe":
         assert not (predict and provisional), "the command line excludes it"
         weights = "stale-predicted" if predict else "stale-provisional" if provisional else "stale"

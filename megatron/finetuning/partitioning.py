@@ -25,6 +25,7 @@ from megatron.capture.graph_file import graph_file, stage_of_operators
 from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import BlockCost, parameters_of, profile
 from megatron.finetuning.adapter_arguments import has_adapter
+from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.partition_file import (
     FORM,
     EdgeBytes,
@@ -84,10 +85,11 @@ def state_bytes(args: argparse.Namespace) -> int:
 def weight_bytes(args: argparse.Namespace) -> float:
     """Bytes of a trained parameter together with its gradient and the optimizer's state.
 
-    All three have the precision of --dtype, or FP32 for adapters. With --bf16, parameter and gradient have 2 bytes, and
-    the master, a copy of the gradient during the step and the optimizer's state are FP32.
+    All three have the precision of --dtype, or FP32 for adapters. With --bf16 or --fp16,
+    parameter and gradient have 2 bytes, and the master, a copy of the gradient during the step and the optimizer's
+    state are FP32.
     """
-    if args.bf16:
+    if has_masters(args):
         return 2 * 2 + 4 + 4 + _STATE_BYTES[args.optim]
     return trained_itemsize(args) * (2 + _STATE_BYTES[args.optim] / 4)
 
@@ -174,9 +176,10 @@ def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argpa
 
     Raises ValueError for a model with too few layers.
     """
-    stages, first = stages_of_layers(captured, multiple_of=args.devices), len(captured.inputs)
+    devices, first = args.devices // args.data_parallel_size, len(captured.inputs)
+    stages = stages_of_layers(captured, multiple_of=devices)
     stage_of_node = dict.fromkeys(range(first), 0) | dict(enumerate(stages, start=first))
-    partition = Partition(stage_of_node, tuple(stage % args.devices for stage in range(max(stages) + 1)))
+    partition = Partition(stage_of_node, tuple(stage % devices for stage in range(max(stages) + 1)))
     costs = estimate(captured, batch, _COMMON)
     return PartitionFile(
         form=FORM, model=captured.model_name, task=args.task, signature=signature(captured),
@@ -193,9 +196,9 @@ _COMMON = Roofline(teraflops=100, gigabytes_per_second=800, launch_microseconds=
 
 
 def num_microbatches(args: argparse.Namespace, data: Data) -> float:
-    """The number of microbatches of a run on `data`: as `finetune.py`'s flags say, or three epochs without them."""
+    """The number of microbatches of a run on `data` for each replica: as `finetune.py`'s flags say, or three epochs."""
     rows = data.training if data.training is not None else data.validation
-    epoch = -(-len(rows) // args.per_device_train_batch_size)
+    epoch = -(-len(rows) // (args.per_device_train_batch_size * getattr(args, "data_parallel_size", 1)))
     most = getattr(args, "max_steps", -1) * args.gradient_accumulation_steps
     return most if most > 0 else getattr(args, "num_train_epochs", 3.0) * epoch
 
@@ -253,12 +256,18 @@ def candidate_of(
 
 
 def simulated_seconds(
-    schedule: Schedule, file: PartitionFile, edge_bytes: Mapping[tuple[int, int], EdgeBytes], num_microbatches: int
+    schedule: Schedule,
+    file: PartitionFile,
+    edge_bytes: Mapping[tuple[int, int], EdgeBytes],
+    num_microbatches: int,
+    *,
+    replicas: int = 1,
 ) -> float:
     """Seconds of a microbatch in the steady state, simulated with the profiled times and the machine's bandwidth.
 
-    `num_microbatches`: number of microbatches of a batch.
+    `num_microbatches`: number of microbatches of a batch. `replicas`: of the pipeline; a ring reduces their gradients.
     """
+    gradient_bytes = getattr(torch, file.dtype).itemsize * 2 * (replicas - 1) / replicas
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
     costs = Costs(
         forward=[
@@ -268,6 +277,9 @@ def simulated_seconds(
         recompute=[cost.plain_forward_ms / 1000 for cost in file.stages],
         backward=[cost.plain_backward_ms / 1000 for cost in file.stages],
         bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
+        reduce_grad=[
+            cost.parameters * gradient_bytes / (1e9 * file.bandwidth_gigabytes_per_second) for cost in file.stages
+        ],
         forward_bytes=[
             edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
             for edge in schedule.graph.edges

@@ -25,7 +25,7 @@ from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapter_config import adapter_config
 from megatron.finetuning.adapters import Adapter
-from megatron.finetuning.arguments import RELAY, residency_of
+from megatron.finetuning.arguments import RELAY, has_masters, residency_of
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
@@ -132,16 +132,19 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
     stage_of_operator = partition.stage_of_operators(captured)
     crossing = crossings(captured, stage_of_operator, chain=relays)
     sizes = captured.sizes_of(batch)
-    if (num_devices := len(set(partition.rank_of_stage))) != args.devices:
+    num_devices, wanted = len(set(partition.rank_of_stage)), args.devices // args.data_parallel_size
+    if num_devices != wanted:
+        each = "" if args.data_parallel_size == 1 else f" for each of {args.data_parallel_size} replicas"
         raise ValueError(
             f"{args.partition or 'the partition'} is for {counted(num_devices, 'device')}, and the job has "
-            f"{args.devices}; start as many processes, or make the partition again"
+            f"{wanted}{each}; start as many processes, or make the partition again"
         )
     schedule = schedule_of(
         args.pipeline_schedule, edges_of(captured, crossing), partition,
         recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
         predict=args.weight_prediction, provisional=args.provisional_steps, residency=residency_of(args),
         tied=_tied(captured, crossing),
+        data_parallel=args.data_parallel_size > 1,
     )  # fmt: skip
     return RunPlan(
         model=opened.model,
@@ -231,7 +234,7 @@ def decaying(model: torch.nn.Module) -> frozenset[str]:
 
 def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
     def make() -> str:
-        machine = PlannedMachine(args.devices, num_bytes(args.memory), args.bandwidth)
+        machine = PlannedMachine(args.devices // args.data_parallel_size, num_bytes(args.memory), args.bandwidth)
         count = num_microbatches(args, data)
         choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
         return choice.file.to_json()
@@ -243,7 +246,8 @@ def _save_rest(folder: Path, opened: OpenedModel, data: Data, args: argparse.Nam
     if opened.adapter is not None:
         opened.adapter.save_config(folder)
     else:
-        dtype = torch.float32 if args.bf16 else next(opened.model.parameters()).dtype  # masters are written in FP32
+        own = next(opened.model.parameters()).dtype
+        dtype = torch.float32 if has_masters(args) else own  # masters are written
         save_model_rest(folder, opened.model, Path(args.model_name_or_path), dtype)
     if data.processor is not None:
         data.processor.save_pretrained(folder)
@@ -282,8 +286,11 @@ def run_dry(args: argparse.Namespace) -> None:
         )  # fmt: skip
     out.print(table)
     accumulation = args.gradient_accumulation_steps
-    seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, accumulation)
-    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch")
+    seconds = simulated_seconds(
+        plan.schedule, plan.partition, plan.edge_bytes, accumulation, replicas=args.data_parallel_size
+    )
+    each = "" if args.data_parallel_size == 1 else f" on each of {args.data_parallel_size} replicas"
+    out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch{each}")
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
@@ -300,9 +307,10 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
         for rank, of in enumerate(of_devices(plan, args))
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
+    replicas = "" if args.data_parallel_size == 1 else f"{args.data_parallel_size} replicas, each: "
     lines = [] if plan.adapter is None else [_adapter_line(plan)]
     lines += [
-        f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
+        f"{replicas}{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
         f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
         f"microbatch: {ranks}",
         f"edges, with what a microbatch sends over each: {edges or 'none'}",
@@ -325,7 +333,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     if takes > assumed:
         lines.append(
             f"note: a parameter takes {takes:g} bytes with its optimizer, and the partition counted {assumed:g}; make "
-            "it again with this run's --optim and --bf16"
+            "it again with this run's --optim, --bf16 and --fp16"
         )
     return lines
 
@@ -383,4 +391,4 @@ def _gap_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> int:
     steps_behind = -(-plan.schedule.graph.depth(stage) // args.gradient_accumulation_steps)
     if not args.gap_aware or not steps_behind:
         return 0
-    return (steps_behind + 2) * (4 if args.bf16 else trained_itemsize(args))
+    return (steps_behind + 2) * (4 if has_masters(args) else trained_itemsize(args))

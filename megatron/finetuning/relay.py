@@ -34,9 +34,11 @@ from megatron.finetuning.assembly import (
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.relay.host_store import HostStore, trained
+from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.packed_weights import PACKINGS, Packing
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, ModuleRelayUpdate
@@ -50,14 +52,17 @@ def build_relay(
     feed: Feed,
     summary: Summary,
     pretrained: Pretrained | AdapterTensors,
+    ranks: Ranks,
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
 ) -> BuiltPipeline:
     """As `build_pipeline`, for a schedule whose weights live on the host."""
-    schedule, device = plan.schedule, backend.device()
-    rank, results = torch.distributed.get_rank(), Results(summary)
-    own = schedule.stages_of(rank)
+    schedule, device, results = plan.schedule, backend.device(), Results(summary)
+    own = schedule.stages_of(ranks.rank)
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    groups = Groups(ranks, timeout)
+    replicas = NodeReplicas(ranks.columns[ranks.rank], device=device, timeout=timeout)
     stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
     modules = {index: StageModule(stage, results) for index, stage in stages.items()}
     names = {index: _own_names(stage, plan.crossing.copies) for index, stage in stages.items()}
@@ -65,7 +70,7 @@ def build_relay(
     with agreed():  # each rank reads its own tensors
         store = HostStore(
             {index: dict(zip(names[index], stage.parameters(), strict=True)) for index, stage in stages.items()},
-            device=device, masters=args.bf16, first_version=first_batch,
+            device=device, masters=args.bf16, first_version=first_batch, replicas=replicas,
             packing=packing_of(args), packs=is_of_layer,
             values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
         )  # fmt: skip
@@ -81,8 +86,10 @@ def build_relay(
         optimizer=optimizer,
         scheduler=make_scheduler(optimizer, args, num_steps=num_steps),
         clip_grad=args.max_grad_norm,
-        job_group=torch.distributed.new_group(list(range(torch.distributed.get_world_size()))),
-        tied=_tied(plan, names, rank),
+        data_parallel_group=groups.replicas,
+        counts_in_norm=ranks.replica == 0,
+        job_group=groups.reductions,
+        tied=_tied(plan, names, ranks, groups),
         device=device,
     )
     runs = [
@@ -94,12 +101,12 @@ def build_relay(
         for index, module in modules.items()
     ]  # fmt: skip
     engine = PipelineEngine(
-        schedule, runs, update, timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        schedule, runs, update, ranks=ranks.pipeline, timeout=timeout,
         backend=args.distributed_backend, device=device, tracer=make_tracer(args), first_batch=first_batch,
         first_microbatch=first_microbatch, ledger=update.ledger,
     )  # fmt: skip
     versions = dict.fromkeys(own, update.versions)
-    return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact)
+    return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact, ranks, groups)
 
 
 def is_of_layer(name: str) -> bool:
@@ -143,12 +150,12 @@ def _values(
     return values
 
 
-def _tied(plan: RunPlan, names: Mapping[int, Mapping[str, str]], rank: int) -> TiedParameter | None:
+def _tied(plan: RunPlan, names: Mapping[int, Mapping[str, str]], ranks: Ranks, groups: Groups) -> TiedParameter | None:
     """The shared parameter, if this rank has a copy. Collective over the job."""
     if not plan.tied:
         return None
     [(shared, ends)] = plan.tied.items()
-    ranks = sorted({plan.schedule.rank_of_stage[stage] for stage in ends})
-    group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
+    places = sorted({plan.schedule.rank_of_stage[stage] for stage in ends})
+    group = groups.of([[pipeline[place] for place in places] for pipeline in ranks.pipelines])
     own = tuple(key for index in ends if index in names for key, name in names[index].items() if name == shared)
     return TiedParameter(own, group, counts_in_norm=ends[0] in names) if own else None

@@ -180,7 +180,8 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), partition)
     found = [stage_bytes(plan, args, stage) for stage in range(schedule.num_stages)]
     to_host = 1e9 * device.host_bandwidth
-    weights, gradients = [each.fetched / to_host for each in found], [each.gradients / to_host for each in found]
+    weights = [each.fetched / to_host for each in found]
+    gradients = [each.gradients / (to_host * args.data_parallel_size) for each in found]  # each replica stores a share
     update = [STEPPED_BYTES * each.trained * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH) for each in found]
     edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
     inputs = [0.0, *(each / to_host for each in edges)]
@@ -202,7 +203,7 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
         down = sum(weights[stage] for stage in (*own, *own[: -schedule.residency.stages])) + stash
         link = max(link, down, sum(gradients[stage] for stage in own) + stash)
         host = max(host, sum(update[stage] for stage in own))
-    tokens = next(iter(plan.batch.values())).shape[0] * args.max_seq_length * m
+    tokens = next(iter(plan.batch.values())).shape[0] * args.max_seq_length * m * args.data_parallel_size
     return Speed(compute, link, host, (ends[1] - ends[0]) / 2, tokens)
 
 

@@ -7,7 +7,6 @@ only one rank knows of, such as a SIGTERM, travels with a batch's norm, and all 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
@@ -21,11 +20,13 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import BuiltPipeline
+from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Rows
+from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.metrics import ByProduct, MetricsFile
+from megatron.trainer.report.metrics import MetricsFile
 
 STOP = 1
 """The stop request to save and end the run."""
@@ -41,9 +42,10 @@ class Trainer:
     Attributes:
         origin: the source of everything in a checkpoint that is not a tensor of a stage.
         facts: the fields of `SavedProgress` that stay the same during a run.
-        batches: yields the microbatches of each remaining batch, as row numbers.
+        batches: yields the microbatches of each remaining batch, of all replicas, as row numbers.
         num_steps: number of batches of the whole run.
         validation: the rows to evaluate; None if there are no evaluations.
+        best: the best evaluation so far; None if no flag asks for it.
         drains: the last 64 batches before which the pipeline was drained.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
     """
@@ -57,6 +59,7 @@ class Trainer:
     batches: Iterator[Sequence[Sequence[int]]]
     num_steps: int
     validation: Rows | None
+    best: Best | None
     drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     saved_step: int | None = None
     evaluated_step: int | None = None
@@ -78,17 +81,22 @@ class Trainer:
             if not (saves or evaluates or self._stop_requests):
                 continue
             self._drain()
-            if evaluates and not self._stop_requests:
-                self.evaluate()
-            if saves or self._stop_requests:
-                self._save(first)
+            is_best = evaluates and not self._stop_requests and self._is_best(self.evaluate())
+            if saves or self._stop_requests or (is_best and args.save_strategy == "best"):
+                self._save(first, is_best=is_best)
+            if self.best is not None and self.best.ends and not self._stop_requests:
+                self.report.say(f"ends after step {step}: {self.best.without} evaluations without an improvement")
+                break
             if self._stop_requests:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
-        if args.save_strategy != "no" and self.saved_step != engine.next_batch > first:
+        if args.save_strategy not in ("no", "best") and self.saved_step != engine.next_batch > first:
             self._save(first)
         return True
+
+    def _is_best(self, found: dict[str, float]) -> bool:
+        return self.best is not None and self.best.judge(found)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the validation rows and report their metrics. Precondition: the pipeline is drained."""
@@ -103,9 +111,9 @@ class Trainer:
         engine = self.pipeline.engine
         if self.stop.received:
             engine.stop_requests |= STOP
-        self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
+        count = self.pipeline.feed.add(engine.next_batch, engine.next_microbatch, microbatches)
         batch, first, start = engine.next_batch, engine.next_microbatch, time.perf_counter()
-        reports = engine.run_batch(len(microbatches), sum(map(len, microbatches)))
+        reports = engine.run_batch(count, sum(map(len, microbatches)))
         self._waiting.append((batch, first, time.perf_counter() - start))
         self._report(reports)
 
@@ -121,27 +129,37 @@ class Trainer:
             self._stop_requests |= report.stop_requests
             self.pipeline.feed.forget(batch, first)
             self.report.batch(report, seconds)
-            if report.nan:
-                raise ValueError(
-                    f"the loss or the gradient of step {batch + 1} is not finite (loss {report.losses.get('loss')}, "
-                    f"gradient norm {report.grad_norm}); lower --learning_rate"
-                )
+            self._require_finite(report)
 
-    def _save(self, first: int) -> None:
+    def _require_finite(self, report: BatchReport) -> None:
+        """Raise ValueError if a batch cannot be stepped, and a smaller loss scale would not help."""
+        has_scale = self.args.fp16 and report.loss_scale > self.args.min_loss_scale
+        if report.nan or (report.overflow and not has_scale):
+            scale = f", loss scale {report.loss_scale:g}" if self.args.fp16 else ""
+            raise ValueError(
+                f"the loss or the gradient of step {report.batch + 1} is not finite (loss {report.losses.get('loss')}, "
+                f"gradient norm {report.grad_norm}{scale}); lower --learning_rate"
+                + (", or give --bf16" if self.args.fp16 else "")
+            )
+
+    def _save(self, first: int, *, is_best: bool = False) -> None:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
         After the run's first checkpoint, --overwrite_output_dir removes those with more batches than `first`, the batch
-        at which the run began.
+        at which the run began. `is_best`: the newest evaluation is the best.
         """
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
         output = Path(args.output_dir)
         folder = output / f"checkpoint-{engine.next_batch}"
-        progress = SavedProgress(engine.next_batch, engine.next_microbatch, **self.facts)
+        if is_best:
+            self.best.checkpoint = folder.name
+        state = None if self.best is None else self.best.state()
+        progress = SavedProgress(engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state)
         checkpoint.save(self.pipeline, folder, self.origin, progress)
         if args.rank == 0:
             if args.overwrite_output_dir and self.saved_step is None:
                 checkpoint.drop_others(output, after=first, but=folder)
-            checkpoint.prune(output, args.save_total_limit)
+            checkpoint.prune(output, args.save_total_limit, best=None if self.best is None else self.best.checkpoint)
         self.saved_step = engine.next_batch
         self.report.say(f"checkpoint-{engine.next_batch} took {time.perf_counter() - start:.1f} s")
 
@@ -151,26 +169,28 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
 
     Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
+    share = pipeline.feed.share
     microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
-    for first in range(0, len(microbatches), EVALUATED_TOGETHER):
-        chunk = microbatches[first : first + EVALUATED_TOGETHER]
+    own = share.of(microbatches)
+    for first in range(0, len(own), EVALUATED_TOGETHER):
+        chunk = own[first : first + EVALUATED_TOGETHER]
         pipeline.feed.evaluate(rows, chunk)
         pipeline.engine.evaluate(len(chunk))
     gathered: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, pipeline.results.take())
-    losses = next(of_rank for of_rank, _ in gathered if of_rank)
+    losses = share.joined([of_rank for of_rank, _ in gathered if of_rank], len(microbatches))
     terms = [rows.num_terms(part) for part in microbatches]
     loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
     predictions = {}
-    for _, kept in gathered:
-        for name, parts in kept.items():
-            real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
-            predictions[name] = torch.cat(real)
+    for name in {name for _, kept in gathered for name in kept}:
+        parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
+        real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
+        predictions[name] = torch.cat(real)
     return {"loss": loss, **rows.metrics(predictions, loss)}
 
 
 class Report:
-    """The output of a run: log lines, the metrics file and TensorBoard. Only the first rank writes.
+    """The output of a run: log lines, the metrics file and trackers. Only the first rank writes.
 
     Raises ValueError if the metrics file cannot be written.
     """
@@ -179,17 +199,8 @@ class Report:
         self._args, self._num_steps, self._steps_per_epoch = args, num_steps, steps_per_epoch
         self.writes = args.rank == 0
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
-        self._board_output = ByProduct(f"--logging_dir {args.logging_dir}", consequence="without it from now on")
-        self._board = None
-        if self.writes and args.logging_dir:
-            if importlib.util.find_spec("tensorboard") is None:
-                self.say("warning: --logging_dir has no effect: the package tensorboard is not installed; "
-                         "pip install tensorboard")  # fmt: skip
-            else:
-                from torch.utils.tensorboard import SummaryWriter
-
-                with self._board_output.attempt():
-                    self._board = SummaryWriter(log_dir=args.logging_dir)
+        self._trackers = Trackers(args) if self.writes else None
+        self._num_skipped = 0
         self._losses: list[float] = []
         self._seconds: list[float] = []
 
@@ -210,17 +221,21 @@ class Report:
             "learning_rate": report.learning_rate,
             "epoch": step / self._steps_per_epoch,
         }
+        if self._args.fp16:
+            values |= {"loss_scale": report.loss_scale, "skipped": int(report.skipped)}
+            self._num_skipped += report.skipped
         if self._metrics is not None:
             self._metrics.write(step=step, **values, step_time_ms=1000 * seconds)
-        self._show("train", values, step)
+        self._trackers.show("train", values, step)
         self._losses.append(loss)
         self._seconds.append(seconds)
         if step % self._args.logging_steps == 0 or step == self._num_steps:
             milliseconds = 1000 * sum(self._seconds) / len(self._seconds)
+            scale = f"loss scale {report.loss_scale:g} | skipped {self._num_skipped} | " if self._args.fp16 else ""
             self.say(
                 f"step {step:6d}/{self._num_steps} | epoch {values['epoch']:.2f} | "
                 f"loss {sum(self._losses) / len(self._losses):.4f} | learning rate {report.learning_rate:.3e} | "
-                f"grad norm {report.grad_norm:.3f} | {milliseconds:.1f} ms"
+                f"grad norm {report.grad_norm:.3f} | {scale}{milliseconds:.1f} ms"
             )
             self._losses, self._seconds = [], []
 
@@ -230,25 +245,15 @@ class Report:
         self.say(f"evaluation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in named.items()))
         if self._metrics is not None:
             self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
-        self._show("eval", values, step)
-
-    def _show(self, prefix: str, values: dict[str, float | None], step: int) -> None:
-        if self._board is None:
-            return
-        with self._board_output.attempt():
-            for name, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(f"{prefix}/{name}", value, step)
-        if self._board_output.fails:
-            self._board = None
+        if self._trackers is not None:
+            self._trackers.show("eval", values, step)
 
     def close(self) -> None:
         """Write pending values, and close the files."""
         if self._metrics is not None:
             self._metrics.close()
-        if self._board is not None:
-            with self._board_output.attempt():
-                self._board.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
 
 def peak_memory() -> list[int]:

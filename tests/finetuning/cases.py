@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron.capture.blocks import blocks_of
 from megatron.capture.export import signature
 from megatron.finetuning import job
-from megatron.finetuning.arguments import changed, parse_args
+from megatron.finetuning.arguments import changed, has_masters, parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
@@ -152,8 +152,13 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     data = read_data(args)
     torch.manual_seed(args.seed)
     model = masters = loaded(Path(args.model_name_or_path), task).train()
-    if args.bf16:
-        model = copy.deepcopy(masters).bfloat16()
+    if has_masters(args):
+        model = copy.deepcopy(masters).to(getattr(torch, args.dtype))
+    scaler = torch.amp.GradScaler(
+        "cpu", args.initial_loss_scale, args.loss_scale_growth, args.loss_scale_backoff, args.loss_scale_window,
+        enabled=args.fp16,
+    )  # fmt: skip
+    pairs = [*zip(model.parameters(), masters.parameters(), strict=True)] if has_masters(args) else ()
     decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
     optimizer = make_optimizer(dict(masters.named_parameters()), args, decays=decays)
     epochs = Epochs(
@@ -167,18 +172,26 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
         losses, terms = [], [data.training.num_terms(indices) for indices in batch]
         for indices, count in zip(batch, terms, strict=True):
             loss = model(**data.training.batch(indices, len(indices))).loss * (count * len(batch) / sum(terms))
-            (loss / len(batch)).backward()
+            scaler.scale(loss / len(batch)).backward()
             losses.append(loss.item())
-        if args.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        lines.append({"step": step, "loss": sum(losses) / len(losses), "learning_rate": scheduler.get_last_lr()[0]})
-        for weight, master in zip(model.parameters(), masters.parameters(), strict=True) if args.bf16 else ():
+        for weight, master in pairs if args.fp16 else ():
             master.grad = weight.grad.float()
-        optimizer.step()
-        for weight, master in zip(model.parameters(), masters.parameters(), strict=True) if args.bf16 else ():
+        scaler.unscale_(optimizer)
+        scale, is_finite = scaler.get_scale(), all(each.grad.isfinite().all() for each in model.parameters())
+        if args.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_((masters if args.fp16 else model).parameters(), args.max_grad_norm)
+        lines.append({"step": step, "loss": sum(losses) / len(losses), "learning_rate": scheduler.get_last_lr()[0]})
+        if args.fp16:
+            lines[-1] |= {"loss_scale": scale, "skipped": int(not is_finite)}
+        for weight, master in pairs if args.bf16 else ():
+            master.grad = weight.grad.float()
+        scaler.step(optimizer)
+        scaler.update()
+        for weight, master in pairs:
             weight.data.copy_(master.data)
         model.zero_grad()
-        scheduler.step()
+        if is_finite:
+            scheduler.step()
     return Outcome(lines, {name: each.detach() for name, each in masters.state_dict().items()})
 
 

@@ -38,8 +38,20 @@ def test_clipping_follows_the_schedule():
         ("--per_device_eval_batch_size 3", "stages exchange tensors of one shape"),
         ("--do_eval", "--do_eval needs --validation_file"),
         ("--devices 4", "--devices 4 is for --dry_run"),
-        ("--data_parallel_size 2", "replicas of a captured pipeline are not supported"),
-        ("--fp16", "--fp16 needs a loss scale.*; give --bf16"),
+        ("--data_parallel_size 2", "1 device cannot be 2 equal pipelines; give a --data_parallel_size that divides"),
+        (
+            "--data_parallel_size 2 --provisional_steps --gradient_accumulation_steps 2",
+            "--provisional_steps takes the gradients so far, of which --data_parallel_size 2 replicas have each a part",
+        ),
+        (
+            "--fp16",
+            "--fp16 has a loss scale.* under ftpipe each steps alone; give --bf16, or --pipeline_schedule flush",
+        ),
+        ("--fp16 --bf16", "--bf16 has weights in bfloat16, and --fp16 in float16; leave one out"),
+        (
+            "--pipeline_schedule flush --fp16 --min_loss_scale 4 --initial_loss_scale 2",
+            "--min_loss_scale 4 is above --initial_loss_scale 2; give less",
+        ),
         ("--bf16 --dtype float32", "--bf16 has weights in bfloat16, and --dtype is float32; leave one out"),
         ("--bf16 --weight_prediction", "with --bf16 that is of FP32 masters; leave one out"),
         ("--learning_rate -1", "-1 is no number from 0 on"),
@@ -47,9 +59,18 @@ def test_clipping_follows_the_schedule():
         ("--warmup_ratio 1.5", "1.5 is no number from 0 to 1"),
         (
             "--save_strategy best",
-            "--save_strategy.*: 'best' keeps the best evaluation, which is not done here; give",
+            "--save_strategy best compares evaluations during training; give --eval_strategy steps",
         ),
-        ("--eval_strategy often", "--evaluation_strategy.*: 'often' is none of no, steps, epoch"),
+        ("--early_stopping_patience 2", "--early_stopping_patience compares evaluations during training"),
+        (
+            "--load_best_model_at_end --validation_file v --eval_strategy epoch --save_strategy steps",
+            "--save_strategy is steps where --eval_strategy is epoch; give both the same, or --save_strategy best",
+        ),
+        ("--report_to wandb", "--report_to wandb: the package wandb is not installed; pip install wandb, or give none"),
+        ("--report_to none tensorboard", "--report_to none contradicts tensorboard; leave one out"),
+        ("--gradient_checkpointing --no_recompute", "recomputes activations, and --no_recompute keeps them"),
+        ("--do_train perhaps", "--do_train.*: 'perhaps' is neither true nor false"),
+        ("--eval_strategy often", "--evaluation_strategy.*: invalid choice: 'often'"),
         ("--eval_steps 2.5", "--eval_steps.*: '2.5' is no whole number of batches"),
         ("--save_steps -1", "'-1' is no whole number of batches"),
         ("--eval_strategy epoch", "--eval_strategy epoch has nothing to evaluate; give --validation_file"),
@@ -94,6 +115,25 @@ def test_strategies(argv, evaluates, saves, notes):
     args = settled_intervals(args, num_steps=41, steps_per_epoch=14)
     assert (args.eval_steps, args.save_steps) == (evaluates, saves)
     assert isinstance(args.eval_steps, int) and isinstance(args.save_steps, int)
+
+
+def test_a_checkpoint_that_is_loaded_was_evaluated():
+    argv = "--load_best_model_at_end --validation_file v --eval_steps 4 --save_steps"
+    for number, fits in ((8, True), (6, False), (0.5, False)):
+        args = parse_args([*LEAST, *argv.split(), str(number)])
+        if fits:
+            assert settled_intervals(args, num_steps=41, steps_per_epoch=14).save_steps == 8
+            continue
+        with pytest.raises(ValueError, match=r"--save_steps (6|21) is no multiple of --eval_steps 4; give one"):
+            settled_intervals(args, num_steps=41, steps_per_epoch=14)
+
+
+def test_recomputation_is_the_default():
+    for argv, keeps in (
+        ("", False), ("--gradient_checkpointing", False), ("--gradient_checkpointing false", True),
+        ("--no_recompute", True), ("--no_recompute false", False),
+    ):  # fmt: skip
+        assert parse_args([*LEAST, *argv.split()]).no_recompute == keeps
 
 
 def test_a_strategy_asks_for_evaluations():

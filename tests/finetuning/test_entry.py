@@ -1,5 +1,6 @@
 """The door: exit status and sentences, a run without a launcher, and one that torchrun starts."""
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.finetuning.plan import make_plan, of_devices, run_dry
 from megatron.finetuning.samples import read_data
@@ -56,6 +58,14 @@ def test_a_dry_run_says_what_a_job_takes(tmp_path, capsys):
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--partition", cut, "--bf16"))
     output = " ".join(capsys.readouterr().out.split())
     assert "note: a parameter takes 20 bytes with its optimizer, and the partition counted 16; make it again" in output
+    cut = cases.partition(tmp_path, CLASSES, (0, 1))
+    argv = ["--dry_run", "--devices", 4, "--data_parallel_size", 2, "--partition", cut]
+    run_dry(tiny.arguments(tmp_path, CLASSES, *argv))
+    output = " ".join(capsys.readouterr().out.split())
+    assert "2 replicas, each: BertForSequenceClassification: 2 stages on 2 ranks" in output
+    assert "1 of them a batch on each of 2 replicas" in output
+    with pytest.raises(SameEverywhere, match="is for 2 devices, and the job has 1 for each of 4 replicas; start as"):
+        run_dry(tiny.arguments(tmp_path, CLASSES, *argv, "--data_parallel_size", 4))
     cut = cases.partition(tmp_path, CLASSES, (0,))
     run_dry(tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 1, "--partition", cut))
     assert "BertForSequenceClassification: 1 stage on 1 rank, ftpipe" in " ".join(capsys.readouterr().out.split())
@@ -149,3 +159,47 @@ def test_a_line_is_of_the_batches_since_the_last(tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     found = [re.search(r"step +(\d)/5 .* loss ([0-9.]+) .* ([0-9.]+) ms$", line).groups() for line in lines]
     assert found == [("2", "1.5000", "200.0"), ("4", "3.5000", "600.0"), ("5", "5.0000", "250.0")]
+
+
+@pytest.mark.full
+def test_a_killed_job_restarts_by_itself(tmp_path):
+    """torchrun starts the job again after kill -9 of a rank, with a configuration file that says `resume: auto`: the
+    metrics and the model of a run without an interruption, to the last bit. A second job with the file has no more to
+    train.
+    """
+    cut = cases.partition(tmp_path, CLASSES, (0, 1), dropout=0.1)
+    command = tiny.command(tmp_path, CLASSES, dropout=0.1, num_samples=60)
+    config = {name.removeprefix("--"): value for name, value in zip(command[::2], command[1::2], strict=True)}
+    config |= {"partition": str(cut), "pipeline_schedule": "2bw", "gradient_accumulation_steps": 2, "save_steps": 10}
+    config |= {"num_train_epochs": 40, "resume": "auto", "save_total_limit": 2}
+
+    def job(name: str) -> subprocess.Popen:
+        config["output_dir"] = str(tmp_path / name)
+        config["metrics_file"] = str(tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
+        return start(*torchrun, ROOT / "finetune.py", tmp_path / f"{name}.yaml", cwd=tmp_path)
+
+    def values(name: str) -> dict[int, tuple[float, float]]:
+        lines = read_metrics(str(tmp_path / f"{name}.jsonl"))
+        return {line["step"]: (line["loss"], line["learning_rate"]) for line in lines}
+
+    whole = job("whole")
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0 and "there is no checkpoint yet, so the run begins" in output, output
+    killed, deadline = job("killed"), time.monotonic() + 200
+    while not list((tmp_path / "killed").glob("checkpoint-*")):
+        assert time.monotonic() < deadline and killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.02)
+    children = subprocess.run(["pgrep", "-P", str(killed.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, _ = killed.communicate(timeout=300)
+    assert killed.returncode == 0 and re.search(r"\n[1-9]\d* of 400 batches to train", output), output
+    found = re.findall(r"(\d+) of 400 batches to train", output)
+    assert len(found) == 2 and 0 < int(found[1]) < int(found[0]) == 400
+    assert values("killed") == values("whole") and len(values("whole")) == 400
+    one, other = (cases.weights_of(tmp_path / name, CLASSES) for name in ("whole", "killed"))
+    assert all(torch.equal(weights, other[name]) for name, weights in one.items())
+    again = job("killed")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and "0 of 400 batches to train" in output, output

@@ -6,6 +6,8 @@ Every rank holds all rows and knows their order, so no sample travels between ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy
 import torch
@@ -14,6 +16,8 @@ from torch import Tensor
 from megatron.capture.cut import StageData
 from megatron.capture.randomness import Draw
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
+
+T = TypeVar("T")
 
 IGNORED = -100
 """The label that transformers' losses ignore."""
@@ -69,8 +73,8 @@ class Rows:
 class Epochs:
     """The order of rows: shuffled anew for each epoch, the same on every rank, and restored from a count of batches.
 
-    A batch has `accumulation` microbatches of `micro_batch_size` rows. The last batch of an epoch has the remaining
-    rows; with `drop_last` a short last batch is left out.
+    A batch has `accumulation` microbatches of `micro_batch_size` rows, over all replicas. The last batch of an epoch
+    has the remaining rows; with `drop_last` a short last batch is left out.
 
     Raises ValueError if there are too few rows for any batch.
     """
@@ -84,7 +88,8 @@ class Epochs:
         if self.batches_per_epoch == 0:
             raise ValueError(
                 f"{num_samples} samples make no batch of {self._batch_size} (--per_device_train_batch_size x "
-                "--gradient_accumulation_steps); give more, smaller batches, or leave out --dataloader_drop_last"
+                "--gradient_accumulation_steps x --data_parallel_size); give more, smaller batches, or leave out "
+                "--dataloader_drop_last"
             )
 
     def batches(self, done: int = 0) -> Iterator[Microbatches]:
@@ -98,33 +103,81 @@ class Epochs:
                 done += 1
 
 
+@dataclass(frozen=True)
+class Share:
+    """The microbatches of one replica: every `replicas`-th of a batch, from the number `replica` on.
+
+    All replicas run as many. So where the batch has no more, a replica runs a row again, with a weight of 0.
+    """
+
+    replica: int = 0
+    replicas: int = 1
+
+    def num_of(self, num_microbatches: int) -> int:
+        """The number of microbatches that each replica runs of a batch of `num_microbatches`."""
+        return -(-num_microbatches // self.replicas)
+
+    def of(self, microbatches: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """This replica's microbatches, as row numbers; one row in the place of a missing microbatch."""
+        numbers = range(self.replica, self.num_of(len(microbatches)) * self.replicas, self.replicas)
+        return [microbatches[number] if number < len(microbatches) else microbatches[-1][:1] for number in numbers]
+
+    def joined(self, by_replica: Sequence[Sequence[T]], num_microbatches: int) -> list[T]:
+        """What the replicas have for each of their microbatches, in the order of the whole batch."""
+        return [by_replica[number % self.replicas][number // self.replicas] for number in range(num_microbatches)]
+
+
 class Feed:
     """The source of a stage's data: a call with a microbatch returns its data.
 
     All stages of the rank ask for a microbatch, in forwards and in recomputes, so it is kept until `forget`.
 
     A model's loss is the mean over the terms of a microbatch, and the runtime takes the mean over the microbatches of a
-    batch. Each microbatch is weighted by its number of terms, so that all terms of a batch have the same weight.
+    batch and over the replicas. Each microbatch is weighted by its number of terms, so that all terms of a batch have
+    the same weight.
 
     Args:
         training: the rows to train on; None if nothing is trained.
         size: rows of a microbatch.
-        seed: the seed of the run, which determines dropout.
+        seed: the seed of the run, which determines dropout, together with the number of a microbatch in the run.
+        first_microbatch: the number of microbatches before this run, over all replicas.
+
+    Attributes:
+        num_microbatches: the same number after the last batch that was added.
     """
 
-    def __init__(self, training: Rows | None, *, size: int, seed: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        training: Rows | None,
+        *,
+        size: int,
+        seed: int,
+        share: Share = Share(),
+        first_microbatch: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._training = training
+        self.share, self.num_microbatches = share, first_microbatch
         self._size, self._seed, self._device = size, seed, torch.device(device)
-        self._indices: dict[int, Sequence[int]] = {}  # microbatch -> row numbers
-        self._terms: dict[int, list[int]] = {}  # batch -> terms of each microbatch
+        self._indices: dict[int, tuple[int, Sequence[int]]] = {}  # microbatch -> its number in the run, row numbers
+        self._terms: dict[int, list[int]] = {}  # batch -> terms of each microbatch of all replicas
         self._made: dict[int, StageData] = {}  # by microbatch
         self._evaluated: Rows | None = None
         self._positions: list[Sequence[int]] = []
 
-    def add(self, batch: int, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> None:
-        """Begin a batch. `microbatches`: the row numbers of each of its microbatches."""
-        self._indices.update(enumerate(microbatches, start=first_microbatch))
-        self._terms[batch] = [self._training.num_terms(indices) for indices in microbatches]
+    def add(self, batch: int, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> int:
+        """Begin a batch; returns the number of microbatches that each replica runs.
+
+        `microbatches`: the row numbers of each of its microbatches, over all replicas.
+        """
+        replicas, own = self.share.replicas, self.share.of(microbatches)
+        for position, indices in enumerate(own):
+            number = self.num_microbatches + position * replicas + self.share.replica
+            self._indices[first_microbatch + position] = number, indices
+        terms = [self._training.num_terms(indices) for indices in microbatches]
+        self._terms[batch] = terms + [0] * (len(own) * replicas - len(terms))
+        self.num_microbatches += len(microbatches)
+        return len(own)
 
     def forget(self, batch: int, first_microbatch: int) -> None:
         """Delete the data of all batches and microbatches before the given ones."""
@@ -133,15 +186,14 @@ class Feed:
                 del kept[number]
 
     def counts(self, batch: int, num_microbatches: int) -> float:
-        """The sum of the weights of a batch's first `num_microbatches`; over a whole batch, it is their number."""
-        return self._weight(batch, slice(num_microbatches))
-
-    def _weight(self, batch: int, part: slice) -> float:
-        terms = self._terms[batch]
-        return sum(terms[part]) * len(terms) / sum(terms)
+        """The sum of the weights of a batch's first `num_microbatches`, as the mean over the replicas; over a whole
+        batch, it is their number.
+        """
+        terms, replicas = self._terms[batch], self.share.replicas
+        return sum(terms[: num_microbatches * replicas]) * (len(terms) // replicas) / sum(terms)
 
     def evaluate(self, rows: Rows, microbatches: Sequence[Sequence[int]]) -> None:
-        """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch."""
+        """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch of this replica."""
         self._evaluated, self._positions = rows, list(microbatches)
 
     def __call__(self, microbatch: Microbatch) -> StageData:
@@ -149,8 +201,9 @@ class Feed:
             return self._data(self._evaluated, self._positions[microbatch.position], microbatch.index)
         made = self._made.get(microbatch.index)
         if made is None:
-            weight = self._weight(microbatch.batch, slice(microbatch.position, microbatch.position + 1))
-            made = self._data(self._training, self._indices[microbatch.index], microbatch.index, weight)
+            terms, (number, indices) = self._terms[microbatch.batch], self._indices[microbatch.index]
+            own = terms[microbatch.position * self.share.replicas + self.share.replica]
+            made = self._data(self._training, indices, number, own * len(terms) / sum(terms))
             self._made[microbatch.index] = made
         return made
 

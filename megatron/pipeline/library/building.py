@@ -283,8 +283,6 @@ def _validate(schedule: Any, choices: _Choices) -> None:
             f"the schedule has {schedule.num_frozen} frozen stages, whose backwards are left out; freeze parameters by "
             "requires_grad_(False) in a schedule without"
         )
-    if schedule.weights.refreshes and choices.data_parallel:
-        raise ValueError(f"under {schedule.weights.name} each stage steps by itself; use one replica, or flush or 2bw")
 
 
 # --- one schedule on all ranks ----------------------------------------------------------------------------------------

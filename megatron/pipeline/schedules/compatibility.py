@@ -7,7 +7,7 @@ row whose condition holds raises its sentence as a ValueError. To refuse another
 from collections.abc import Callable, Iterable
 
 from megatron.pipeline.program.edges import round_robin
-from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
@@ -68,9 +68,9 @@ _WEIGHTS: tuple[tuple[Condition, str], ...] = (
         "others in flight; use order async, or 1f1b with one stage on each rank",
     ),
     (
-        lambda s, o: s.weights.refreshes and s.data_parallel,
-        "replicas would reduce the gradients of each stage behind every batch, and weights {s.weights.name} step at "
-        "once; use flush, or one replica",
+        lambda s, o: s.weights.ahead is Ahead.PROVISIONAL_STEP and s.data_parallel,
+        "a forward under {s.name_of_weights} steps with the gradients that its own replica has so far, so replicas "
+        "would compute at different weights; use weights stale, or one replica",
     ),
     (
         lambda s, o: s.weights.ahead and not s.recompute,

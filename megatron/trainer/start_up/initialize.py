@@ -15,6 +15,7 @@ directory of `--save` for this job (checkpoint/ownership.py); all ranks learn th
 
 import importlib.util
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -139,11 +140,13 @@ def make_groups(args: TrainConfig) -> None:
 
 def rendezvous() -> torch.distributed.Store:
     """The store through which the ranks of the job find each other. Raises ValueError where there is none."""
-    _, world_size, _ = environment_ranks()
+    rank, world_size, _ = environment_ranks()
     if world_size == 1:
         return torch.distributed.HashStore()
     try:
-        return next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
+        store = next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
+        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        return of_this_start(store, rank=rank, world_size=world_size) if may_restart else store
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -154,6 +157,34 @@ def rendezvous() -> torch.distributed.Store:
             f"found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
             f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started"
         ) from error
+
+
+def of_this_start(store: torch.distributed.Store, *, rank: int, world_size: int) -> torch.distributed.Store:
+    """The part of a launcher's store in which no earlier processes of the job have keys. Collective.
+
+    torchrun --max-restarts keeps its store when it starts the processes again, with what the killed ones wrote there,
+    such as their addresses; and nodes count their restarts differently. So rank 0 draws a name for the part. The others
+    ask for the name with a word that no earlier process can have used.
+
+    Raises RuntimeError if a rank does not take part within `RENDEZVOUS_TIMEOUT`.
+    """
+    word = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"asks/{rank}", word)
+        store.wait([f"answer/{word}"], RENDEZVOUS_TIMEOUT)
+        name = store.get(f"answer/{word}").decode()
+        store.set(f"{name}/knows/{rank}", "")
+        return torch.distributed.PrefixStore(name, store)
+    deadline = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    unknown = set(range(1, world_size))
+    while unknown:
+        for other in [each for each in unknown if store.check([f"asks/{each}"])]:
+            store.set(f"answer/{store.get(f'asks/{other}').decode()}", word)
+        unknown = {each for each in unknown if not store.check([f"{word}/knows/{each}"])}
+        if unknown and time.monotonic() > deadline:
+            raise RuntimeError(f"no word of rank {', '.join(map(str, sorted(unknown)))}")
+        time.sleep(0.01)
+    return torch.distributed.PrefixStore(word, store)
 
 
 def join_process_group(store: torch.distributed.Store, distributed_backend: str, timeout: timedelta) -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.finetuning.data.batches import Epochs, Feed, Rows
+from megatron.capture.randomness import Draw
+from megatron.finetuning.data.batches import Epochs, Feed, Rows, Share
 from megatron.pipeline.runtime.contract.stage import Microbatch
 
 SETTINGS = {
@@ -74,3 +75,27 @@ def test_microbatches_weigh_by_their_terms():
     assert [feed.counts(3, number) for number in (1, 2, 3)] == [3 * 5 / 19, 3 * 16 / 19, 3.0]
     feed.forget(4, 13)
     assert feed.counts(4, 2) == 2.0 and weight(4, 1) == 1.0
+
+
+def test_replicas_share_a_batch():
+    """Five microbatches for two replicas, so that the second one has none at the end: the weights and the dropout of
+    one pipeline, and a row without a weight. Their mean over replicas is 1.
+    """
+    rows = Rows({"labels": torch.arange(10).view(10, 1)}, ignored={}, num_terms=torch.arange(1, 11))
+    whole, later = [(0, 3), (5, 4), (2, 6), (1, 7), (8,)], [(0,), (9,)]
+    one = Feed(rows, size=2, seed=1, first_microbatch=20)
+    assert one.add(3, 6, whole) == 5
+    shares = [Share(replica, 2) for replica in range(2)]
+    feeds = [Feed(rows, size=2, seed=1, share=share, first_microbatch=20) for share in shares]
+    for feed in feeds:
+        assert [feed.add(3, 6, whole), feed.add(4, 9, later)] == [3, 1]
+        assert feed.num_microbatches == 27
+        assert [feed.counts(3, number) for number in (2, 3)] == [3 * 36 / 45, 3.0]
+    made = [[feed(Microbatch(6 + position, 3, position, 3)) for position in range(3)] for feed in feeds]
+    for number, data in enumerate(shares[0].joined(made, 5)):
+        expected = one(Microbatch(6 + number, 3, number, 5))
+        assert data.weight == pytest.approx(expected.weight * 6 / 5)
+        assert data.draw == expected.draw and torch.equal(data.tensors["labels"], expected.tensors["labels"])
+    assert made[1][2].weight == 0.0 and made[1][2].tensors["labels"].tolist() == [[8], [8]]
+    assert sum(data.weight for of_one in made for data in of_one) == pytest.approx(6)
+    assert feeds[1](Microbatch(9, 4, 0, 1)).draw == Draw(1, 26)

@@ -222,13 +222,14 @@ def test_shapes_may_change(schedule):
         ("in_groups", "flush", 0, False),
         ("in_groups", "2bw", 1, True),
         ("in_replicas", "pipedream", 0, True),
+        ("in_replicas", ASYNCHRONOUS, 0, True),
     ],
 )
 def test_replicas_average_their_gradients(case, schedule, delay, sums):
     """Two pipelines of two stages train on half of each batch; they hold the same weights. Where losses are sums, the
     replicas' halves count different numbers, of which each weighs the same.
     """
-    updates_alone = schedule == "pipedream"
+    updates_alone = schedule in ("pipedream", ASYNCHRONOUS)
     settings = Run(
         num_stages=2, plain=True, num_microbatches=1 if updates_alone else 2, sums=sums, drains=updates_alone
     )

@@ -17,8 +17,8 @@ the furthest behind. If the forward has the weights of the backward, the step eq
 `MasterWeights` and `GapAwareMasters` (Micikevicius et al., 2018). BF16 has 8 significant bits, so a step below 1/512 of
 a weight is rounded away, and so is a small change of a moment with a decay of 0.999. Therefore gradients are converted
 to FP32, a torch optimizer steps FP32 masters with its state in FP32, and the masters are copied into the weights.
-Masters are never read back from the weights, so a checkpoint must hold the masters. FP16 would need a loss scale and is
-not supported.
+Masters are never read back from the weights, so a checkpoint must hold the masters. FP16 needs a loss scale as well
+(`loss_scales`); the gradients are divided by it in FP32.
 """
 
 from __future__ import annotations
@@ -166,11 +166,15 @@ class MasterWeights:
     Args:
         optimizer: an optimizer over the masters and no other parameters.
         weight_of: master -> weight of the same shape.
+
+    Attributes:
+        factor: multiplies the gradients of the next step, in FP32.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, weight_of: Mapping[Tensor, Tensor]) -> None:
         self.optimizer = optimizer
         self.weight_of = dict(weight_of)
+        self.factor = 1.0
         assert set(self._masters()) == set(self.weight_of), "the optimizer is over the masters, and over nothing else"
 
     @torch.no_grad()
@@ -185,6 +189,8 @@ class MasterWeights:
         """Copy the gradients of the weights to the masters, in FP32. A weight without a gradient is not stepped."""
         for master, weight in self.weight_of.items():
             master.grad = None if weight.grad is None else weight.grad.to(master.dtype, copy=True)
+            if master.grad is not None and self.factor != 1.0:
+                master.grad.mul_(self.factor)
 
     @torch.no_grad()
     def write(self) -> None:

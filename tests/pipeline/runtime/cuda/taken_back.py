@@ -17,12 +17,13 @@ from megatron.pipeline.runtime.activations.transfers import ActivationTransfers
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
-from megatron.pipeline.runtime.stages.megatron import core_update, relay_update, update
+from megatron.pipeline.runtime.stages.megatron import relay_update, update
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import Chain, MoveQueue
 from megatron.pipeline.runtime.transport.links import HostStagedLink, NcclLink
 from megatron.pipeline.runtime.transport.move_links import GlooMoveLink, HostStagedMoveLink
+from megatron.pipeline.runtime.update import loss_scales
 from tests.pipeline.runtime.cuda.recording import Recorder
 
 
@@ -78,7 +79,7 @@ def awaited_reductions():
 
 def host_scale():
     """The loss scale lies on the device."""
-    return mock.patch.object(core_update, "_to_host", lambda scaler: None)
+    return mock.patch.object(loss_scales, "_to_host", lambda scaler: None)
 
 
 def host_norm():

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
@@ -27,6 +26,7 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
 from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroup, ChainGroups
 from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
+from megatron.pipeline.runtime.update.loss_scales import LossScales
 
 
 class Decisions:
@@ -150,72 +150,6 @@ class Decisions:
         groups = self._optimizer.param_groups
         followers = [group for group in groups if group.get("default_config", True)] or groups
         return float(followers[0]["lr"]) if followers else 0.0
-
-
-# --- loss scales of batches that begin before the step of the batch before
-
-
-class LossScales:
-    """The loss scale of each batch, from a scaler of megatron.core (None: the scale is always 1).
-
-    Under 2bw batch j begins before the step of batch j-1, so it cannot use the scale after that step. Batch j uses the
-    scale after the STEP of batch j-2 (`delay` 2); under flush it uses the scale after the STEP of batch j-1 (`delay`
-    1). The first batches use the initial scale. A drain executes steps early but must not change the scale of a batch,
-    so the scales after the last steps are stored.
-
-    Two batches in flight may overflow because of the same scale, which must be lowered only once. So if a batch
-    overflowed with a scale above the current one, the scale stays the same.
-
-    The scaler's tensors are moved to the host, because the main thread reads the scale at every step and would
-    otherwise wait for the device.
-    """
-
-    def __init__(self, scaler: MegatronGradScaler | None, *, delay: int) -> None:
-        self._scaler = scaler
-        _to_host(scaler)
-        self._delay = delay
-        self._after_step: dict[int, float] = {}
-        self._before_first = self.current
-
-    @property
-    def current(self) -> float:
-        """The scaler's present scale."""
-        return 1.0 if self._scaler is None else float(self._scaler.scale.item())
-
-    def of_batch(self, batch: int) -> float:
-        """The scale of a batch."""
-        return self._after_step.get(batch - self._delay, self._before_first)
-
-    def step(self, batch: int, *, scale: float, overflow: bool) -> None:
-        """Update the scaler after `batch`, which used `scale`. To be called in the order of the batches."""
-        if self._scaler is None:
-            return
-        if overflow and scale > self.current:
-            self._scaler._growth_tracker = 0
-        else:
-            self._scaler.update(overflow)
-        self._after_step[batch] = self.current
-        for old in [b for b in self._after_step if b <= batch - self._delay]:
-            self._before_first = self._after_step.pop(old)
-
-    def state_dict(self) -> dict:
-        """The scales after the last steps, which the state of megatron.core's scaler does not contain."""
-        return {"after_step": dict(self._after_step), "before_first": self._before_first}
-
-    def load_state_dict(self, state: dict | None) -> None:
-        """Restore the result of `state_dict`. None: batches use the present scale of the scaler.
-
-        To be called after each load of the scaler's own state, which puts the scaler's tensors on the device.
-        """
-        _to_host(self._scaler)
-        self._after_step = dict(state["after_step"]) if state else {}
-        self._before_first = state["before_first"] if state else self.current
-
-
-def _to_host(scaler: MegatronGradScaler | None) -> None:
-    for name, value in vars(scaler).items() if scaler is not None else ():
-        if isinstance(value, torch.Tensor):
-            setattr(scaler, name, value.cpu())
 
 
 class CoreUpdate:

@@ -54,6 +54,7 @@ class GraphModuleStage(AnyModuleStage):
         has_loss: the module returns a loss.
         recompute: the program has R instructions for this stage.
         loss_name: the name of the loss.
+        loss_scale: batch -> the factor by which its gradients are multiplied.
         device: the device of the module.
 
     Raises:
@@ -72,6 +73,7 @@ class GraphModuleStage(AnyModuleStage):
         has_loss: bool = False,
         recompute: bool = False,
         loss_name: str = "loss",
+        loss_scale: Callable[[int], float] = lambda batch: 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
         sources, targets = (
@@ -92,6 +94,7 @@ class GraphModuleStage(AnyModuleStage):
         self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that send gradients to this stage
         self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that receive gradients from this stage
         self._data = data
+        self._loss_scale = loss_scale
         self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> sums of gradients of its shared parameters
 
     def load_ahead(self, version: int, horizon: int) -> None:
@@ -133,9 +136,14 @@ class GraphModuleStage(AnyModuleStage):
                     grads.append(grad)
         if saved.loss is not None:
             roots.insert(0, saved.loss)
-            grads.insert(0, None)
+            grads.insert(0, self._scale(saved.loss, microbatch))
         torch.autograd.backward(roots, grads)
         return {source: self._input_gradients(source, microbatch, saved.inputs[source]) for source in self._wanted}
+
+    def _scale(self, loss: Tensor, microbatch: Microbatch) -> Tensor | None:
+        """The gradient of the loss from which a backward starts; None for 1. Infinite if its dtype is too small."""
+        scale = self._loss_scale(microbatch.batch)
+        return None if scale == 1.0 else torch.full_like(loss, scale, dtype=torch.float32).to(loss.dtype)
 
     def _input_gradients(
         self, source: int, microbatch: Microbatch, inputs: tuple[Tensor, ...]

@@ -70,6 +70,8 @@ def make_updates(
     device: torch.device | str,
     counts: Counts = by_microbatches,
     skips_unused: bool = False,
+    data_parallel_group: Any = None,
+    counts_in_norm: bool = True,
     **options: Any,
 ) -> tuple[ModuleUpdate | StageUpdates, dict[int, ModuleUpdate]]:
     """Make the weight update of a rank. Collective over the job.
@@ -80,7 +82,7 @@ def make_updates(
         stepping: key of `steps` -> arguments `optimizer` and `scheduler` of its `ModuleUpdate`.
         weights: the weight policy.
         job_group, device: as for `ModuleUpdate`.
-        counts, skips_unused: as for `ModuleUpdate`.
+        counts, skips_unused, data_parallel_group, counts_in_norm: as for `ModuleUpdate`.
         options: further arguments of the `ModuleUpdate` of a rank whose stages step together; else ignored.
 
     Returns:
@@ -88,17 +90,18 @@ def make_updates(
     """
     common = {
         "num_grad_buffers": weights.max_gradient_buffers, "device": device, "counts": counts,
-        "skips_unused": skips_unused,
+        "skips_unused": skips_unused, "data_parallel_group": data_parallel_group,
     }  # fmt: skip
     if TOGETHER not in steps:
         updates = {
             key: ModuleUpdate(own, versions=versions[key], **stepping[key], **common) for key, own in steps.items()
         }
-        return StageUpdates(updates, job_group=job_group, device=device), updates
+        return StageUpdates(updates, job_group=job_group, counts_in_norm=counts_in_norm, device=device), updates
     (versions_of_rank,) = set(versions.values())
     update = ModuleUpdate(
-        steps[TOGETHER], versions=versions_of_rank, job_group=job_group, **stepping[TOGETHER], **common, **options
-    )
+        steps[TOGETHER], versions=versions_of_rank, job_group=job_group, counts_in_norm=counts_in_norm,
+        **stepping[TOGETHER], **common, **options,
+    )  # fmt: skip
     return update, {TOGETHER: update}
 
 
@@ -118,7 +121,7 @@ class StageUpdates(FrozenUpdate):
     whole rank. It is complete when all stages have stepped and the norms have been added up over the job.
 
     Args:
-        updates: stage -> its update, made without groups, clipping and tied parameters.
+        updates: stage -> its update, made without clipping and tied parameters, and with no group but its replicas'.
         options: arguments of `FrozenUpdate`.
     """
 
@@ -133,6 +136,9 @@ class StageUpdates(FrozenUpdate):
         super().begin_batch(info)
         for update in self._updates.values():
             update.begin_batch(info)
+
+    def reduce_grad(self, version: int, stage: int) -> None:
+        self._updates[stage].reduce_grad(version, stage)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the report of a batch that all stages have stepped. Called on the chain's thread."""

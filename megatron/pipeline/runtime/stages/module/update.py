@@ -35,6 +35,7 @@ from megatron.pipeline.runtime.update.gradients import (
     Partial,
     norm_squared,
 )
+from megatron.pipeline.runtime.update.loss_scales import LossScales
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware
 from megatron.pipeline.runtime.update.provisional_step import (
     LastUpdate,
@@ -79,9 +80,12 @@ class ModuleUpdate(DeviceUpdate):
         skips_unused: if no microbatch of a batch has used a parameter, on any replica, its gradient is None in the
             step. Then the optimizer skips the parameter, as in a single process.
         counts: gives the count of losses to provisional steps and to steps before the norm.
+        scales: the loss scales, by which the gradients are multiplied; `optimizer` is then `MasterWeights`, and the
+            norm comes before the step. None: gradients are not scaled.
         device: the device of the parameters.
 
     Attributes:
+        scales: as given.
         mean_count: the mean count of a microbatch's losses in the last batch with a positive count that has stepped.
             Predictions divide by it. Set it before the first batch to the expected value, or to None: then predictions
             equal the newest weights until the first such batch.
@@ -109,6 +113,7 @@ class ModuleUpdate(DeviceUpdate):
         provisional_microbatches: int | None = None,
         skips_unused: bool = False,
         counts: Counts = by_microbatches,
+        scales: LossScales | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
@@ -117,6 +122,7 @@ class ModuleUpdate(DeviceUpdate):
         )
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.scales = scales
         self._clip_grad = clip_grad
         self._tied = tied
         self._reduction = ModuleReduction(
@@ -159,7 +165,8 @@ class ModuleUpdate(DeviceUpdate):
         return make
 
     def _new_batch(self, info: BatchInfo) -> _Batch:
-        return _Batch(info, BatchReport(batch=info.index, num_samples=info.num_samples))
+        scale = 1.0 if self.scales is None else self.scales.of_batch(info.index)
+        return _Batch(info, BatchReport(batch=info.index, num_samples=info.num_samples, loss_scale=scale))
 
     def begin_forward(self, info: BatchInfo, version: int) -> None:
         """Store the shown weights for gap-aware steps, if other weights are expected at the step of the batch.
@@ -191,7 +198,7 @@ class ModuleUpdate(DeviceUpdate):
             del self._batches[version]
             return
         batch.mean_count = count / batch.info.num_microbatches
-        batch.report.grad_norm /= batch.mean_count or 1.0
+        batch.report.grad_norm /= (batch.mean_count or 1.0) * batch.report.loss_scale
 
     def take_stepped(self, version: int) -> tuple[float, float]:
         """Remove a batch that has stepped, and return the squared norm of its gradients and its learning rate.
@@ -219,6 +226,8 @@ class ModuleUpdate(DeviceUpdate):
             self._write(version, batch, with_prediction=with_prediction)
         elif not self._predicts:
             self.versions.alias(version, of=version - 1)
+        if self.scales is not None:
+            self.scales.step(batch.info.index, scale=report.loss_scale, overflow=report.overflow)
         buffer, batch.buffer = batch.buffer, None
         if is_reduced:
             del self._batches[version]
@@ -228,8 +237,10 @@ class ModuleUpdate(DeviceUpdate):
     def _write(self, version: int, batch: _Batch, *, with_prediction: bool) -> None:
         if self._clip_grad:
             self.clip_factor = clip_factor(self._clip_grad, batch.report.grad_norm)
-            if self.clip_factor < 1.0:
+            if self.clip_factor < 1.0 and self.scales is None:
                 batch.buffer.scale(self.clip_factor)
+        if self.scales is not None:  # both in FP32
+            self.optimizer.factor = (self.clip_factor or 1.0) / batch.report.loss_scale
         unused = batch.unused
         if self._skips_unused and unused is None:  # one replica
             unused = batch.buffer.untouched()
@@ -328,14 +339,22 @@ class FrozenUpdate:
 
     Args:
         job_group: all ranks of the job, used for nothing else; None for a single rank.
+        counts_in_norm: False on all replicas but one.
         loss_names: the names of the losses, the same on all ranks.
         device: a device on which the group communicates.
     """
 
     def __init__(
-        self, *, job_group: Any = None, loss_names: tuple[str, ...] = ("loss",), device: torch.device | str = "cpu"
+        self,
+        *,
+        job_group: Any = None,
+        counts_in_norm: bool = True,
+        loss_names: tuple[str, ...] = ("loss",),
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._reduction = ModuleReduction(job_group=job_group, loss_names=loss_names, device=torch.device(device))
+        self._reduction = ModuleReduction(
+            job_group=job_group, counts_in_norm=counts_in_norm, loss_names=loss_names, device=torch.device(device)
+        )
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self._reduction.warm_up()
 

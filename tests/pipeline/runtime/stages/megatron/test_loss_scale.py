@@ -9,7 +9,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
-from megatron.pipeline.runtime.stages.megatron.core_update import LossScales
+from megatron.pipeline.runtime.update.loss_scales import LossScales
 
 
 def dynamic_scaler(*, hysteresis: int = 1, interval: int = 1000) -> DynamicGradScaler:

@@ -1,0 +1,119 @@
+"""The best checkpoint of a run, and the end of a run that no longer improves, as in transformers' trainer.
+
+An evaluation is the best if its metric is strictly better than in all evaluations before. A checkpoint counts as the
+best if it was written right after such an evaluation. Patience counts evaluations that are not better than the best one
+before by more than a threshold (transformers' `EarlyStoppingCallback`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+def settle(args: argparse.Namespace) -> None:
+    """Fill in the flags of the best checkpoint that follow from others.
+
+    Raises ValueError if checkpoints or evaluations do not fit the flags.
+    """
+    asked = (
+        "--load_best_model_at_end" if args.load_best_model_at_end
+        else "--save_strategy best" if args.save_strategy == "best"
+        else "--early_stopping_patience" if args.early_stopping_patience is not None
+        else None
+    )  # fmt: skip
+    if asked is None:
+        for name in ("metric_for_best_model", "greater_is_better", "early_stopping_threshold"):
+            if getattr(args, name) is not None:
+                args.notes.append(f"--{name} means nothing without --load_best_model_at_end, --save_strategy best or "
+                                  "--early_stopping_patience")  # fmt: skip
+        return
+    if args.eval_strategy == "no":
+        raise ValueError(f"{asked} compares evaluations during training; give --eval_strategy steps or epoch")
+    if args.early_stopping_threshold is not None and args.early_stopping_patience is None:
+        args.notes.append("--early_stopping_threshold means nothing without --early_stopping_patience")
+    if args.load_best_model_at_end and args.save_strategy not in ("best", args.eval_strategy):
+        raise ValueError(
+            f"--load_best_model_at_end loads a checkpoint that was evaluated, and --save_strategy is "
+            f"{args.save_strategy} where --eval_strategy is {args.eval_strategy}; give both the same, or "
+            "--save_strategy best"
+        )
+    name = args.metric_for_best_model = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    if args.greater_is_better is None:
+        args.greater_is_better = not name.endswith("loss")
+
+
+def require_evaluated(args: argparse.Namespace) -> None:
+    """Raise ValueError if a checkpoint of --load_best_model_at_end would be written where nothing is evaluated.
+
+    `args`: with whole numbers of batches.
+    """
+    if args.load_best_model_at_end and args.eval_steps and args.save_steps % args.eval_steps:
+        raise ValueError(
+            f"--load_best_model_at_end loads a checkpoint that was evaluated, and --save_steps {args.save_steps} is no "
+            f"multiple of --eval_steps {args.eval_steps}; give one, or --save_strategy best"
+        )
+
+
+@dataclass
+class Best:
+    """The best evaluation so far.
+
+    Attributes:
+        metric: the name of the metric.
+        greater: whether a greater value is better.
+        patience: the number of evaluations without an improvement after which the run ends; None: it does not.
+        threshold: what an improvement has to exceed.
+        value: of the best evaluation; None before the first.
+        checkpoint: the name of the best checkpoint's folder; None if there is none.
+        without: number of evaluations since the last improvement.
+    """
+
+    metric: str
+    greater: bool
+    patience: int | None = None
+    threshold: float = 0.0
+    value: float | None = None
+    checkpoint: str | None = None
+    without: int = 0
+
+    @staticmethod
+    def of(args: argparse.Namespace) -> Best | None:
+        """The rule that the flags describe; None if they ask for none."""
+        asks = args.load_best_model_at_end or args.save_strategy == "best" or args.early_stopping_patience is not None
+        if not asks:
+            return None
+        threshold = args.early_stopping_threshold or 0.0
+        return Best(args.metric_for_best_model, args.greater_is_better, args.early_stopping_patience, threshold)
+
+    def judge(self, found: Mapping[str, float]) -> bool:
+        """Take an evaluation; returns whether it is the best. Raises ValueError if it lacks the metric."""
+        if self.metric not in found:
+            raise ValueError(
+                f"--metric_for_best_model {self.metric} is none of an evaluation's metrics ({', '.join(found)}); give "
+                "one of them"
+            )
+        value, best = found[self.metric], self.value
+        if best is None:
+            best = -math.inf if self.greater else math.inf
+        is_best = value > best if self.greater else value < best
+        self.without = 0 if self.value is None or (is_best and abs(value - best) > self.threshold) else self.without + 1
+        self.value = value if is_best else best
+        return is_best
+
+    @property
+    def ends(self) -> bool:
+        """Whether the run has not improved for too long."""
+        return self.patience is not None and self.without >= self.patience
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {"metric": self.metric, "value": self.value, "checkpoint": self.checkpoint, "without": self.without}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the `state` of a checkpoint, if it is of the same metric."""
+        if state["metric"] == self.metric:
+            self.value, self.checkpoint, self.without = state["value"], state["checkpoint"], state["without"]
