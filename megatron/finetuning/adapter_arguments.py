@@ -64,6 +64,6 @@ def validate_adapter(args: argparse.Namespace) -> None:
         raise ValueError("--merge_adapter has no adapter to merge; give --lora_r, or leave it out")
     if sources and (args.bf16 or args.fp16):
         raise ValueError(
-            f"--{'bf16' if args.bf16 else 'fp16'} keeps FP32 masters of what is trained, and adapters are FP32 themselves; give --dtype bfloat16, "
-            "the precision of the frozen weights"
+            f"--{'bf16' if args.bf16 else 'fp16'} keeps FP32 masters of what is trained, and adapters are FP32 "
+            "themselves; give --dtype bfloat16, the precision of the frozen weights"
         )

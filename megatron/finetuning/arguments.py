@@ -150,6 +150,8 @@ def validate(args: argparse.Namespace) -> None:
 def _validate_relay(args: argparse.Namespace) -> None:
     if args.partition is not None:
         raise ValueError(f"--partition {args.partition}: under l2l the layers are the stages; leave it out")
+    if args.fp16:
+        raise ValueError("--fp16 needs a loss scale, which l2l has not; give --bf16, or another --pipeline_schedule")
     if args.no_recompute:
         raise ValueError("--no_recompute: l2l recomputes, since its weights are gone by the backward; leave it out")
     if (args.load_in_4bit or args.load_in_8bit) and not has_adapter(args):

@@ -183,6 +183,7 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     weights = [each.fetched / to_host for each in found]
     gradients = [each.gradients / (to_host * args.data_parallel_size) for each in found]  # each replica stores a share
     update = [STEPPED_BYTES * each.trained * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH) for each in found]
+    ring = 2 * (1 - 1 / args.data_parallel_size) / (1e9 * device.link_bandwidth)
     edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
     inputs = [0.0, *(each / to_host for each in edges)]
     plain = [(cost.plain_forward_ms / 1e3, cost.plain_backward_ms / 1e3) for cost in costs]
@@ -191,7 +192,8 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     ]
     priced = Costs(
         forward=forward, recompute=[each for each, _ in plain], backward=[each for _, each in plain], fetch=weights,
-        store=gradients, update=update, offload=inputs, bandwidth=1e9 * device.link_bandwidth, forward_bytes=edges,
+        store=gradients, update=update, reduce_grad=[ring * each.gradients for each in found], offload=inputs,
+        bandwidth=1e9 * device.link_bandwidth, forward_bytes=edges,
     )  # fmt: skip
     ends = [simulate(schedule.build((m,) * batches), priced).makespan for batches in (2, 4)]
     compute = link = host = 0.0

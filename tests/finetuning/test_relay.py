@@ -49,6 +49,23 @@ def test_a_relay_trains_what_one_process_trains(folder, task, ranks, argv):
     same(found, expected, exactly=False)
 
 
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_replicas_share_a_store(folder, ranks):
+    """Two replicas, on one rank each or two, store and step halves of each layer: what one process trains. The run goes
+    on from its checkpoint without replicas."""
+    argv = ["--pipeline_schedule", "l2l", "--max_grad_norm", 0.5, "--num_train_epochs", 2, "--save_steps", 2]
+    argv += ["--weight_decay", 0.1, "--adam_epsilon", 1e-4]
+    halves = ["--gradient_accumulation_steps", 2, "--data_parallel_size", 2]
+    found = run(folder, f"halves-{ranks}", *argv, *halves, task="causal-lm", ranks=ranks)
+    whole = ["--gradient_accumulation_steps", 4]
+    expected = cases.plain(folder, "causal-lm", argv=[*argv, *whole])
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6) and len(found.losses) > 2
+    same(found, expected, exactly=False)
+    rest = [*argv, *whole, "--resume_from_checkpoint", folder / f"halves-{ranks}" / "checkpoint-2"]
+    one = run(folder, f"rest-{ranks}", *rest, task="causal-lm", ranks=ranks // 2)
+    assert one.losses == pytest.approx(found.losses[2:], rel=1e-6)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ranks", "precision"), [(1, ["--bf16"]), pytest.param(2, ["--l2l_stash", "device"], marks=pytest.mark.full)]

@@ -169,12 +169,15 @@ class ModuleRelayUpdate(HostUpdate):
     Attributes:
         weights: the weights on the device.
         versions: the weights on the host.
+        scales: None: a relay has no loss scale.
         ledger: the bytes of the rank, for the engine.
 
     Raises:
         ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that
             share `store` without a `data_parallel_group`.
     """
+
+    scales = None
 
     def __init__(
         self,
