@@ -98,6 +98,7 @@ def test_depths_of_the_bound():
 @pytest.mark.full
 def test_all_of_it(tmp_path, capsys, monkeypatch):
     """A short run of each arm; the test data are read once a run."""
+    pytest.importorskip("sklearn")
     monkeypatch.setattr(
         "sys.argv", ["", "vit", "--output", str(tmp_path), "--seeds", "1", "--epochs", "4", "--way", "1", "0.5"]
     )
@@ -113,6 +114,7 @@ def test_all_of_it(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("contender", [*freeze_peers.PEERS, "all"])
 def test_a_turn(tmp_path, contender):
     """Peers with a stage that is frozen as a whole, and this project's way, begin with one loss."""
+    pytest.importorskip("sklearn")
     freeze_study.python("examples/digits.py", "--classes", "5-9", "--folder", str(tmp_path))
     seconds, loss = freeze_peers.turn(contender, 6, tmp_path)
     assert seconds > 0 and loss == pytest.approx(freeze_peers.turn("frozen", 0, tmp_path)[1], rel=1e-5)
