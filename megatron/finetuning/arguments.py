@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents import counted
-from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
-from megatron.finetuning.configuration import with_configuration
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
