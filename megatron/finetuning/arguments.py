@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.documents import counted
-from megatron.documents.flag_files import HEAD, FlagFileParser, in_one
+from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, has_adapter, validate_adapter
-from megatron.finetuning.configuration import with_configuration
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
