@@ -22,9 +22,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from megatron.capture.decisions import Repeated, check_decisions, rehearsed
 from megatron.capture.nodes import attribute, differentiable, parts_of, without_model
 from megatron.capture.randomness import DRAW, Draw, seed_randomness
-from megatron.capture.refusals import refuse_what_cannot_be_cut, sentence_of
+from megatron.capture.refusals import decides_by_values, refuse_decision, refuse_what_cannot_be_cut, sentence_of
+from megatron.capture.stand_ins import settle_stand_ins, standing_in
+from megatron.capture.statistics import count_statistics, forget_overwritten
 from megatron.capture.wrapper import LossOnly
 
 aten = torch.ops.aten
@@ -49,7 +52,7 @@ class Captured:
         parameters: name in the model -> the model's own parameter. Each parameter is listed once.
         names: key of `parameters` -> all names of the parameter in the model, including the key.
         inputs: names of the batch's tensors.
-        num_random: number of operators that draw random numbers.
+        num_random: number of operators that depend on the `Draw`: they draw random numbers or count statistics.
         persistent: names of the buffers that checkpoints contain.
         loss: the node that makes the loss.
         kept: name -> the node that makes a result that is kept beside the loss.
@@ -101,7 +104,7 @@ def capture(
     Args:
         model: the user's model. It keeps its mode, and its parameters become those of the graph.
         batch: name -> tensor [batch of 2 or more, ...], the arguments of the forward. The graph runs with any batch
-            size, 1 included. Values matter only if the forward decides by Python numbers.
+            size, 1 included. Values matter only if the forward decides by them; every batch is then decided alike.
         loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.
         keep: fields of the output that are kept beside the loss, such as ``logits``.
         dynamic_sequence: whether dimension 1 of every two-dimensional tensor may also differ from batch to batch.
@@ -126,9 +129,13 @@ def capture(
             module.training = training
     graph = graph_module.graph
     ask_batch_for_sizes(graph)
+    settle_stand_ins(graph)
+    refuse_decision(check_decisions(graph_module))
     _drop_checks(graph_module)
+    forget_overwritten(graph_module)
     num_random = seed_randomness(graph, differentiable(graph_module))
-    refuse_what_cannot_be_cut(graph)
+    num_random += count_statistics(graph_module)
+    refuse_what_cannot_be_cut(graph_module)
     graph.eliminate_dead_code()
     _flatten_results(graph)
     names = _share_names(graph_module, model)
@@ -142,14 +149,24 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
         name: {0: dynamic, 1: dynamic} if dynamic_sequence and tensor.dim() == 2 else {0: dynamic}
         for name, tensor in batch.items()
     }
-    said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
-    try:
-        with contextlib.redirect_stderr(said):
+
+    def exported() -> fx.GraphModule:
+        said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
+        with contextlib.redirect_stderr(said), standing_in(wrapper.model):
             program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
+        sys.stderr.write(said.getvalue())
+        return program.module(check_guards=False)
+
+    try:
+        return exported()
+    except Exception as error:
+        if not decides_by_values(error):
+            raise ValueError(sentence_of(error, wrapper.model)) from error
+    try:
+        with Repeated(rehearsed(wrapper, batch)):
+            return exported()
     except Exception as error:
         raise ValueError(sentence_of(error, wrapper.model)) from error
-    sys.stderr.write(said.getvalue())
-    return program.module(check_guards=False)
 
 
 def _drop_checks(graph_module: fx.GraphModule) -> None:

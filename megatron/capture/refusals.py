@@ -13,21 +13,25 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megatron.capture.decisions import depends_on_more_than_data
 from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
 from megatron.capture.randomness import is_random
+from megatron.capture.stand_ins import OtherGeneratorError
 from megatron.capture.wrapper import NoLossError
 
 _OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
+_DECIDES = "decides by the values of a tensor what it computes, and a captured graph is the same for all values"
 _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting"}
 
 
-def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
+def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
     """Raise ValueError for an operator that cannot be cut. Precondition: the graph's dropout is seeded already.
 
     Such an operator writes into a parameter, a buffer, a constant or a tensor of the batch, draws random numbers of its
-    own, uses torch.vmap, or makes a shape that depends on values.
+    own, uses torch.vmap, or makes a shape that depends on values, unless it depends on data alone: such a result never
+    leaves its stage.
     """
-    for node in graph.nodes:
+    for node in graph_module.graph.nodes:
         for target in written_by(node):
             _refuse_write(node, target)
         if getattr(node.target, "__name__", "") in _OF_VMAP:
@@ -40,9 +44,16 @@ def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
             what = f"draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast"
             _refuse(inner[0], f"{what}, where they cannot be seeded for each stage", "draw them outside")
         value = node.meta.get("val")
-        if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value):
+        unknown = isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value)
+        if unknown and depends_on_more_than_data(graph_module, node):
             what = f"makes a shape that depends on values ({node.target}), and stages agree on shapes beforehand"
             _refuse(node, what, f"use a mask in its place, {_OR_ANOTHER}")
+
+
+def refuse_decision(node: fx.Node | None) -> None:
+    """Raise ValueError for a decision that no graph may repeat, as `check_decisions` finds it; None: there is none."""
+    if node is not None:
+        _refuse(node, _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}")
 
 
 def _refuse_write(node: fx.Node, target: fx.Node) -> None:
@@ -86,20 +97,26 @@ def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
     It names the innermost module that was running, its line of source, the first line of the reason, and a remedy.
     """
     for each in _causes(error):
-        if isinstance(each, NoLossError):
+        if isinstance(each, (NoLossError, OtherGeneratorError)):
             return str(each)
     path, reason, line = "", "", ""
     for each in _causes(error):
         path, line = _running(each, model) or path, _line_of_error(each) or line
         reason = reason or next((line.strip() for line in str(each).splitlines() if line.strip()), "")
     where = path or type(model).__name__
-    if any("DataDependent" in type(each).__name__ for each in _causes(error)) or "data-dependent" in reason.lower():
-        what = "decides by the values of a tensor what it computes, and a captured graph is the same for all values"
-        otherwise = f"use torch.where or a mask in its place, {_OR_ANOTHER}"
+    if decides_by_values(error):
+        what, otherwise = _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}"
     else:
         what = f"cannot be captured ({type(error).__name__}: {reason})"
         otherwise = f"run it under torch.export to see more, {_OR_ANOTHER}"
     return f"{where} {what}{_at(line)}; {remedy_of(_class(where), line, reason, otherwise=otherwise)}"
+
+
+def decides_by_values(error: BaseException) -> bool:
+    """Whether torch.export failed because the model's control flow or shapes depend on values."""
+    return any(
+        "DataDependent" in type(each).__name__ or "data-dependent" in str(each).lower() for each in _causes(error)
+    )
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -174,6 +191,15 @@ _REMEDIES = (
         f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them",
     ),
     _Remedy(r"DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
+    _Remedy(r"jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
+    _Remedy(r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
+    _Remedy(
+        r"loop over the samples", "give a loss of your own that takes the batch as a whole, or choose another model"
+    ),
+    _Remedy(
+        r"SwitchTransformersExperts",
+        "no setting changes that, so choose a model whose experts are one tensor (Mixtral)",
+    ),
     _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
     _Remedy(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
     _Remedy(
