@@ -75,8 +75,8 @@ def test_labels_of_drivers_and_shops(label, name):
 @pytest.mark.parametrize(
     "label",
     ["A100", "A100-PCIe", "8x H100", "H100-96GB", "H100-PCIe-96", "H200 NVL", "GH200", "A100X", "GB200 NVL4", "B300",
-     "A1000", "L40", "H20-141GB", "", "cpu-like", "RTX 4090 D", "RTX 5090 D", "RTX 4090D", "RTX 3090 Ti", "RTX 4090 Laptop GPU",
-     "A800 PCIe", "A800 40GB", "GH20", "MI300A", "RTX 6000 Ada"],
+     "A1000", "L40", "H20-141GB", "", "cpu-like", "RTX 4090 D", "RTX 5090 D", "RTX 4090D", "RTX 3090 Ti",
+     "RTX 4090 Laptop GPU", "A800 PCIe", "A800 40GB", "GH20", "MI300A", "RTX 6000 Ada"],
 )  # fmt: skip
 def test_what_means_several_or_more(label):
     assert known_device(label) is None
