@@ -27,10 +27,10 @@ def graph_file(
     The nodes are the batch's tensors (`input`), then the blocks; ids number both in this order. `fwd_ms` and `bwd_ms`
     are times with recompute, so the backward includes a second forward; `fwd_plain_ms` and `bwd_plain_ms` are times
     without recompute. `params` are the trained parameters, and as many more as would take the bytes of the frozen ones.
-    `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward
-    saves; without recompute, the same amount is held for each microbatch in flight. A shared parameter is sent once for
-    each version of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. A frozen one is never
-    sent, since each device reads it. `signature` identifies the graph.
+    `mem_bytes` equals `mem_plain_bytes`: a recompute saves for one microbatch all that a forward saves; without
+    recompute, the same amount is held for each microbatch in flight. A shared parameter is sent once for each version
+    of the weights, so its `out_bytes` are its bytes over `microbatches_per_version`. A frozen one is never sent, since
+    each device reads it. `signature` identifies the graph.
     """
 
     def count(name: str) -> int:

@@ -227,8 +227,16 @@ class AdapterTensors:
         return name in self._adapter.written
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
-        """No tensor: the model's folder has all that is frozen."""
-        return {}
+        """The adapter's tensors whose names are not in `used`, as they began: of layers that the task leaves out."""
+        state = self._adapter.model.state_dict()
+        names = [name for name in self._adapter.written if name not in used]
+        wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in names}
+        with FolderTensors(self.folder) as files:
+            found = dict(self.read(files, wanted))
+        for name in names:
+            if name not in found and (path := self._adapter.layer_of(name)):
+                found[name] = self._layer(path)[name]
+        return found
 
     def reverted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The adapter's tensors with the names that PEFT writes."""

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megatron.capture.cut import cut
-from megatron.capture.tensors import FolderTensors
+from megatron.capture.tensors import FolderTensors, Wanted
 from megatron.commands import merge_adapter
 from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import edges_of_stage
@@ -226,6 +226,28 @@ def beginning(folder: Path, *argv: object, task: str = CLASSES) -> dict[str, tor
     return {name: make(name, each.shape, each.dtype) for name, each in parameters if ".lora_" in name}
 
 
+def test_a_whole_module_begins_as_the_models(folder, tmp_path):
+    """A tied embedding that is trained whole has the frozen one's values in memory of its own; layers that a task
+    leaves out are written as they began.
+    """
+    base = lora.llama_folder(folder)
+    argv = ["--model_name_or_path", base, "--lora_r", 4, "--modules_to_save", "embed_tokens"]
+    args = tiny.arguments(tmp_path, CAUSAL, *argv)
+    captured, _, opened = captured_model(args, read_data(args))
+    pretrained = Pretrained(opened.model, base, new_head=False)
+    source = AdapterTensors(opened.adapter, pretrained, used=captured.all_names, seed=0)
+    tied = next(name for name, names in captured.names.items() if "lm_head.weight" in names)
+    names = ["model.embed_tokens.modules_to_save.default.weight", tied]
+    with FolderTensors(base) as files:
+        wanted = {name: Wanted(captured.names[name], torch.Size((44, 16)), torch.float32) for name in names}
+        found = dict(source.read(files, wanted))
+    trained, frozen = (found[name] for name in names)
+    assert torch.equal(trained, cases.loaded(base, CAUSAL).get_input_embeddings().weight)
+    assert torch.equal(trained, frozen) and trained.data_ptr() != frozen.data_ptr()
+    assert source.unused(captured.all_names) == {}
+    assert source.reverted(source.unused(())).keys() == set(opened.adapter.written.values())
+
+
 def test_an_adapter_begins_as_pefts_does(folder):
     """Uniform first factors, second factors 0, DoRA's magnitudes the norms of the frozen weights; other layers and
     other seeds begin otherwise.
@@ -323,6 +345,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         ),
         (["--peft_config", "x", "--use_dora"], "--use_dora describes .*; leave it out, since --peft_config says"),
         (["--merge_adapter"], "--merge_adapter has no adapter to merge; give --lora_r, or leave it out"),
+        (
+            ["--lora_r", 4, "--merge_adapter", "--do_eval"],
+            "--merge_adapter is for runs that train; .*tools/merge_adapter",
+        ),
         (["--lora_r", 4, "--bf16"], "adapters are FP32 themselves; give --dtype bfloat16"),
     ],
 )
