@@ -53,7 +53,7 @@ def run(folder: Path, name: str, *argv: object, task: str, ranks: int, dropout: 
     return outcome
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "schedule", "ranks", "accumulation"),
     [
@@ -115,7 +115,7 @@ def test_ranks_train_what_peft_trains(folder, kind, schedule, ranks, accumulatio
         torch.testing.assert_close(merged.state_dict()[name], weights, rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "versions"),
     [
