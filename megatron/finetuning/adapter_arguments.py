@@ -62,13 +62,9 @@ def validate_adapter(args: argparse.Namespace) -> None:
         raise ValueError(f"--{given[0]} describes a new LoRA adapter; {remedy}")
     if getattr(args, "merge_adapter", False) and not sources:
         raise ValueError("--merge_adapter has no adapter to merge; give --lora_r, or leave it out")
-<<<<<<< HEAD
-    if sources and (args.bf16 or args.fp16):
-=======
     if getattr(args, "merge_adapter", False) and args.do_eval and not args.do_train:
         raise ValueError("--merge_adapter is for runs that train; merge an adapter with tools/merge_adapter.py")
-    if sources and args.bf16:
->>>>>>> 9fdf9780 ([finetuning] Layers that a task leaves out are written as they began; a merge without training is refused)
+    if sources and (args.bf16 or args.fp16):
         raise ValueError(
             f"--{'bf16' if args.bf16 else 'fp16'} keeps FP32 masters of what is trained, and adapters are FP32 "
             "themselves; give --dtype bfloat16, the precision of the frozen weights"
