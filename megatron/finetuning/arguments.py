@@ -17,7 +17,7 @@ from megatron.pipeline.runtime.failure.errors import environment_ranks
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
-TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
+TASKS = ("text-to-text", "sequence-classification", "causal-lm", "chat", "question-answering", "image-classification")
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
@@ -100,6 +100,14 @@ def validate(args: argparse.Namespace) -> None:
         raise ValueError("--do_eval needs --validation_file")
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
+    for name in ("messages_column", "chat_template", "train_on_prompt"):
+        if getattr(args, name) and args.task != "chat":
+            raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
+    if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
+        raise ValueError(
+            f"--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
+            f"--task is {args.task}; leave it out"
+        )
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -250,12 +258,16 @@ def add_data(group, *, required: bool) -> None:
     add("--question_column", help="column of the question")
     add("--context_column", help="column of the context")
     add("--answers_column", help="column of the answers")
+    add("--messages_column", help="column of the messages of a conversation (chat)")
     add("--source_prefix", default="", help="put before each text (T5)")
     add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=_count, default=128,
         help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
     add("--max_target_length", type=_count, default=128, help="tokens of a target (text-to-text)")
     add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
+    add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
+    add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat)")
+    add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

@@ -27,7 +27,7 @@ from megatron.pipeline.schedules import Schedule
 
 FORM = 1
 LENGTHS = {
-    "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "question-answering"),
+    "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "chat", "question-answering"),
     "max_target_length": ("text-to-text",),
 }
 """Flag of a sequence length -> the tasks whose microbatches have that length."""

@@ -128,7 +128,7 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
     """
     dtype = getattr(torch, args.dtype)
     model = open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
-    if args.task == "causal-lm":
+    if args.task in ("causal-lm", "chat"):
         require_causal(model, args.model_name_or_path)
     most = num_positions(model)
     for name, tasks in LENGTHS.items():
