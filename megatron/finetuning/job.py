@@ -135,7 +135,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     )  # fmt: skip
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    for line in (*first_lines(plan, args), *(f"note: {note}" for note in [*args.notes, *data.notes, *pretrained.notes])):
+    notes = [f"note: {note}" for note in [*args.notes, *data.notes, *pretrained.notes]]
+    for line in (*first_lines(plan, args), *notes):
         report.say(line)
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
