@@ -3,22 +3,26 @@
     python examples/chats.py --folder DATA
     python examples/chats.py --model DATA/model --ask "What is the day after Monday?"
 
-`DATA/train.jsonl` has 450 conversations and `DATA/validation.jsonl` 50 others: of two to four questions after days, months,
-letters and sums. `DATA/model` is a Llama of 10 million parameters that has learned nothing, with a tokenizer whose chat
-template marks the answers.
+`DATA/train.jsonl` has 450 conversations and `DATA/validation.jsonl` 50 others: of two to four questions after days,
+months, letters and sums. `DATA/model` is a Llama of 10 million parameters that has learned nothing, with a tokenizer
+whose chat template marks the answers.
 """
 
 import argparse
+import calendar
 import json
 import random
+import string
 import sys
 from pathlib import Path
 
 import torch
 
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_MONTHS = "January February March April May June July August September October November December".split()
-_LETTERS = "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z".split()
+_SERIES = {
+    "day": calendar.day_name[:],
+    "month": calendar.month_name[1:],
+    "letter": list(string.ascii_uppercase),
+}
 _TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}\
@@ -55,7 +59,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
     """Lists of messages, the same every time."""
     asked = [
         (f"What is the {what} {place} {series[at]}?", series[(at + step) % len(series)])
-        for what, series in (("day", _DAYS), ("month", _MONTHS), ("letter", _LETTERS))
+        for what, series in _SERIES.items()
         for at in range(len(series))
         for place, step in (("after", 1), ("before", -1))
     ] + [(f"What is {one} plus {other}?", str(one + other)) for one in range(10) for other in range(10)]

@@ -44,10 +44,10 @@ EFFORT = 0.2
 GENERATION = "generation_config.json"
 """The file with the settings of text generation, which a run copies unchanged."""
 
-SEPARATES = frozenset(
-    "codegen cohere deepseek_v3 falcon gemma2 gemma3_text gpt2 gpt_neo gpt_neox gptj granite llama mistral mixtral olmo2 "
-    "phi3 qwen2 qwen3 qwen3_moe smollm3 starcoder2".split()
-)
+SEPARATES = {
+    "codegen", "cohere", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj",
+    "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+}  # fmt: skip
 """Kinds of models whose forward, given positions that begin anew, keeps the sequences of a row apart. Others take no
 positions, make no mask of them (OPT), or have layers that mix tokens without a mask (Mamba, LFM2)."""
 

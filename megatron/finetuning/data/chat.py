@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megatron.documents import counted
@@ -82,7 +81,7 @@ def _metrics(labels: Tensor) -> Metrics:
 
 
 def _columns(args: argparse.Namespace, file: File) -> dict[str, str]:
-    """The columns of a file's conversations, name -> purpose: one of messages, or one of prompts and one of completions.
+    """The columns of conversations, name -> purpose: one of messages, or one of prompts and one of completions.
 
     Raises ValueError if the file has neither.
     """

@@ -74,7 +74,7 @@ def test_all_tokens_count_with_train_on_prompt(folder):
     ],
 )
 def test_forms_of_conversations(folder, sample):
-    """ShareGPT's, prompts with completions, and messages with empty fields, as parquet has them, are one conversation."""
+    """ShareGPT's, prompts with completions, and messages with empty fields, as parquet has them, are one."""
     rows = data_of(folder, [sample]).training
     expected = data_of(folder, [{"messages": turns("w1", "w2")}]).training
     for name, tensor in rows.batch([0], 1).items():
@@ -97,7 +97,7 @@ def test_what_has_no_answer_is_left_out(folder):
 
 
 def test_packed_conversations(folder):
-    """Positions begin anew with each, there is no mask, and accuracy and the count of terms are those of single rows."""
+    """Positions begin anew with each, there is no mask; accuracy and the count of terms are those of single rows."""
     samples = [{"messages": turns("w1", "w2")}, {"messages": turns("w3 w4 w5", "w6")}, {"messages": turns("w7", "w8")}]
     alone, packed = (data_of(folder, samples, *words).training for words in ((), ("--packing",)))
     assert (len(alone), len(packed)) == (3, 2) and packed.notes == ("--packing: 3 sequences in 2 rows",)
@@ -116,7 +116,7 @@ def test_packed_conversations(folder):
     ("sample", "template", "sentence"),
     [
         ({"messages": turns("w1", "w2", "w3", "w4")}, FORGETS, r"sample 1: the chat template writes what stands before "
-         r"message 2 or its answer in another way .* give a --chat_template that marks answers with \{% generation %\}"),
+         r"message 2 or its answer in another way .* give a --chat_template that marks answers with \{% gener"),
         ({"messages": turns("w1", "w2")}, "{{ raise_exception('roles') }}",
          r"sample 1: the chat template does not take the conversation \(TemplateError: roles\); mend it"),
         ({"messages": "w1"}, None, r"sample 1: 'messages' is 'w1', and a list of messages is wanted"),
