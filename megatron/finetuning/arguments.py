@@ -17,7 +17,10 @@ from megatron.pipeline.runtime.failure.errors import environment_ranks
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream")
 OPTIMIZERS = ("adamw", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
-TASKS = ("text-to-text", "sequence-classification", "causal-lm", "chat", "question-answering", "image-classification")
+TASKS = (
+    "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
+    "image-classification",
+)  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 

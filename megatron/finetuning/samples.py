@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data import chat, classification, generation, question_answering
+from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
 from megatron.finetuning.data.task import Task
@@ -22,6 +22,7 @@ TASKS: dict[str, Task] = {
     "sequence-classification": classification.TEXTS,
     "causal-lm": generation.CAUSAL,
     "chat": chat.TASK,
+    "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
 }

@@ -80,6 +80,7 @@ def _vit(dropout: float):
 
 MODELS = {
     "sequence-classification": lambda dropout: _bert(transformers.BertForSequenceClassification, dropout),
+    "token-classification": lambda dropout: _bert(transformers.BertForTokenClassification, dropout),
     "question-answering": lambda dropout: _bert(transformers.BertForQuestionAnswering, dropout),
     "text-to-text": _t5,
     "causal-lm": _gpt2,
@@ -115,6 +116,8 @@ def sample(task: str, choose: random.Random) -> dict:
     if task == "chat":
         parts = [" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(choose.choice((2, 4)))]
         return {"messages": [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(parts)]}
+    if task == "token-classification":
+        return {"tokens": words, "ner_tags": [("O", "B-odd")[int(word[1:]) % 2] for word in words]}
     if task == "question-answering":
         answers = {"text": [words[1]], "answer_start": [len(words[0]) + 1]}
         return {"question": words[1], "context": text, "answers": answers}
