@@ -107,9 +107,10 @@ def validate(args: argparse.Namespace) -> None:
         if getattr(args, name) and args.task != "chat":
             raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
     if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
+        otherwise = "give --no_group_texts" if args.task == "causal-lm" else "leave it out"
         raise ValueError(
-            f"--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
-            f"--task is {args.task}; leave it out"
+            "--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
+            f"--task is {args.task}; {otherwise}"
         )
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
