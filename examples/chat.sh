@@ -22,8 +22,8 @@ python examples/chats.py --folder "$output/data" --layers "${LAYERS:-7}" --hidde
 echo "== Training"
 python -m torch.distributed.run --standalone --nproc-per-node 2 finetune.py --task chat --packing \
     --model_name_or_path "$output/data/model" --train_file "$output/data/train.jsonl" \
-    --validation_file "$output/data/validation.jsonl" --max_seq_length 256 --per_device_train_batch_size 2 \
-    --gradient_accumulation_steps 4 --pipeline_schedule flush --learning_rate 1e-3 --warmup_steps 5 \
+    --validation_file "$output/data/validation.jsonl" --max_seq_length 256 --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 2 --pipeline_schedule flush --learning_rate 1e-3 --warmup_steps 20 \
     --num_train_epochs "${EPOCHS:-4}" --memory 1GiB --output_dir "$output/model" --overwrite_output_dir \
     --metrics_file "$output/metrics.jsonl" </dev/null
 

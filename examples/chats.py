@@ -4,25 +4,20 @@
     python examples/chats.py --model DATA/model --ask "What is the day after Monday?"
 
 `DATA/train.jsonl` has 450 conversations and `DATA/validation.jsonl` 50 others: of two to four questions after days,
-months, letters and sums. `DATA/model` is a Llama of 10 million parameters that has learned nothing, with a tokenizer
-whose chat template marks the answers.
+months and sums. `DATA/model` is a Llama of 10 million parameters that has learned nothing, with a tokenizer whose chat
+template marks the answers.
 """
 
 import argparse
 import calendar
 import json
 import random
-import string
 import sys
 from pathlib import Path
 
 import torch
 
-_SERIES = {
-    "day": calendar.day_name[:],
-    "month": calendar.month_name[1:],
-    "letter": list(string.ascii_uppercase),
-}
+_SERIES = {"day": calendar.day_name[:], "month": calendar.month_name[1:]}
 _TEMPLATE = """{%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}\
@@ -62,7 +57,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
         for what, series in _SERIES.items()
         for at in range(len(series))
         for place, step in (("after", 1), ("before", -1))
-    ] + [(f"What is {one} plus {other}?", str(one + other)) for one in range(10) for other in range(10)]
+    ] + [(f"What is {one} plus {other}?", str(one + other)) for one in range(5) for other in range(5)]
     choose = random.Random(0)
     return [
         [

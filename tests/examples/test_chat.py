@@ -26,7 +26,7 @@ def test_the_answers_of_the_made_conversations(tmp_path):
     messages = json.loads(train.splitlines()[0])["messages"]
     pairs = {each["content"]: other["content"] for line in train.splitlines() for chat in [json.loads(line)["messages"]]
              for each, other in zip(chat[::2], chat[1::2], strict=True)}  # fmt: skip
-    assert pairs["What is the day before Monday?"] == "Sunday" and pairs["What is 7 plus 5?"] == "12"
+    assert pairs["What is the day before Monday?"] == "Sunday" and pairs["What is 4 plus 3?"] == "7"
     args = tiny.parse_args(
         ["--model_name_or_path", str(tmp_path / "a" / "model"), "--task", "chat", "--train_file", str(files[0]),
          "--output_dir", "o", "--max_seq_length", "256"]
