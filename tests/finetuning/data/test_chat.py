@@ -10,11 +10,11 @@ from megatron.finetuning.samples import read_data
 from tests.finetuning import tiny
 
 MARKED = tiny.TEMPLATE.replace(
-    "{{ message.content }} [SEP]\\n",
-    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }} [SEP]\\n{% endgeneration %}"
-    "{% else %}{{ message.content }} [SEP]\\n{% endif %}",
+    "{{ message.content }}",
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% else %}{{ message.content }}{% endif %}",
 )
-"""The same text as tiny.TEMPLATE, which marks answers."""
+"""The same text as tiny.TEMPLATE, which marks answers without their ends."""
 FORGETS = "{{ messages | length }} " + tiny.TEMPLATE
 """A template that begins otherwise for each number of messages."""
 
@@ -48,12 +48,12 @@ def counted_tokens(rows) -> list[list[int]]:
 
 @pytest.mark.parametrize("template", [tiny.TEMPLATE, MARKED, None], ids=["compared", "marked", "own"])
 def test_the_answers_count(folder, template):
-    """Each answer with its end, in rows that have the template's whole text; the folder that is written keeps it."""
+    """Each answer with its end, or what the template marks, in rows of its whole text; the tokenizer keeps it."""
     data = data_of(folder, [{"messages": turns("w1 w2", "w3", "w4", "w5 w6")}], template=template)
     batch = data.training.batch([0], 1)
     text = ids("[CLS] w1 w2 [SEP] w39 w3 [SEP] [CLS] w4 [SEP] w39 w5 w6 [SEP]")
     assert len(text) == 14 and batch["input_ids"].tolist() == [text[:12]]
-    assert counted_tokens(data.training) == [ids("w3 [SEP] w5")]
+    assert counted_tokens(data.training) == [ids("w3 w5" if template == MARKED else "w3 [SEP] w5")]
     assert batch["labels"][batch["labels"] >= 0].tolist() == batch["input_ids"][batch["labels"] >= 0].tolist()
     assert data.notes == (f"{folder / 'chats.jsonl'}: 1 conversation of 1 cut to --max_seq_length 12",)
     assert data.processor.chat_template == template or template is None
