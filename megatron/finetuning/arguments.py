@@ -26,7 +26,10 @@ PRICED = ["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"]
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
-TASKS = ("text-to-text", "sequence-classification", "causal-lm", "question-answering", "image-classification")
+TASKS = (
+    "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
+    "image-classification",
+)  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
@@ -133,6 +136,15 @@ def validate(args: argparse.Namespace) -> None:
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
     trackers.settle(args)
+    for name in ("messages_column", "chat_template", "train_on_prompt"):
+        if getattr(args, name) and args.task != "chat":
+            raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
+    if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
+        otherwise = "give --no_group_texts" if args.task == "causal-lm" else "leave it out"
+        raise ValueError(
+            "--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
+            f"--task is {args.task}; {otherwise}"
+        )
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -357,12 +369,16 @@ def add_data(group, *, required: bool) -> None:
     add("--question_column", help="column of the question")
     add("--context_column", help="column of the context")
     add("--answers_column", help="column of the answers")
+    add("--messages_column", help="column of the messages of a conversation (chat)")
     add("--source_prefix", default="", help="put before each text (T5)")
     add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=_count, default=128,
         help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
     add("--max_target_length", type=_count, default=128, help="tokens of a target (text-to-text)")
     add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
+    add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
+    add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat)")
+    add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

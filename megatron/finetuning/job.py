@@ -160,7 +160,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
-    for line in (*lines, *(f"note: {note}" for note in [*args.notes, *source.notes])):
+    notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes]]
+    for line in (*lines, *notes):
         report.say(line)
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)

@@ -29,9 +29,11 @@ from megatron.pipeline.schedules import Schedule
 
 FORM = 1
 LENGTHS = {
-    "max_seq_length": ("text-to-text", "sequence-classification", "causal-lm", "question-answering"),
+    "max_seq_length": (
+        "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
+    ),
     "max_target_length": ("text-to-text",),
-}
+}  # fmt: skip
 """Flag of a sequence length -> the tasks whose microbatches have that length."""
 
 _Count = Annotated[int, Field(ge=0)]

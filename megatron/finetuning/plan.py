@@ -51,6 +51,13 @@ EFFORT = 0.2
 GENERATION = "generation_config.json"
 """The file with the settings of text generation, which a run copies unchanged."""
 
+SEPARATES = {
+    "codegen", "cohere", "deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_neo", "gpt_neox", "gptj",
+    "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
+}  # fmt: skip
+"""Kinds of models whose forward, given positions that begin anew, keeps the sequences of a row apart. Others take no
+positions, make no mask of them (OPT), or have layers that mix tokens without a mask (Mamba, LFM2)."""
+
 
 class OpenedModel(NamedTuple):
     """The model of a folder without memory for its parameters, and the adapter in a second such model, or None."""
@@ -180,8 +187,10 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
         return open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
 
     model = opened()
-    if args.task == "causal-lm":
+    if args.task in ("causal-lm", "chat"):
         require_causal(model, args.model_name_or_path)
+    if args.packing:
+        require_separation(model, args.model_name_or_path)
     most = num_positions(model)
     for name, tasks in LENGTHS.items():
         if most is not None and args.task in tasks and getattr(args, name) > most:
@@ -206,6 +215,15 @@ def require_causal(model: torch.nn.Module, folder: str) -> None:
         raise ValueError(
             f"{folder} is a {kind}, which reads to both sides and so sees what it is to predict; set is_decoder to "
             "true in its config.json, or give a model of another kind"
+        )
+
+
+def require_separation(model: torch.nn.Module, folder: str) -> None:
+    """Check that the sequences of a packed row cannot see each other. Raises ValueError for a model not known so."""
+    if (kind := model.config.model_type) not in SEPARATES:
+        raise ValueError(
+            f"{folder} is a {kind}, and --packing is for models in which the samples of a row are known not to see "
+            f"each other ({', '.join(sorted(SEPARATES))}); leave out --packing"
         )
 
 

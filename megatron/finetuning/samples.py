@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data import classification, generation, question_answering
+from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
 from megatron.finetuning.data.task import Task
@@ -21,6 +21,8 @@ TASKS: dict[str, Task] = {
     "text-to-text": generation.TEXT_TO_TEXT,
     "sequence-classification": classification.TEXTS,
     "causal-lm": generation.CAUSAL,
+    "chat": chat.TASK,
+    "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
 }
@@ -47,6 +49,11 @@ class Data:
     changes: Mapping[str, object]
     training: Rows | None
     validation: Rows | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for the user on what became of the samples."""
+        return tuple(note for rows in (self.training, self.validation) if rows is not None for note in rows.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
         """A microbatch of `size` real samples."""

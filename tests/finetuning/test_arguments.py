@@ -78,6 +78,10 @@ def test_clipping_follows_the_schedule():
         ("--eval_each_epoch --eval_strategy steps", "--eval_each_epoch contradicts --eval_strategy steps"),
         ("--task poetry", "invalid choice: 'poetry'"),
         ("--no_such_flag", "unrecognized arguments: --no_such_flag"),
+        ("--packing", "--packing puts several samples into a row .* and --task is causal-lm; give --no_group_texts"),
+        ("--task text-to-text --packing", "and --task is text-to-text; leave it out"),
+        ("--train_on_prompt", "--train_on_prompt is for --task chat, and --task is causal-lm; leave it out"),
+        ("--chat_template t.jinja", "--chat_template is for --task chat"),
     ],
 )
 def test_sentences(argv, sentence):

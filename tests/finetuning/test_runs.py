@@ -62,6 +62,26 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     same(found, expected, exactly=False)
 
 
+def test_packed_conversations_train_what_single_ones_train(folder):
+    """Two ranks on packed rows against one process on a conversation a row; all are in each batch, where each label
+    weighs the same. Then the loss and the accuracy of an evaluation."""
+    argv = ["--num_train_epochs", 3, "--learning_rate", 0.01, "--pipeline_schedule", "flush", "--max_seq_length", 24]
+    expected = cases.plain(folder, "chat", argv=[*argv, "--gradient_accumulation_steps", 7])
+    rows = read_data(tiny.arguments(folder, "chat", *argv)).training
+    argv += ["--packing", "--gradient_accumulation_steps", 5, "--validation_file", tiny.data_file(folder, "chat")]
+    assert len(read_data(tiny.arguments(folder, "chat", *argv)).training) == 13
+    cut = cases.partition(folder, "chat", (0, 1, 0, 1), *argv)
+    found = run(folder, "packed", *argv, "--do_train", "--do_eval", "--partition", cut, task="chat")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len(set(found.losses)) == 3
+    same(found, expected, exactly=False)
+    batch = rows.batch(range(20), 20)
+    with torch.no_grad():
+        output = cases.loaded(folder / "packed", "chat")(**batch)
+    right = rows.metrics({"logits": output.logits.argmax(-1)}, 0.0)["token_accuracy"]
+    line = found.evaluation()
+    assert (line["eval_loss"], line["eval_token_accuracy"]) == pytest.approx((output.loss.item(), right), rel=1e-5)
+
+
 def lengths(folder: Path, task: str) -> Path:
     """Eight samples, of which every second has two words to predict, and the others nine."""
     rows = [" ".join(tiny.WORDS[at : at + (2, 9)[at % 2]]) for at in range(8)]

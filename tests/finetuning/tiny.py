@@ -29,8 +29,15 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
-        eos_token="[SEP]", model_input_names=["input_ids", "attention_mask"],
+        eos_token="[SEP]", chat_template=TEMPLATE, model_input_names=["input_ids", "attention_mask"],
     )  # fmt: skip
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ '[CLS] ' if message.role == 'user' else 'w39 ' }}{{ message.content }} [SEP]\n"
+    "{% endfor %}{% if add_generation_prompt %}w39 {% endif %}"
+)
+"""A chat template: the user's messages begin with [CLS], answers with w39, and [SEP] ends both."""
 
 
 def _bert(cls: type, dropout: float):
@@ -57,6 +64,13 @@ def _gpt2(dropout: float):
     return transformers.GPT2LMHeadModel(config)
 
 
+def _llama(dropout: float):
+    config = transformers.LlamaConfig(
+        vocab_size=44, **_SHAPE, max_position_embeddings=32, attention_dropout=dropout, pad_token_id=0, eos_token_id=3
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 def _vit(dropout: float):
     config = transformers.ViTConfig(
         **_SHAPE, image_size=8, patch_size=4, num_channels=1, hidden_dropout_prob=dropout, num_labels=3
@@ -66,9 +80,11 @@ def _vit(dropout: float):
 
 MODELS = {
     "sequence-classification": lambda dropout: _bert(transformers.BertForSequenceClassification, dropout),
+    "token-classification": lambda dropout: _bert(transformers.BertForTokenClassification, dropout),
     "question-answering": lambda dropout: _bert(transformers.BertForQuestionAnswering, dropout),
     "text-to-text": _t5,
     "causal-lm": _gpt2,
+    "chat": _llama,
     "image-classification": _vit,
 }
 
@@ -97,6 +113,11 @@ def sample(task: str, choose: random.Random) -> dict:
         return {"source": text, "target": " ".join(words[:3])}
     if task == "causal-lm":
         return {"text": text}
+    if task == "chat":
+        parts = [" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(choose.choice((2, 4)))]
+        return {"messages": [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(parts)]}
+    if task == "token-classification":
+        return {"tokens": words, "ner_tags": [("O", "B-odd")[int(word[1:]) % 2] for word in words]}
     if task == "question-answering":
         answers = {"text": [words[1]], "answer_start": [len(words[0]) + 1]}
         return {"question": words[1], "context": text, "answers": answers}

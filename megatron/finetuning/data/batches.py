@@ -37,6 +37,7 @@ class Rows:
         ignored: name of a tensor of labels -> the label that the loss ignores.
         num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
+        notes: sentences for the user on what became of the samples.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Rows:
         ignored: Mapping[str, int],
         num_terms: Tensor,
         metrics: Metrics = lambda predictions, loss: {},
+        notes: Sequence[str] = (),
     ) -> None:
         self._tensors, self._ignored, self._num_terms, self.metrics = dict(tensors), ignored, num_terms, metrics
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         return len(self._num_terms)

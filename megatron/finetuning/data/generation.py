@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File
+from megatron.finetuning.data.packing import Tokens, rows_of
 from megatron.finetuning.data.task import Prepared, Task, most_likely, padded
 
 TEXT = ("text", "content", "sentence", "document")
+_TOO_SHORT = "a text of one token has nothing to predict"
 
 
 def _prepare_continuation(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
@@ -22,13 +24,19 @@ def _prepare_continuation(args: argparse.Namespace, tokenizer: Any, file: File, 
 
     def rows(file: File) -> Rows:
         texts = file.texts(name, "text")
+        if args.packing:
+            limits = {"truncation": True, "max_length": args.max_seq_length}
+            sequences = [Tokens(ids, list(ids)) for ids in tokenizer(texts, **limits)["input_ids"]]
+            if short := [number for number, each in enumerate(sequences, start=1) if not each.num_counted]:
+                raise ValueError(f"{file.path}, sample {short[0]}: {_TOO_SHORT}; leave it out")
+            return rows_of(sequences, args, tokenizer, lambda labels: perplexity)
         if args.no_group_texts:
             tensors = padded(tokenizer, texts, length=args.max_seq_length)
         else:
             tensors = _grouped(tokenizer, texts, args, file.path)
         labels = _labels(tensors)
         predicted = labels[:, 1:]
-        return _rows(file, tensors, labels, predicted, _perplexity, "a text of one token has nothing to predict")
+        return _rows(file, tensors, labels, predicted, perplexity, _TOO_SHORT)
 
     return Prepared(rows)
 
@@ -69,7 +77,8 @@ def _ended(text: list[int], end: int | None) -> list[int]:
     return text if end is None or text[-1:] == [end] else [*text, end]
 
 
-def _perplexity(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+def perplexity(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+    """The exponential of the mean loss of a token, as a metric."""
     return {"perplexity": math.exp(min(loss, 700.0))}
 
 

@@ -104,6 +104,30 @@ def test_grouped_texts_have_one_end_each(folder, adds_end):
     assert rows.batch([0], 1)["input_ids"].tolist() == [[2, 5, 6, 3, 2, 7, 3]]
 
 
+def test_words_and_entities(folder):
+    """The first token of a word has its label; an entity counts if its kind and both ends are right."""
+    path = folder / "words.jsonl"
+    sample = {"words": ["w1", "w2 w3", "w4", "w5", "w6"], "tags": ["B-a", "I-a", "O", "I-b", "B-b"]}
+    path.write_text(json.dumps(sample) + "\n")
+    data, _ = opened(folder, "token-classification", "--train_file", path, "--max_seq_length", 7)
+    names = data.changes["id2label"]
+    labels = data.training.batch([0], 1)["labels"][0]
+    assert [names.get(each, "") for each in labels.tolist()] == ["", "B-a", "I-a", "", "O", "I-b", ""]
+    assert data.notes == (f"{path}: 1 word cut off by --max_seq_length 7",)
+    data, _ = opened(folder, "token-classification", "--train_file", path)
+    guess = data.training.batch([0], 1)["labels"].clone()
+    number = {name: number for number, name in names.items()}
+    guess[0, 5] = number["B-b"]  # the same entities, by another tag
+    same = data.training.metrics({"logits": guess}, 0.0)
+    assert same == {"accuracy": 0.8, "precision": 1.0, "recall": 1.0, "f1": 1.0}
+    guess[0, 6] = number["I-b"]  # two entities of b become one
+    merged = data.training.metrics({"logits": guess}, 0.0)
+    assert merged == {"accuracy": 0.6, "precision": 0.5, "recall": 1 / 3, "f1": pytest.approx(0.4)}
+    path.write_text(json.dumps({**sample, "tags": ["O"]}) + "\n")
+    with pytest.raises(ValueError, match=r"sample 1: 'tags' is \['O'\], and a list of 5 labels is wanted"):
+        opened(folder, "token-classification", "--train_file", path)
+
+
 def test_labels_are_the_training_files(folder):
     args = tiny.arguments(folder)
     data = read_data(args)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Train a small Llama on the answers of conversations, on two processes of CPUs (docs/chats.md).
+#
+#   bash examples/chat.sh             # results in outputs/chat, or in $OUTPUT; under 5 minutes on 2 free cores
+#
+# examples/chats.py makes 500 conversations and a model that has learned nothing. finetune.py cuts the model in two and
+# trains it with several conversations a row; then the model is asked. EPOCHS, LAYERS and HIDDEN change how long that takes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. tools/environment.sh
+
+output="${OUTPUT:-outputs/chat}"
+
+prepare_environment core tokenizers
+install_project
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_VISIBLE_DEVICES=""
+mkdir -p "$output"
+
+echo "== Data and a model"
+python examples/chats.py --folder "$output/data" --layers "${LAYERS:-7}" --hidden "${HIDDEN:-320}"
+
+echo "== Training"
+python -m torch.distributed.run --standalone --nproc-per-node 2 finetune.py --task chat --packing \
+    --model_name_or_path "$output/data/model" --train_file "$output/data/train.jsonl" \
+    --validation_file "$output/data/validation.jsonl" --max_seq_length 256 --per_device_train_batch_size 1 \
+    --gradient_accumulation_steps 2 --pipeline_schedule flush --learning_rate 1e-3 --warmup_steps 20 \
+    --num_train_epochs "${EPOCHS:-4}" --memory 1GiB --output_dir "$output/model" --overwrite_output_dir \
+    --metrics_file "$output/metrics.jsonl" </dev/null
+
+question="What is the day after Monday?"
+echo "== $question"
+python examples/chats.py --model "$output/model" --ask "$question"

@@ -1,0 +1,205 @@
+"""Conversations: prediction of the assistant's answers, in the form of the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.documents import counted
+from megatron.documents.files import require_characters
+from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
+from megatron.finetuning.data.files import File, Sample
+from megatron.finetuning.data.generation import perplexity
+from megatron.finetuning.data.packing import Tokens, rows_of
+from megatron.finetuning.data.task import Prepared, Task, most_likely
+
+MESSAGES = ("messages", "conversations", "conversation")
+PROMPT, COMPLETION = ("prompt",), ("completion",)
+ASSISTANT = "assistant"
+
+_ROLES = {"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "bot": ASSISTANT}
+"""ShareGPT's names of roles."""
+_MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Message = dict[str, object]
+
+
+def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    columns = _columns(args, file)
+    template = _Template(args, tokenizer)
+
+    def rows(file: File) -> Rows:
+        for name, what in columns.items():
+            file.column(name, (), what)
+        sequences, num_cut, num_left_out = [], 0, 0
+        for number, sample in enumerate(file.samples, start=1):
+            where = f"{file.path}, sample {number}"
+            found = template.tokens(_messages(sample, list(columns), where), sample.get("tools") or None, where)
+            num_cut += len(found.ids) > args.max_seq_length
+            kept = Tokens(found.ids[: args.max_seq_length], found.labels[: args.max_seq_length])
+            if kept.num_counted:
+                sequences.append(kept)
+            else:
+                num_left_out += 1
+        if not sequences:
+            raise ValueError(
+                f"{file.path}: no conversation has an answer within --max_seq_length {args.max_seq_length}; give a "
+                "larger --max_seq_length, or conversations in which the assistant answers"
+            )
+        notes = [
+            f"{file.path}: {counted(count, 'conversation')} of {len(file.samples)} {what}"
+            for count, what in (
+                (num_cut, f"cut to --max_seq_length {args.max_seq_length}"),
+                (num_left_out, "left out, without an answer in what is left"),
+            )
+            if count
+        ]
+        return rows_of(sequences, args, tokenizer, _metrics, notes)
+
+    return Prepared(rows)
+
+
+def _metrics(labels: Tensor) -> Metrics:
+    """A function that computes the perplexity and the share of correct tokens, each predicted from the true ones
+    before it. `labels`: int64 [rows, tokens]."""
+    expected = labels[:, 1:]
+
+    def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
+        counts = expected != IGNORED
+        right = (predictions["logits"][:, :-1] == expected) & counts
+        return {**perplexity(predictions, loss), "token_accuracy": (right.sum() / counts.sum()).item()}
+
+    return metrics
+
+
+# --- conversations of a file
+
+
+def _columns(args: argparse.Namespace, file: File) -> dict[str, str]:
+    """The columns of conversations, name -> purpose: one of messages, or one of prompts and one of completions.
+
+    Raises ValueError if the file has neither.
+    """
+    pair = not set(MESSAGES) & set(file.fields) and set(PROMPT + COMPLETION) & set(file.fields)
+    if args.messages_column is None and (pair or args.text_column or args.target_column):
+        return {
+            file.column(args.text_column, PROMPT, "text"): "text",
+            file.column(args.target_column, COMPLETION, "target"): "target",
+        }
+    return {file.column(args.messages_column, MESSAGES, "messages"): "messages"}
+
+
+def _messages(sample: Sample, columns: Sequence[str], where: str) -> list[Message]:
+    """The messages of a sample, with `role` and `content`. Raises ValueError for anything else."""
+    found: list[Message] = []
+    for column, role in zip(columns, ("user", ASSISTANT), strict=False):
+        value = sample[column]
+        if len(columns) == 2 and isinstance(value, str):
+            value = [{"role": role, "content": value}]
+        if not isinstance(value, list) or not value:
+            form = "a text or a list of messages" if len(columns) == 2 else "a list of messages"
+            raise ValueError(f"{where}: {column!r} is {value!r}, and {form} is wanted; mend it")
+        found += (_message(each, f"{where}, message {number} of {column!r}") for number, each in enumerate(value, 1))
+    return found
+
+
+def _message(value: object, where: str) -> Message:
+    fields = {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else {}
+    if "role" not in fields and "from" in fields:  # ShareGPT's form
+        fields["role"] = _ROLES.get(fields.pop("from"), value["from"])
+        fields["content"] = fields.pop("value", None)
+    role, content = fields.get("role"), fields.get("content")
+    if not isinstance(role, str) or not (isinstance(content, str) or (content is None and "tool_calls" in fields)):
+        raise ValueError(
+            f'{where} is {value!r}, and {{"role": ..., "content": ...}} or {{"from": ..., "value": ...}} with texts is '
+            "wanted; mend it"
+        )
+    for text in (role, content or ""):
+        require_characters(text, where)
+    return fields
+
+
+# --- the template
+
+
+class _Template:
+    """A tokenizer with its chat template, which knows the answers' tokens.
+
+    Raises ValueError if there is no template, or the tokenizer does not say which characters a token is.
+    """
+
+    def __init__(self, args: argparse.Namespace, tokenizer: Any) -> None:
+        if args.chat_template is not None:
+            try:
+                tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--chat_template {args.chat_template} cannot be read ({error}); mend it") from error
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {args.model_name_or_path} has no chat template; name a file with one with "
+                "--chat_template"
+            )
+        if not getattr(tokenizer, "is_fast", False):
+            raise ValueError(
+                "--task chat has to know which characters a token is, and the model's tokenizer does not say; give its "
+                "folder a tokenizer.json"
+            )
+        self._tokenizer, self._all = tokenizer, args.train_on_prompt
+
+    def tokens(self, messages: list[Message], tools: object, where: str) -> Tokens:
+        """The tokens of a conversation; those of answers count in the loss, or all with --train_on_prompt.
+
+        Raises ValueError if the template refuses the conversation, or does not show where answers are.
+        """
+        text = self._rendered(messages, tools, where)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = list(encoded["input_ids"])
+        if self._all:
+            return Tokens(ids, list(ids))
+        template = self._tokenizer.get_chat_template(tools=tools)
+        if _MARKS_ANSWERS.search(template):
+            marked = self._tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
+            ids, counts = list(marked["input_ids"]), marked["assistant_masks"]
+        else:
+            spans = self._spans(messages, tools, text, where)
+            counts = [any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]]
+        return Tokens(ids, [token if count else IGNORED for token, count in zip(ids, counts, strict=True)])
+
+    def _rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except Exception as error:  # templates raise errors of any class
+            raise ValueError(
+                f"{where}: the chat template does not take the conversation ({type(error).__name__}: {error}); mend "
+                "it, leave it out, or give another --chat_template"
+            ) from error
+
+    def _spans(self, messages: list[Message], tools: object, text: str, where: str) -> list[tuple[int, int]]:
+        """The first and the last + 1 character of each answer, found by rendering the messages up to it.
+
+        An answer that begins the conversation replies to nothing and has no span.
+
+        Raises ValueError if the template renders the first messages of the conversation in another way than alone.
+        """
+        spans = []
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT or number == 0:
+                continue
+            before = self._rendered(messages[:number], tools, where, add_generation_prompt=True)
+            after = self._rendered(messages[: number + 1], tools, where)
+            if not (after.startswith(before) and text.startswith(after)):
+                raise ValueError(
+                    f"{where}: the chat template writes what stands before message {number + 1} or its answer in "
+                    "another way once more follows, so it does not show which tokens the answer has; give a "
+                    "--chat_template that marks answers with {% generation %}, or --train_on_prompt"
+                )
+            spans.append((len(before), len(after)))
+        return spans
+
+
+TASK = Task("AutoModelForCausalLM", _prepare, keep=("logits",), summary=most_likely, new_head=False)

@@ -1,0 +1,104 @@
+"""Rows of token sequences, in which each token may count in the loss or not: one sequence a row, or several packed.
+
+In a packed row each sequence has positions that begin at 0, and there is no mask of padding. transformers then makes
+masks in which a token attends only to tokens of its own sequence. What is left of a row is a sequence of padding.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
+from megatron.finetuning.data.task import give_padding
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A sequence of tokens.
+
+    Attributes:
+        ids: the token ids.
+        labels: for each token its id, or `IGNORED` where it does not count in the loss.
+    """
+
+    ids: list[int]
+    labels: list[int]
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == len(self.labels)
+        if self.labels:
+            self.labels[0] = IGNORED  # nothing in the sequence predicts its first token
+
+    @property
+    def num_counted(self) -> int:
+        """The number of tokens that count in the loss."""
+        return sum(label != IGNORED for label in self.labels)
+
+
+def rows_of(
+    sequences: Sequence[Tokens],
+    args: argparse.Namespace,
+    tokenizer: Any,
+    metrics: Callable[[torch.Tensor], Metrics],
+    notes: Sequence[str] = (),
+) -> Rows:
+    """Rows of `args.max_seq_length` tokens; with `args.packing` of several sequences each, otherwise of one.
+
+    The rows have `input_ids`, `labels`, and `position_ids` if they are packed or else `attention_mask`: int64 [rows,
+    tokens]. No sequence is longer than a row, and each has a token that counts.
+
+    Args:
+        metrics: makes the function for the metrics from the labels, int64 [rows, tokens].
+    """
+    give_padding(tokenizer)
+    length = args.max_seq_length
+    bins = first_fit_decreasing([len(each.ids) for each in sequences], length) if args.packing else (
+        [[number] for number in range(len(sequences))]
+    )  # fmt: skip
+    shape = (len(bins), length)
+    ids, labels = torch.full(shape, tokenizer.pad_token_id), torch.full(shape, IGNORED)
+    positions, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    for row, members in enumerate(bins):
+        first = 0
+        for number in members:
+            after = first + len(sequences[number].ids)
+            ids[row, first:after] = torch.tensor(sequences[number].ids)
+            labels[row, first:after] = torch.tensor(sequences[number].labels)
+            positions[row, first:after] = torch.arange(after - first)
+            mask[row, first:after] = 1
+            first = after
+        positions[row, first:] = torch.arange(length - first)
+    if args.packing:
+        notes = [*notes, f"--packing: {len(sequences)} sequences in {len(bins)} rows"]
+    return Rows(
+        {"input_ids": ids, **({"position_ids": positions} if args.packing else {"attention_mask": mask}),
+         "labels": labels},
+        ignored={"labels": IGNORED}, num_terms=(labels != IGNORED).sum(1), metrics=metrics(labels), notes=notes,
+    )  # fmt: skip
+
+
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack items into bins: the longest first, each into the first bin that has room.
+
+    Returns the items' numbers by bin. It takes O(items x log bins) steps.
+    """
+    size = 1 << max(len(lengths) - 1, 0).bit_length()
+    room = [capacity] * (2 * size)  # a tree: the most room among the leaves below; leaf `size + b` is bin b
+    bins: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        assert 0 < lengths[number] <= capacity
+        node = 1
+        while node < size:
+            node = 2 * node if room[2 * node] >= lengths[number] else 2 * node + 1
+        room[node] -= lengths[number]
+        if node - size == len(bins):
+            bins.append([])
+        bins[node - size].append(number)
+        while node := node // 2:
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins

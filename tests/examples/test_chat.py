@@ -1,0 +1,54 @@
+"""The example of a chat model: the same conversations every time, and a script that trains and asks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.finetuning import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_answers_of_the_made_conversations(tmp_path):
+    """500 conversations with right answers; the tokenizer's template marks each answer with its end, and no more."""
+    import transformers
+
+    for name in ("a", "b"):
+        command = [sys.executable, str(ROOT / "examples" / "chats.py"), "--folder", str(tmp_path / name)]
+        subprocess.run([*command, "--layers", "1", "--hidden", "40"], check=True, capture_output=True, timeout=300)
+    files = [(tmp_path / folder / f"{part}.jsonl") for part in ("train", "validation") for folder in ("a", "b")]
+    train, again, validation, _ = (file.read_text() for file in files)
+    assert train == again and (len(train.splitlines()), len(validation.splitlines())) == (450, 50)
+    messages = json.loads(train.splitlines()[0])["messages"]
+    pairs = {each["content"]: other["content"] for line in train.splitlines() for chat in [json.loads(line)["messages"]]
+             for each, other in zip(chat[::2], chat[1::2], strict=True)}  # fmt: skip
+    assert pairs["What is the day before Monday?"] == "Sunday" and pairs["What is 4 plus 3?"] == "7"
+    args = tiny.parse_args(
+        ["--model_name_or_path", str(tmp_path / "a" / "model"), "--task", "chat", "--train_file", str(files[0]),
+         "--output_dir", "o", "--max_seq_length", "256"]
+    )  # fmt: skip
+    from megatron.finetuning.samples import read_data
+
+    data = read_data(args)
+    labels = data.training.batch([0], 1)["labels"]
+    found = data.processor.decode(labels[labels >= 0])
+    assert found == "".join(f"{each['content']}<|im_end|>" for each in messages[1::2])
+    assert isinstance(data.processor, transformers.PreTrainedTokenizerFast) and data.notes == ()
+
+
+@pytest.mark.full
+def test_the_script_trains_and_asks(tmp_path):
+    environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "40", "EPOCHS": "1"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "chat.sh")], timeout=500, stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--packing: 450 sequences in " in done.stdout and "== What is the day after Monday?" in done.stdout
+    losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1]["eval_loss"] < losses[0]["loss"]
