@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from megatron.capture.blocks import Crossings, crossings, written_groups
+from megatron.capture.decisions import as_decided
 from megatron.capture.export import Captured
 from megatron.capture.nodes import attribute, without_model
 from megatron.capture.randomness import DRAW, Draw
@@ -303,10 +304,13 @@ class _Cutter:
 def _members(captured: Captured, plan: Crossings, groups, stage: int) -> list[fx.Node]:
     """The stage's operators, and all free operators that they need, in the captured order.
 
-    An operator that needs memory that is written also needs the operators that write it.
+    An operator that needs memory that is written also needs the operators that write it. The stage with the loss checks
+    the decisions by data.
     """
     found: set[fx.Node] = set()
     wanted = [node for node, at in plan.stage_of.items() if at == stage]
+    if stage == plan.stage_of[captured.loss]:
+        wanted += [node for node in captured.nodes if node.target is as_decided]
     while wanted:
         node = wanted.pop()
         if node in found:

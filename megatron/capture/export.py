@@ -15,16 +15,19 @@ import contextlib
 import hashlib
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
+from megatron.capture.decisions import Repeated, check_decisions, no_other_generators, rehearsed
 from megatron.capture.nodes import attribute, differentiable, parts_of, without_model
 from megatron.capture.randomness import DRAW, Draw, seed_randomness
-from megatron.capture.refusals import refuse_what_cannot_be_cut, sentence_of
+from megatron.capture.refusals import decides_by_values, refuse_decision, refuse_what_cannot_be_cut, sentence_of
+from megatron.capture.statistics import count_statistics, forget_overwritten
 from megatron.capture.wrapper import LossOnly
 
 aten = torch.ops.aten
@@ -49,7 +52,7 @@ class Captured:
         parameters: name in the model -> the model's own parameter. Each parameter is listed once.
         names: key of `parameters` -> all names of the parameter in the model, including the key.
         inputs: names of the batch's tensors.
-        num_random: number of operators that draw random numbers.
+        num_random: number of operators that depend on the `Draw`: they draw random numbers or count statistics.
         persistent: names of the buffers that checkpoints contain.
         loss: the node that makes the loss.
         kept: name -> the node that makes a result that is kept beside the loss.
@@ -126,8 +129,11 @@ def capture(
             module.training = training
     graph = graph_module.graph
     ask_batch_for_sizes(graph)
+    refuse_decision(check_decisions(graph_module))
     _drop_checks(graph_module)
+    forget_overwritten(graph_module)
     num_random = seed_randomness(graph, differentiable(graph_module))
+    num_random += count_statistics(graph_module)
     refuse_what_cannot_be_cut(graph)
     graph.eliminate_dead_code()
     _flatten_results(graph)
@@ -142,14 +148,49 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
         name: {0: dynamic, 1: dynamic} if dynamic_sequence and tensor.dim() == 2 else {0: dynamic}
         for name, tensor in batch.items()
     }
-    said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
-    try:
-        with contextlib.redirect_stderr(said):
+
+    def exported() -> fx.GraphModule:
+        said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
+        with contextlib.redirect_stderr(said), no_other_generators(), _modules_kept(wrapper.model):
             program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
+        sys.stderr.write(said.getvalue())
+        return program.module(check_guards=False)
+
+    try:
+        return exported()
+    except Exception as error:
+        if not decides_by_values(error):
+            raise ValueError(sentence_of(error, wrapper.model)) from error
+    try:
+        with Repeated(rehearsed(wrapper, batch)):
+            return exported()
     except Exception as error:
         raise ValueError(sentence_of(error, wrapper.model)) from error
-    sys.stderr.write(said.getvalue())
-    return program.module(check_guards=False)
+
+
+@contextlib.contextmanager
+def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
+    """A block after which modules lose the tensors without values that a capture has set as their attributes, and in
+    which `to` leaves modules alone that are of the wanted dtype already: torch.export lets none change its parameters.
+    """
+    before = {module: dict(vars(module)) for module in model.modules()}
+    convert = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        same = device is None and all(each.dtype is dtype for each in module.parameters())
+        return module if same else convert(module, *args, **kwargs)
+
+    torch.nn.Module.to = to
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = convert
+        for module, attributes in before.items():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FakeTensor) and attributes.get(name) is not value:
+                    delattr(module, name)
+                    vars(module).update({name: attributes[name]} if name in attributes else {})
 
 
 def _drop_checks(graph_module: fx.GraphModule) -> None:

@@ -90,7 +90,6 @@ _RETURNS_ITS_INPUT = {  # operators that may return an input although their sche
     aten.dropout.default,
     aten.feature_dropout.default,
 }
-_SEEDED = set(randomness.SEEDED.values())  # operators that return their input in an evaluation
 _KEEPS_STATISTICS = {  # operator -> (arguments that it writes, the argument that turns this on); not in its schema
     aten.batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),
@@ -117,7 +116,7 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory the operator's result may share."""
     if node.op != "call_function":
         return []
-    if node.target in _SEEDED:
+    if node.target in randomness.MAY_RETURN_INPUT:
         return [node.args[randomness.ARGUMENT]]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return [each for each in node.all_input_nodes if each not in parts_of(node)]

@@ -90,7 +90,7 @@ class GraphProfiler:
         self._memory: dict[fx.Node, fx.Node] = {}  # result -> the node that owns its memory
         self._saved: set[fx.Node] = set()  # the nodes whose memory has been counted as saved
         self._known: dict[str, _Measured] = {}
-        given = {DRAW: Draw(seed=0, sample=0), **batch}
+        given = {DRAW: Draw(seed=0, sample=-1), **batch}  # below 0: statistics stay as they are
         for node in captured.graph_module.graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = given[node.target]

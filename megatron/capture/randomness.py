@@ -52,6 +52,16 @@ def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Te
     return _dropped(torch.feature_dropout, draw, node, input, p)
 
 
+def seeded_drop_path(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
+    """Compute stochastic depth for operator number `node`: drop whole samples with probability `p`, as transformers'
+    drop path does."""
+    if not draw.training:
+        return input
+    with _seeded(input.device, draw, node):
+        kept = torch.rand((input.shape[0], *[1] * (input.dim() - 1)), dtype=input.dtype, device=input.device)
+    return input.div(1 - p) * (kept + (1 - p)).floor()
+
+
 def seeded_attention(
     draw: Draw | None, node: int, trained: Sequence[bool], *tensors: Tensor | None, dropout_p: float, **options: object
 ) -> Tensor:
@@ -87,8 +97,9 @@ SEEDED: dict[object, Callable] = {
     aten.feature_dropout.default: seeded_feature_dropout,
 }
 """Operator for dropout -> its seeded replacement."""
+MAY_RETURN_INPUT = {*SEEDED.values(), seeded_drop_path}
 ARGUMENT = 2
-"""The position of the input among the arguments of a seeded dropout, which may return the input itself."""
+"""The position of the input among the arguments of `MAY_RETURN_INPUT`, which return it itself in an evaluation."""
 
 _ATTENTION = aten.scaled_dot_product_attention.default
 
@@ -101,13 +112,18 @@ def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
 
     `trained`: the nodes that need a gradient. Returns the number of random operators; if it is 0, `DRAW` is not added.
     """
-    found = [node for node in graph.nodes if node.target is _ATTENTION or (node.target in SEEDED and is_random(node))]
-    num_random = sum(is_random(node) for node in found)
-    draw = None
-    if num_random:
-        with graph.inserting_before(next(iter(graph.nodes))):
-            draw = graph.placeholder(DRAW)
+    paths = {node: path for node in graph.nodes if node.target is aten.mul.Tensor and (path := _drop_path(node))}
+    found = [
+        node
+        for node in graph.nodes
+        if node.target is _ATTENTION or (node.target in SEEDED and is_random(node)) or node in paths
+    ]
+    num_random = sum(is_random(node) or node in paths for node in found)
+    draw = draw_of(graph) if num_random else None
     for number, node in enumerate(found):
+        if node in paths:
+            _replace_drop_path(graph, paths[node], draw, number)
+            continue
         arguments = arguments_of(node)
         its_draw = draw if is_random(node) else None
         arguments.pop("train", None)
@@ -122,6 +138,53 @@ def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     return num_random
+
+
+def draw_of(graph: fx.Graph) -> fx.Node:
+    """The graph's input `DRAW`, its first; it is added where it is missing."""
+    first = next(iter(graph.nodes))
+    placeholders = (node for node in graph.nodes if node.op == "placeholder" and node.target == DRAW)
+    found = next(placeholders, None)
+    if found is None:
+        with graph.inserting_before(first):
+            found = graph.placeholder(DRAW)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _DropPath:
+    """The operators of ``x.div(keep) * (keep + rand(samples, 1, ...)).floor()``. `made`: all, the last first."""
+
+    made: tuple[fx.Node, ...]
+    input: fx.Node
+    p: float
+
+
+def _drop_path(product: fx.Node) -> _DropPath | None:
+    """The drop path whose result `product` is; None for another operator."""
+    made, wanted = [product], (aten.mul.Tensor, aten.floor.default, aten.add.Tensor, aten.rand.default)
+    for target, position in zip(wanted[1:], (1, 0, 0), strict=True):
+        made.append(made[-1].args[position] if made[-1].args[position:] else None)
+        if getattr(made[-1], "target", None) is not target or len(made[-1].users) != 1:
+            return None
+    quotient = product.args[0]
+    if product.target is not wanted[0] or getattr(quotient, "target", None) is not aten.div.Tensor:
+        return None
+    shape, whole = made[-1].meta["val"].shape, quotient.meta["val"].shape
+    by_sample = len(shape) == len(whole) and shape[0] == whole[0] and all(size == 1 for size in shape[1:])
+    if not by_sample or quotient.args[1] != made[2].args[1] or len(quotient.users) != 1:
+        return None
+    return _DropPath((*made, quotient), quotient.args[0], 1 - quotient.args[1])
+
+
+def _replace_drop_path(graph: fx.Graph, path: _DropPath, draw: fx.Node, number: int) -> None:
+    product = path.made[0]
+    with graph.inserting_before(product):
+        new = graph.call_function(seeded_drop_path, (draw, number, path.input, path.p))
+    new.meta = dict(product.meta)
+    product.replace_all_uses_with(new)
+    for each in path.made:
+        graph.erase_node(each)
 
 
 def _dropped(drop: Callable, draw: Draw, node: int, input: Tensor, p: float) -> Tensor:

@@ -18,6 +18,7 @@ from megatron.capture.randomness import is_random
 from megatron.capture.wrapper import NoLossError
 
 _OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
+_DECIDES = "decides by the values of a tensor what it computes, and a captured graph is the same for all values"
 _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting"}
 
 
@@ -43,6 +44,12 @@ def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
         if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value):
             what = f"makes a shape that depends on values ({node.target}), and stages agree on shapes beforehand"
             _refuse(node, what, f"use a mask in its place, {_OR_ANOTHER}")
+
+
+def refuse_decision(node: fx.Node | None) -> None:
+    """Raise ValueError for a decision by a parameter or random numbers; None: there is none."""
+    if node is not None:
+        _refuse(node, _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}")
 
 
 def _refuse_write(node: fx.Node, target: fx.Node) -> None:
@@ -93,13 +100,19 @@ def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
         path, line = _running(each, model) or path, _line_of_error(each) or line
         reason = reason or next((line.strip() for line in str(each).splitlines() if line.strip()), "")
     where = path or type(model).__name__
-    if any("DataDependent" in type(each).__name__ for each in _causes(error)) or "data-dependent" in reason.lower():
-        what = "decides by the values of a tensor what it computes, and a captured graph is the same for all values"
-        otherwise = f"use torch.where or a mask in its place, {_OR_ANOTHER}"
+    if decides_by_values(error):
+        what, otherwise = _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}"
     else:
         what = f"cannot be captured ({type(error).__name__}: {reason})"
         otherwise = f"run it under torch.export to see more, {_OR_ANOTHER}"
     return f"{where} {what}{_at(line)}; {remedy_of(_class(where), line, reason, otherwise=otherwise)}"
+
+
+def decides_by_values(error: BaseException) -> bool:
+    """Whether torch.export failed because the model's control flow or shapes depend on values."""
+    return any(
+        "DataDependent" in type(each).__name__ or "data-dependent" in str(each).lower() for each in _causes(error)
+    )
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:
@@ -174,6 +187,9 @@ _REMEDIES = (
         f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them",
     ),
     _Remedy(r"DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
+    _Remedy(r"jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
+    _Remedy(r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
+    _Remedy(r"linear_sum_assignment|HungarianMatcher", "its loss assigns targets on the CPU, so give a loss of your own"),
     _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
     _Remedy(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
     _Remedy(

@@ -84,8 +84,10 @@ def _field(output: object, name: str) -> object:
 
 
 def _fixed_arguments(model: torch.nn.Module) -> dict[str, object]:
-    """The arguments that turn off the cache of keys and values, which only generation needs, if the model has one."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    """The arguments that turn off the cache of keys and values, which only generation needs, and turn on the
+    contrastive loss, which CLIP and its kin return when they are asked; of these, those that the model has."""
+    wanted = {"use_cache": False, "return_loss": True}
+    return {name: value for name, value in wanted.items() if name in inspect.signature(model.forward).parameters}
 
 
 def _taken(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, object]:

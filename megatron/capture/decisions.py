@@ -1,0 +1,154 @@
+"""Decisions by the values of a batch, such as ``if labels.max() >= num_labels: raise``.
+
+Problem: torch.export captures one course of a forward, and has no values to decide by.
+Solution: the forward runs once on the capture's batch (`rehearsed`), which records each answer with its line of source.
+The capture repeats the answers (`Repeated`), and its graph checks them for every batch of a run: a batch that would be
+decided otherwise is refused. Only decisions by data are taken so; one by weights or random numbers stays refused.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from megatron.capture.nodes import attribute
+
+aten = torch.ops.aten
+
+Place = tuple[str, int]
+"""A file and the number of a line."""
+
+_MARK = "decided as captured: "
+_ASKED = {Tensor.__bool__, Tensor.item}
+_OURS = (str(Path(torch.__file__).parent), __file__)
+
+
+class _Recorded(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[Place, list[bool]] = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if _decides(function, args):
+            self.answers.setdefault(_place(), []).append(bool(result))
+        return result
+
+
+class Repeated(TorchFunctionMode):
+    """A block in which tensors that are asked for their truth give the recorded answers, in the order of each line, and
+    the graph gets a check of each. What was not recorded is asked as ever.
+    """
+
+    def __init__(self, answers: Mapping[Place, list[bool]]) -> None:
+        super().__init__()
+        self._left = {place: list(those) for place, those in answers.items()}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if not _decides(function, args) or not self._left.get(place := _place()):
+            return function(*args, **(kwargs or {}))
+        answer = self._left[place].pop(0)
+        file, number = place
+        line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
+        truth = args[0] if args[0].dtype is torch.bool else args[0] != 0
+        torch._assert_async(truth if answer else ~truth, _MARK + line)
+        return answer
+
+
+def _decides(function: object, args: tuple) -> bool:
+    return function in _ASKED and (function is Tensor.__bool__ or args[0].dtype is torch.bool)
+
+
+def _place() -> Place:
+    """The innermost line outside of torch and of this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def rehearsed(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[Place, list[bool]]:
+    """Run the forward once. Returns the line of each decision -> its answers; buffers and generators stay as they were.
+
+    Parameters may be fake. Where the forward fails, the answers until then are returned.
+    """
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    recorded = _Recorded()
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), recorded:
+            model(**batch)
+    except Exception:  # the capture fails at the same place, and says why
+        pass
+    finally:
+        for buffer, value in kept:
+            buffer.copy_(value)
+    return recorded.answers
+
+
+@contextmanager
+def no_other_generators() -> Iterator[None]:
+    """A block in which nothing may be drawn from Python's or numpy's generator: a graph would repeat it for ever.
+
+    Raises ValueError afterwards if something was drawn.
+    """
+    before = random.getstate(), numpy.random.get_state()[1].tobytes(), numpy.random.get_state()[2]
+    yield
+    if (random.getstate(), numpy.random.get_state()[1].tobytes(), numpy.random.get_state()[2]) != before:
+        raise ValueError(
+            "the forward draws from Python's or numpy's generator, and a captured graph would repeat that draw for "
+            "ever; set apply_spec_augment to false and layerdrop to 0.0 in its configuration (config.json), where it "
+            "has them, or draw with torch.nn.Dropout"
+        )
+
+
+def as_decided(truth: Tensor, line: str) -> None:
+    """Check a decision for a batch. Raises ValueError if it differs from that for the capture's batch."""
+    if not isinstance(truth, FakeTensor) and not truth.is_meta and not truth:
+        raise ValueError(
+            f"this batch is decided otherwise than the batch of the capture [{line}], and a captured graph is the same "
+            "for all batches; leave such rows out, or capture with a batch like it"
+        )
+
+
+torch.fx.node.has_side_effect(as_decided)
+
+
+def check_decisions(graph_module: fx.GraphModule) -> fx.Node | None:
+    """Let the graph check its decisions by `as_decided`. Returns the first that depends on a parameter or on random
+    numbers, which no graph may repeat; None if all depend on data alone.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node.target is not aten._assert_async.msg or not node.args[1].startswith(_MARK):
+            continue
+        if _depends_on_more_than_data(graph_module, node):
+            return node
+        with graph_module.graph.inserting_before(node):
+            check = graph_module.graph.call_function(as_decided, (node.args[0], node.args[1].removeprefix(_MARK)))
+        check.meta = dict(node.meta)
+        graph_module.graph.erase_node(node)
+    return None
+
+
+def _depends_on_more_than_data(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    wanted, seen = [node], set()
+    while wanted:
+        each = wanted.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        wanted += each.all_input_nodes
+        if each.op == "get_attr" and isinstance(attribute(graph_module, each.target), torch.nn.Parameter):
+            return True
+        if torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()):
+            return True
+    return False
