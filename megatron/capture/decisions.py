@@ -9,13 +9,10 @@ decided otherwise is refused. Only decisions by data are taken so; one by weight
 from __future__ import annotations
 
 import linecache
-import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-import numpy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,7 +25,7 @@ aten = torch.ops.aten
 Place = tuple[str, int]
 """A file and the number of a line."""
 
-_MARK = "decided as captured: "
+_DECIDED, _CHECKED = "decided as captured: ", "checked by the model: "
 _ASKED = {Tensor.__bool__, Tensor.item}
 _OURS = (str(Path(torch.__file__).parent), __file__)
 
@@ -58,11 +55,19 @@ class Repeated(TorchFunctionMode):
         if not _decides(function, args) or not self._left.get(place := _place()):
             return function(*args, **(kwargs or {}))
         answer = self._left[place].pop(0)
-        file, number = place
-        line = f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
         truth = args[0] if args[0].dtype is torch.bool else args[0] != 0
-        torch._assert_async(truth if answer else ~truth, _MARK + line)
+        torch._assert_async(truth if answer else ~truth, _DECIDED + _line(place))
         return answer
+
+
+def check_all(truth: Tensor, message: object = None) -> None:
+    """Keep a model's ``torch._check_tensor_all`` as a check of each batch."""
+    torch._assert_async(truth.all(), _CHECKED + _line(_place()))
+
+
+def _line(place: Place) -> str:
+    file, number = place
+    return f"{Path(file).name}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def _decides(function: object, args: tuple) -> bool:
@@ -95,22 +100,6 @@ def rehearsed(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[Place
     return recorded.answers
 
 
-@contextmanager
-def no_other_generators() -> Iterator[None]:
-    """A block in which nothing may be drawn from Python's or numpy's generator: a graph would repeat it for ever.
-
-    Raises ValueError afterwards if something was drawn.
-    """
-    before = random.getstate(), numpy.random.get_state()[1].tobytes(), numpy.random.get_state()[2]
-    yield
-    if (random.getstate(), numpy.random.get_state()[1].tobytes(), numpy.random.get_state()[2]) != before:
-        raise ValueError(
-            "the forward draws from Python's or numpy's generator, and a captured graph would repeat that draw for "
-            "ever; set apply_spec_augment to false and layerdrop to 0.0 in its configuration (config.json), where it "
-            "has them, or draw with torch.nn.Dropout"
-        )
-
-
 def as_decided(truth: Tensor, line: str) -> None:
     """Check a decision for a batch. Raises ValueError if it differs from that for the capture's batch."""
     if not isinstance(truth, FakeTensor) and not truth.is_meta and not truth:
@@ -128,18 +117,21 @@ def check_decisions(graph_module: fx.GraphModule) -> fx.Node | None:
     numbers, which no graph may repeat; None if all depend on data alone.
     """
     for node in list(graph_module.graph.nodes):
-        if node.target is not aten._assert_async.msg or not node.args[1].startswith(_MARK):
+        if node.target is not aten._assert_async.msg or not node.args[1].startswith((_DECIDED, _CHECKED)):
             continue
-        if _depends_on_more_than_data(graph_module, node):
+        if not depends_on_more_than_data(graph_module, node):
+            line = node.args[1].removeprefix(_DECIDED).removeprefix(_CHECKED)
+            with graph_module.graph.inserting_before(node):
+                check = graph_module.graph.call_function(as_decided, (node.args[0], line))
+            check.meta = dict(node.meta)
+        elif node.args[1].startswith(_DECIDED):
             return node
-        with graph_module.graph.inserting_before(node):
-            check = graph_module.graph.call_function(as_decided, (node.args[0], node.args[1].removeprefix(_MARK)))
-        check.meta = dict(node.meta)
         graph_module.graph.erase_node(node)
     return None
 
 
-def _depends_on_more_than_data(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+def depends_on_more_than_data(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether an operator depends on a parameter or on random numbers."""
     wanted, seen = [node], set()
     while wanted:
         each = wanted.pop()

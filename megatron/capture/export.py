@@ -15,18 +15,18 @@ import contextlib
 import hashlib
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron.capture.decisions import Repeated, check_decisions, no_other_generators, rehearsed
+from megatron.capture.decisions import Repeated, check_decisions, rehearsed
 from megatron.capture.nodes import attribute, differentiable, parts_of, without_model
 from megatron.capture.randomness import DRAW, Draw, seed_randomness
 from megatron.capture.refusals import decides_by_values, refuse_decision, refuse_what_cannot_be_cut, sentence_of
+from megatron.capture.stand_ins import settle_stand_ins, standing_in
 from megatron.capture.statistics import count_statistics, forget_overwritten
 from megatron.capture.wrapper import LossOnly
 
@@ -129,12 +129,13 @@ def capture(
             module.training = training
     graph = graph_module.graph
     ask_batch_for_sizes(graph)
+    settle_stand_ins(graph)
     refuse_decision(check_decisions(graph_module))
     _drop_checks(graph_module)
     forget_overwritten(graph_module)
     num_random = seed_randomness(graph, differentiable(graph_module))
     num_random += count_statistics(graph_module)
-    refuse_what_cannot_be_cut(graph)
+    refuse_what_cannot_be_cut(graph_module)
     graph.eliminate_dead_code()
     _flatten_results(graph)
     names = _share_names(graph_module, model)
@@ -151,7 +152,7 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
 
     def exported() -> fx.GraphModule:
         said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
-        with contextlib.redirect_stderr(said), no_other_generators(), _modules_kept(wrapper.model):
+        with contextlib.redirect_stderr(said), standing_in(wrapper.model):
             program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
         sys.stderr.write(said.getvalue())
         return program.module(check_guards=False)
@@ -166,31 +167,6 @@ def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: boo
             return exported()
     except Exception as error:
         raise ValueError(sentence_of(error, wrapper.model)) from error
-
-
-@contextlib.contextmanager
-def _modules_kept(model: torch.nn.Module) -> Iterator[None]:
-    """A block after which modules lose the tensors without values that a capture has set as their attributes, and in
-    which `to` leaves modules alone that are of the wanted dtype already: torch.export lets none change its parameters.
-    """
-    before = {module: dict(vars(module)) for module in model.modules()}
-    convert = torch.nn.Module.to
-
-    def to(module: torch.nn.Module, *args, **kwargs) -> torch.nn.Module:
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        same = device is None and all(each.dtype is dtype for each in module.parameters())
-        return module if same else convert(module, *args, **kwargs)
-
-    torch.nn.Module.to = to
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = convert
-        for module, attributes in before.items():
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FakeTensor) and attributes.get(name) is not value:
-                    delattr(module, name)
-                    vars(module).update({name: attributes[name]} if name in attributes else {})
 
 
 def _drop_checks(graph_module: fx.GraphModule) -> None:

@@ -8,7 +8,7 @@ the model under ``torch.no_grad`` or ``torch.autocast``) have no schema, so thei
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import fx
@@ -66,21 +66,35 @@ _WITHOUT_GRADIENT = {
 
 def differentiable(graph_module: fx.GraphModule) -> frozenset[fx.Node]:
     """The nodes whose results need a gradient: trained parameters, and operators of a floating or complex dtype that
-    depend on a trained parameter, unless gradients are switched off for the operator.
+    depend on a trained parameter, or share memory into which such a result is written, unless gradients are switched
+    off for the operator.
     """
     found: set[fx.Node] = set()
-    for node in graph_module.graph.nodes:
-        if node.op == "get_attr":
-            value = attribute(graph_module, node.target)
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+    while True:
+        before = len(found)
+        for node in graph_module.graph.nodes:
+            if _needs_gradient(graph_module, node, found):
                 found.add(node)
-        elif node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
-            if node.target in _WITHOUT_GRADIENT or (node.target is _SET_GRAD and not node.args[0]):
-                continue
-            values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-            if any(isinstance(value, torch.Tensor) and has_gradients(value.dtype) for value in values):
-                found.add(node)
-    return frozenset(found)
+        wanted = [target for node in found for target in written_by(node)]  # the memory has what was written into it
+        while wanted:
+            target = wanted.pop()
+            if target.op == "call_function" and target not in found:
+                found.add(target)
+                wanted += aliased_by(target)
+        if len(found) == before:
+            return frozenset(found)
+
+
+def _needs_gradient(graph_module: fx.GraphModule, node: fx.Node, found: Set[fx.Node]) -> bool:
+    if node.op == "get_attr":
+        value = attribute(graph_module, node.target)
+        return isinstance(value, torch.Tensor) and value.requires_grad
+    if node.op != "call_function" or found.isdisjoint(node.all_input_nodes) or node.target in _WITHOUT_GRADIENT:
+        return False
+    if node.target is _SET_GRAD and not node.args[0]:
+        return False
+    values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(value, torch.Tensor) and has_gradients(value.dtype) for value in values)
 
 
 _RETURNS_ITS_INPUT = {  # operators that may return an input although their schemas do not say so

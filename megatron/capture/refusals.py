@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from megatron.capture.decisions import depends_on_more_than_data
 from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
 from megatron.capture.randomness import is_random
 from megatron.capture.wrapper import NoLossError
@@ -22,13 +23,14 @@ _DECIDES = "decides by the values of a tensor what it computes, and a captured g
 _OF_VMAP = {"_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting", "_vmap_decrement_nesting"}
 
 
-def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
+def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
     """Raise ValueError for an operator that cannot be cut. Precondition: the graph's dropout is seeded already.
 
     Such an operator writes into a parameter, a buffer, a constant or a tensor of the batch, draws random numbers of its
-    own, uses torch.vmap, or makes a shape that depends on values.
+    own, uses torch.vmap, or makes a shape that depends on values, unless it depends on data alone: such a result never
+    leaves its stage.
     """
-    for node in graph.nodes:
+    for node in graph_module.graph.nodes:
         for target in written_by(node):
             _refuse_write(node, target)
         if getattr(node.target, "__name__", "") in _OF_VMAP:
@@ -41,7 +43,8 @@ def refuse_what_cannot_be_cut(graph: fx.Graph) -> None:
             what = f"draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast"
             _refuse(inner[0], f"{what}, where they cannot be seeded for each stage", "draw them outside")
         value = node.meta.get("val")
-        if isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value):
+        unknown = isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value)
+        if unknown and depends_on_more_than_data(graph_module, node):
             what = f"makes a shape that depends on values ({node.target}), and stages agree on shapes beforehand"
             _refuse(node, what, f"use a mask in its place, {_OR_ANOTHER}")
 
@@ -189,7 +192,13 @@ _REMEDIES = (
     _Remedy(r"DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
     _Remedy(r"jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
     _Remedy(r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
-    _Remedy(r"linear_sum_assignment|HungarianMatcher", "its loss assigns targets on the CPU, so give a loss of your own"),
+    _Remedy(
+        r"linear_sum_assignment|HungarianMatcher", "its loss assigns targets on the CPU, so give a loss of your own"
+    ),
+    _Remedy(
+        r"SwitchTransformersExperts",
+        "no setting changes that, so choose a model whose experts are one tensor (Mixtral)",
+    ),
     _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
     _Remedy(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
     _Remedy(

@@ -38,9 +38,22 @@ class Architecture:
         return BATCHES[self.inputs](samples, json.loads(self.configuration))
 
 
-def architectures() -> list[Architecture]:
+def _read() -> list[Architecture]:
     with _FILE.open(encoding="utf-8", newline="") as file:
         return [Architecture(*row) for row in list(csv.reader(file))[1:]]
+
+
+ALL = _read()
+
+
+def table() -> str:
+    """The architectures as a table of ``docs/capture.md``: those with the same inputs and outcome in one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for each in ALL:
+        rows.setdefault((each.inputs, each.expected), []).append(each.name)
+    head = "| a batch has | architectures | outcome |\n|---|---|---|\n"
+    lines = (f"| {_COLUMNS[inputs]} | {'; '.join(names)} | {said} |" for (inputs, said), names in rows.items())
+    return head + "\n".join(lines) + "\n"
 
 
 def _text(samples: int, length: int = 9) -> dict[str, Tensor]:
@@ -95,3 +108,24 @@ BATCHES: dict[str, Callable[[int, dict], dict[str, Tensor]]] = {
     "sound classes": lambda samples, _: {**_sound(samples), "labels": torch.randint(2, (samples,))},
 }
 assert VOCABULARY == 61, "the configurations' own"
+_COLUMNS = {
+    "tokens": "tokens, each with a label",
+    "texts": "a text and its answer",
+    "classes": "tokens with a class",
+    "word classes": "tokens, each with a class",
+    "spans": "tokens with a span",
+    "images": "images with a class",
+    "segments": "images, each pixel with a class",
+    "instances": "images with masks of instances",
+    "pairs": "texts and their images, contrasted",
+    "dialogues": "texts with several images each",
+    "spectrum": "spectra and their text",
+    "sound": "waves and their text",
+    "sound classes": "waves with a class",
+}
+
+if __name__ == "__main__":
+    page = Path(__file__).parents[2] / "docs" / "capture.md"
+    text = page.read_text(encoding="utf-8")
+    begin = text.index("| a batch has |")
+    page.write_text(text[:begin] + table() + text[text.index("\n\n", begin) + 1 :], encoding="utf-8")

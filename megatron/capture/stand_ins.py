@@ -1,0 +1,160 @@
+"""What stands in, while a model is exported, for calls in its code that torch.export cannot follow.
+
+- ``len(tensor)`` is a Python number, which would fix the size of the batch; in the modules of the model it is the
+  tensor's symbolic size.
+- ``list(tensor)``, which would do the same, gives one object for all rows, of which `torch.cat` makes one tensor again
+  (the images of a batch); any other use of that object is refused.
+- ``torch.nn.functional.ctc_loss`` makes a tensor whose shape depends on values, for its own backward alone. It is kept
+  as one operator.
+- ``torch._check_tensor_all`` becomes a check of each batch.
+- ``module.to(dtype)`` changes parameters, which torch.export lets nobody; it does nothing where the dtype is the same.
+- A tensor that a forward leaves in an attribute of its module is a fake one; the attribute becomes what it was.
+- What is drawn from Python's or numpy's generator would be repeated for ever, so it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+
+import numpy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatron.capture.decisions import check_all
+
+_CTC_LOSS = torch.nn.functional.ctc_loss
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Compute ``torch.nn.functional.ctc_loss`` by torch's own kernel; of fake tensors the shape only."""
+    if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
+        return log_probs.sum((0, 2)) if reduction == "none" else log_probs.sum()
+    with torch.backends.cudnn.flags(enabled=False):
+        return _CTC_LOSS(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
+@torch.library.custom_op("megatron_capture::ctc_loss", mutates_args=())
+def _exported_ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+
+
+@_exported_ctc_loss.register_fake
+def _(log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mean", zero_infinity=False):
+    return log_probs.new_empty(log_probs.shape[1:2] if reduction == "none" else ())
+
+
+def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    same = device is None and all(each.dtype is dtype for each in module.parameters())
+    return module if same else _TO(module, *args, **kwargs)
+
+
+_TO, _CHECK_ALL = torch.nn.Module.to, torch._check_tensor_all
+
+
+class _Rows:
+    """All rows of a tensor whose number depends on the batch."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        rows = args[0] if args else ()
+        along = (kwargs or {}).get("dim", args[1] if args[1:] else 0)
+        if function is torch.cat and along == 0 and len(rows) == 1 and isinstance(rows[0], cls):
+            return rows[0]._tensor.flatten(0, 1)
+        raise TypeError(f"a loop over the samples of a batch, whose number differs ({function.__name__})")
+
+
+def _iter(tensor: Tensor) -> Iterator[Tensor | _Rows]:
+    return iter((_Rows(tensor),)) if _has_any_length(tensor) else _ITER(tensor)
+
+
+def _len(tensor: Tensor) -> int:
+    if _has_any_length(tensor):
+        raise TypeError("the length of a batch as a Python number, which differs")  # list() goes on without it
+    return _LEN(tensor)
+
+
+def _has_any_length(tensor: Tensor) -> bool:
+    return (
+        tensor.dim() > 0 and isinstance(tensor.shape[0], torch.SymInt) and tensor.shape[0].node.expr.is_number is False
+    )
+
+
+_ITER, _LEN = Tensor.__iter__, Tensor.__len__
+
+
+def _symbolic_len(value: object) -> int | torch.SymInt:
+    return value.shape[0] if isinstance(value, Tensor) else len(value)
+
+
+@contextlib.contextmanager
+def standing_in(model: torch.nn.Module) -> Iterator[None]:
+    """A block to export `model` in. Raises ValueError at its end if something was drawn from another generator than
+    torch's.
+    """
+    sources = {type(module).__module__ for module in model.modules()}
+    spaces = [vars(sys.modules[name]) for name in sources if name in sys.modules and not name.startswith("torch.")]
+    spaces = [space for space in spaces if "len" not in space]
+    attributes = {module: dict(vars(module)) for module in model.modules()}
+    drawn = _other_generators()
+    torch.nn.functional.ctc_loss = _exported_ctc_loss
+    torch.nn.Module.to = _to_unless_the_same
+    torch._check_tensor_all = check_all
+    Tensor.__iter__, Tensor.__len__ = _iter, _len
+    for space in spaces:
+        space["len"] = _symbolic_len
+    try:
+        yield
+    finally:
+        torch.nn.functional.ctc_loss = _CTC_LOSS
+        torch.nn.Module.to = _TO
+        torch._check_tensor_all = _CHECK_ALL
+        Tensor.__iter__, Tensor.__len__ = _ITER, _LEN
+        for space in spaces:
+            del space["len"]
+        for module, before in attributes.items():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FakeTensor) and before.get(name) is not value:
+                    delattr(module, name)
+                    vars(module).update({name: before[name]} if name in before else {})
+    if _other_generators() != drawn:
+        raise ValueError(
+            f"{type(model).__name__} draws from Python's or numpy's generator in its forward, and a captured graph "
+            "would repeat what was drawn for ever; set apply_spec_augment to false and layerdrop to 0.0 in its "
+            "configuration (config.json), where it has them, or draw with torch.nn.Dropout"
+        )
+
+
+def _other_generators() -> tuple:
+    _, keys, position, *_ = numpy.random.get_state()
+    return random.getstate(), keys.tobytes(), position
+
+
+def settle_stand_ins(graph: fx.Graph) -> None:
+    """Replace the operators that an export has kept whole by the functions that compute them."""
+    for node in graph.nodes:
+        if node.target is torch.ops.megatron_capture.ctc_loss.default:
+            node.target = ctc_loss
