@@ -193,7 +193,7 @@ _REMEDIES = (
     _Remedy(r"jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
     _Remedy(r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
     _Remedy(
-        r"linear_sum_assignment|HungarianMatcher", "its loss assigns targets on the CPU, so give a loss of your own"
+        r"loop over the samples", "give a loss of your own that takes the batch as a whole, or choose another model"
     ),
     _Remedy(
         r"SwitchTransformersExperts",

@@ -7,6 +7,8 @@
 - ``torch.nn.functional.ctc_loss`` makes a tensor whose shape depends on values, for its own backward alone. It is kept
   as one operator.
 - ``torch._check_tensor_all`` becomes a check of each batch.
+- The gated delta rule (Qwen3-Next) solves a triangular system; for an export it would write out 63 steps in each layer,
+  which takes long. It is told that nothing is exported.
 - ``module.to(dtype)`` changes parameters, which torch.export lets nobody; it does nothing where the dtype is the same.
 - A tensor that a forward leaves in an attribute of its module is a fake one; the attribute becomes what it was.
 - What is drawn from Python's or numpy's generator would be repeated for ever, so it is refused.
@@ -23,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatron.capture.decisions import check_all
 
@@ -69,6 +72,7 @@ def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object
     return module if same else _TO(module, *args, **kwargs)
 
 
+_EXPORTING, _DELTA_RULE = "is_torchdynamo_exporting", "torch_chunk_gated_delta_rule"
 _TO, _CHECK_ALL = torch.nn.Module.to, torch._check_tensor_all
 
 
@@ -84,7 +88,16 @@ class _Rows:
         along = (kwargs or {}).get("dim", args[1] if args[1:] else 0)
         if function is torch.cat and along == 0 and len(rows) == 1 and isinstance(rows[0], cls):
             return rows[0]._tensor.flatten(0, 1)
-        raise TypeError(f"a loop over the samples of a batch, whose number differs ({function.__name__})")
+        raise TypeError(_LOOP)
+
+    def __getitem__(self, index: object) -> Tensor:
+        raise TypeError(_LOOP)
+
+    def __getattr__(self, name: str) -> object:
+        raise TypeError(_LOOP)
+
+
+_LOOP = "a loop over the samples of a batch, whose number differs"
 
 
 def _iter(tensor: Tensor) -> Iterator[Tensor | _Rows]:
@@ -98,9 +111,9 @@ def _len(tensor: Tensor) -> int:
 
 
 def _has_any_length(tensor: Tensor) -> bool:
-    return (
-        tensor.dim() > 0 and isinstance(tensor.shape[0], torch.SymInt) and tensor.shape[0].node.expr.is_number is False
-    )
+    """Whether the number of rows differs from batch to batch by its shape, not by its values."""
+    size = tensor.shape[0] if tensor.dim() else 0
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number and not free_unbacked_symbols(size)
 
 
 _ITER, _LEN = Tensor.__iter__, Tensor.__len__
@@ -117,15 +130,17 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
     """
     sources = {type(module).__module__ for module in model.modules()}
     spaces = [vars(sys.modules[name]) for name in sources if name in sys.modules and not name.startswith("torch.")]
-    spaces = [space for space in spaces if "len" not in space]
+    replaced = [(space, "len", _symbolic_len) for space in spaces if "len" not in space]
+    replaced += [(space, _EXPORTING, lambda: False) for space in spaces if _DELTA_RULE in space and _EXPORTING in space]
+    originals = [(space, name, space[name]) for space, name, _ in replaced if name in space]
     attributes = {module: dict(vars(module)) for module in model.modules()}
     drawn = _other_generators()
     torch.nn.functional.ctc_loss = _exported_ctc_loss
     torch.nn.Module.to = _to_unless_the_same
     torch._check_tensor_all = check_all
     Tensor.__iter__, Tensor.__len__ = _iter, _len
-    for space in spaces:
-        space["len"] = _symbolic_len
+    for space, name, value in replaced:
+        space[name] = value
     try:
         yield
     finally:
@@ -133,8 +148,10 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
         torch.nn.Module.to = _TO
         torch._check_tensor_all = _CHECK_ALL
         Tensor.__iter__, Tensor.__len__ = _ITER, _LEN
-        for space in spaces:
-            del space["len"]
+        for space, name, _ in replaced:
+            del space[name]
+        for space, name, value in originals:
+            space[name] = value
         for module, before in attributes.items():
             for name, value in list(vars(module).items()):
                 if isinstance(value, FakeTensor) and before.get(name) is not value:

@@ -97,6 +97,12 @@ def count_statistics(graph_module: fx.GraphModule) -> int:
     return replaced
 
 
+def counted_in(graph: fx.Graph) -> frozenset[str]:
+    """The names of the buffers that a graph's forwards change."""
+    found = [node for node in graph.nodes if node.target is counted_batch_norm]
+    return frozenset(each.target for node in found for each in node.args[5:9] if each is not None)
+
+
 def forget_overwritten(graph_module: fx.GraphModule) -> None:
     """Let the readers of a buffer that is overwritten as a whole, before anything reads it, read what is written."""
     graph = graph_module.graph

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from megatron.capture.cut import CapturedStage
+from megatron.capture.statistics import counted_in
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -127,7 +128,8 @@ def load_stage(
         read: finds the model's tensors in the files.
         initial: (name, shape, dtype) -> a parameter that the folder lacks, such as a new classifier. A buffer that the
             folder lacks then keeps its value. None: any missing tensor is an error.
-        exact: a dict that receives the FP32 values of all floating-point tensors, exactly as in the files, on `device`.
+        exact: a dict that receives the FP32 values of all floating-point tensors, exactly as in the files, on `device`,
+            except of statistics, which forwards change.
 
     Returns the names of the tensors that the folder lacked. Raises ValueError for a tensor that is missing without
     `initial`, or has another shape.
@@ -143,9 +145,10 @@ def load_stage(
         for name, tensor in targets.items()
     }
     values: dict[str, Tensor] = {}
+    counted = counted_in(stage.graph)
 
     def settle(name: str, value: Tensor) -> None:
-        if exact is not None and value.is_floating_point():
+        if exact is not None and value.is_floating_point() and name not in counted:
             exact[name] = value.to(device, torch.float32, copy=True)  # a copy, which the weight must not share
         values[name] = value.to(targets[name].dtype)
 

@@ -46,14 +46,16 @@ def _read() -> list[Architecture]:
 ALL = _read()
 
 
+_HEAD = "| a batch has | architectures | outcome |"
+
+
 def table() -> str:
     """The architectures as a table of ``docs/capture.md``: those with the same inputs and outcome in one row."""
     rows: dict[tuple[str, str], list[str]] = {}
     for each in ALL:
         rows.setdefault((each.inputs, each.expected), []).append(each.name)
-    head = "| a batch has | architectures | outcome |\n|---|---|---|\n"
     lines = (f"| {_COLUMNS[inputs]} | {'; '.join(names)} | {said} |" for (inputs, said), names in rows.items())
-    return head + "\n".join(lines) + "\n"
+    return f"{_HEAD}\n|---|---|---|\n" + "\n".join(lines) + "\n"
 
 
 def _text(samples: int, length: int = 9) -> dict[str, Tensor]:
@@ -126,6 +128,6 @@ _COLUMNS = {
 
 if __name__ == "__main__":
     page = Path(__file__).parents[2] / "docs" / "capture.md"
-    text = page.read_text(encoding="utf-8")
-    begin = text.index("| a batch has |")
-    page.write_text(text[:begin] + table() + text[text.index("\n\n", begin) + 1 :], encoding="utf-8")
+    before, _, after = page.read_text(encoding="utf-8").partition(_HEAD)
+    rest = after[after.index("\n\n") + 1 :]
+    page.write_text(before + table() + rest, encoding="utf-8")
