@@ -114,8 +114,14 @@ torch.fx.node.has_side_effect(as_decided)
 
 def check_decisions(graph_module: fx.GraphModule) -> fx.Node | None:
     """Let the graph check its decisions by `as_decided`. Returns the first that depends on a parameter or on random
-    numbers, which no graph may repeat; None if all depend on data alone.
+    numbers, which no graph may repeat, or lies under ``torch.no_grad`` or ``torch.autocast``, where nothing could check
+    it; None if there is none.
     """
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule) and module is not graph_module:
+            for node in module.graph.nodes:
+                if node.target is aten._assert_async.msg and node.args[1].startswith(_DECIDED):
+                    return node
     for node in list(graph_module.graph.nodes):
         if node.target is not aten._assert_async.msg or not node.args[1].startswith((_DECIDED, _CHECKED)):
             continue

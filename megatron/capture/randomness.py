@@ -52,14 +52,14 @@ def seeded_feature_dropout(draw: Draw, node: int, input: Tensor, p: float) -> Te
     return _dropped(torch.feature_dropout, draw, node, input, p)
 
 
-def seeded_drop_path(draw: Draw, node: int, input: Tensor, p: float) -> Tensor:
-    """Compute stochastic depth for operator number `node`: drop whole samples with probability `p`, as transformers'
+def seeded_drop_path(draw: Draw, node: int, input: Tensor, keep: float) -> Tensor:
+    """Compute stochastic depth for operator number `node`: keep each sample with probability `keep`, as transformers'
     drop path does."""
     if not draw.training:
         return input
     with _seeded(input.device, draw, node):
-        kept = torch.rand((input.shape[0], *[1] * (input.dim() - 1)), dtype=input.dtype, device=input.device)
-    return input.div(1 - p) * (kept + (1 - p)).floor()
+        drawn = torch.rand((input.shape[0], *[1] * (input.dim() - 1)), dtype=input.dtype, device=input.device)
+    return input.div(keep) * (drawn + keep).floor()
 
 
 def seeded_attention(
@@ -157,7 +157,7 @@ class _DropPath:
 
     made: tuple[fx.Node, ...]
     input: fx.Node
-    p: float
+    keep: float
 
 
 def _drop_path(product: fx.Node) -> _DropPath | None:
@@ -172,15 +172,15 @@ def _drop_path(product: fx.Node) -> _DropPath | None:
         return None
     shape, whole = made[-1].meta["val"].shape, quotient.meta["val"].shape
     by_sample = len(shape) == len(whole) and shape[0] == whole[0] and all(size == 1 for size in shape[1:])
-    if not by_sample or quotient.args[1] != made[2].args[1] or len(quotient.users) != 1:
+    if not by_sample or quotient.args[1] != made[2].args[1] or made[2].kwargs or len(quotient.users) != 1:
         return None
-    return _DropPath((*made, quotient), quotient.args[0], 1 - quotient.args[1])
+    return _DropPath((*made, quotient), *quotient.args)
 
 
 def _replace_drop_path(graph: fx.Graph, path: _DropPath, draw: fx.Node, number: int) -> None:
     product = path.made[0]
     with graph.inserting_before(product):
-        new = graph.call_function(seeded_drop_path, (draw, number, path.input, path.p))
+        new = graph.call_function(seeded_drop_path, (draw, number, path.input, path.keep))
     new.meta = dict(product.meta)
     product.replace_all_uses_with(new)
     for each in path.made:

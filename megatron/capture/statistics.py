@@ -48,7 +48,7 @@ def counted_batch_norm(
     norm = torch.nn.functional.batch_norm
     if not draw.training:
         return norm(input, mean, variance, weight, bias, False, momentum, eps)
-    if draw.sample <= int(last_sample):
+    if draw.sample < 0 or draw.sample <= int(last_sample):
         return norm(input, None, None, weight, bias, True, momentum, eps)
     last_sample.fill_(draw.sample)
     if count is not None:

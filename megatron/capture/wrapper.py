@@ -48,14 +48,15 @@ class LossOnly(torch.nn.Module):
         self.model = model
         self._loss = loss
         self._keep = tuple(keep)
-        self._fixed = _fixed_arguments(model)
+        self._fixed = _fixed_arguments(model, {"use_cache": False, **({"return_loss": True} if loss is None else {})})
         arguments = ", ".join(names)
         namespace: dict[str, Callable] = {}
         exec(f"def forward(self, {arguments}): return self.loss_of(dict({_pairs(names)}))", namespace)
         self.forward = namespace["forward"].__get__(self)
 
     def loss_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        output = self.model(**batch, **self._fixed) if self._loss is None else self.model(**_taken(self.model, batch))
+        taken = batch if self._loss is None else _taken(self.model, batch)
+        output = self.model(**taken, **self._fixed)
         loss = _field(output, "loss") if self._loss is None else self._loss(output, batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise NoLossError(
@@ -83,16 +84,16 @@ def _field(output: object, name: str) -> object:
     return getattr(output, name, None)
 
 
-def _fixed_arguments(model: torch.nn.Module) -> dict[str, object]:
-    """The arguments that turn off the cache of keys and values, which only generation needs, and turn on the
-    contrastive loss, which CLIP and its kin return when they are asked; of these, those that the model has."""
-    wanted = {"use_cache": False, "return_loss": True}
+def _fixed_arguments(model: torch.nn.Module, wanted: dict[str, object]) -> dict[str, object]:
+    """Of the wanted arguments those that the model has. Without a cache of keys and values, which only generation
+    needs; and with the contrastive loss, which CLIP and its kin return when they are asked.
+    """
     return {name: value for name, value in wanted.items() if name in inspect.signature(model.forward).parameters}
 
 
-def _taken(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, object]:
+def _taken(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a batch that the model's forward takes; the loss takes the others."""
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return {**batch, **_fixed_arguments(model)}
-    return {name: tensor for name, tensor in batch.items() if name in parameters} | _fixed_arguments(model)
+        return dict(batch)
+    return {name: tensor for name, tensor in batch.items() if name in parameters}

@@ -8,7 +8,7 @@ from megatron.capture.cut import StageData, cut
 from megatron.capture.export import capture
 from tests.capture.cuts import spread
 from tests.capture.in_turn import train_in_turn
-from tests.capture.models import captured, gradients
+from tests.capture.models import captured, equal, gradients
 
 
 def names_of(ours, numbers):
@@ -104,3 +104,29 @@ def test_several_results_and_their_takers():
     assert len(block) == 3 and sum("getitem" in name for name in block) == 2
     free = free_nodes(ours)
     assert not any("set_grad" in str(node.target) for node in free)
+
+
+class FillsZeros(nn.Module):
+    """It writes into zeros through a view, and reads the zeros' own tensor, as Longformer's attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        zeros = x.new_zeros(x.shape[0], 4)
+        zeros[:, :2] = self.first(x)[:, :2]
+        return self.last(zeros.view(-1, 2, 2).flatten(1) * 2).square().mean()
+
+
+def test_what_is_filled_with_results_has_their_gradient():
+    """Wherever it is cut, the gradient of what was written comes back."""
+    model, batch = FillsZeros(), {"x": torch.randn(3, 4)}
+    ours = capture(model, batch)
+    expected = gradients(model(**batch), model)
+    blocks = blocks_of(ours)
+    for border in range(1, len(blocks)):
+        stages = cut(ours, spread({block: int(place >= border) for place, block in enumerate(blocks)}))
+        train_in_turn(stages, StageData(batch))
+        assert equal({name: each.grad for name, each in model.named_parameters()}, expected)
+        model.zero_grad()

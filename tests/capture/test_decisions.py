@@ -54,6 +54,24 @@ def test_batches_that_are_decided_alike_are_equal_and_others_are_refused():
             train_in_turn(stages, StageData(batch))
 
 
+class DecidesUnseen(Chooses):
+    def forward(self, x, mask, labels):
+        with torch.no_grad():
+            scale = mask * 2 if (mask == 1).all() else mask
+        return super().forward(x * scale[:, None], mask, labels)
+
+
+class DecidesAtRandom(Chooses):
+    def forward(self, x, mask, labels):
+        return super().forward(x if torch.rand(()) < 0.5 else x * 2, mask, labels)
+
+
+@pytest.mark.parametrize("kind", [DecidesUnseen, DecidesAtRandom])
+def test_decisions_that_cannot_be_checked_are_refused(kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__} decides by the values of a tensor what it computes"):
+        capture(kind(), _batch(3))
+
+
 class DrawsWithNumpy(nn.Module):
     def __init__(self):
         super().__init__()
@@ -75,9 +93,9 @@ def test_drop_path_is_that_of_transformers():
     from transformers.models.dinov2.modeling_dinov2 import Dinov2DropPath
 
     x = torch.randn(40, 3, 2)
-    ours = seeded_drop_path(Draw(seed=1, sample=2), 3, x, 0.3)
+    ours = seeded_drop_path(Draw(seed=1, sample=2), 3, x, 1 - 0.3)
     torch.manual_seed(mixed(1, 2, 3))
     assert torch.equal(ours, Dinov2DropPath(0.3).train()(x))
     dropped = (ours == 0).flatten(1)
     assert 5 < dropped.all(1).sum() < 20 and torch.equal(dropped.all(1), dropped.any(1))
-    assert seeded_drop_path(Draw(seed=1, sample=2, training=False), 3, x, 0.3) is x
+    assert seeded_drop_path(Draw(seed=1, sample=2, training=False), 3, x, 1 - 0.3) is x

@@ -4,13 +4,16 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from megatron.capture.blocks import blocks_of
 from megatron.capture.cut import StageData, cut
+from megatron.capture.estimate import Roofline, estimate
 from megatron.capture.export import capture
 from megatron.capture.profile import profile
 from megatron.capture.randomness import Draw
+from megatron.capture.tensors import load_stage
 from tests.capture.cuts import contiguous
 from tests.capture.in_turn import train_in_turn
 from tests.capture.models import equal, gradients
@@ -64,6 +67,24 @@ def test_statistics_equal_the_models(recompute):
     assert model.norm.num_batches_tracked == 5
     states = {name: value for stage in stages.values() for name, value in stage.state_dict().items()}
     assert equal(states, twin.state_dict()), "a checkpoint has them"
+
+
+def test_a_folder_has_the_statistics(tmp_path):
+    """They are read as buffers, and no exact value is kept that would later be written in their place."""
+    model, other = Norms(), Norms()
+    model(**_images(4))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    exact = {}
+    for stage in cut(captured := capture(other, _images(3)), contiguous(captured, 2, random.Random(1))).values():
+        load_stage(stage, tmp_path, exact=exact)
+    assert equal(other.state_dict(), model.state_dict())
+    assert set(exact) == {name for name, _ in model.named_parameters()}
+
+
+def test_an_estimate_counts_nothing():
+    model = Norms()
+    ours = capture(model, _images(3))
+    assert estimate(ours, _images(4), Roofline(1, 1)) and model.norm.num_batches_tracked == 0
 
 
 def test_what_a_forward_overwrites_is_no_state():
