@@ -104,7 +104,7 @@ def capture(
     Args:
         model: the user's model. It keeps its mode, and its parameters become those of the graph.
         batch: name -> tensor [batch of 2 or more, ...], the arguments of the forward. The graph runs with any batch
-            size, 1 included. Values matter only if the forward decides by Python numbers.
+            size, 1 included. Values matter only if the forward decides by them; every batch is then decided alike.
         loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.
         keep: fields of the output that are kept beside the loss, such as ``logits``.
         dynamic_sequence: whether dimension 1 of every two-dimensional tensor may also differ from batch to batch.

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megatron.capture.decisions import depends_on_more_than_data
 from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
 from megatron.capture.randomness import is_random
+from megatron.capture.stand_ins import OtherGeneratorError
 from megatron.capture.wrapper import NoLossError
 
 _OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
@@ -50,7 +51,7 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
 
 
 def refuse_decision(node: fx.Node | None) -> None:
-    """Raise ValueError for a decision by a parameter or random numbers; None: there is none."""
+    """Raise ValueError for a decision that no graph may repeat, as `check_decisions` finds it; None: there is none."""
     if node is not None:
         _refuse(node, _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}")
 
@@ -96,7 +97,7 @@ def sentence_of(error: BaseException, model: torch.nn.Module) -> str:
     It names the innermost module that was running, its line of source, the first line of the reason, and a remedy.
     """
     for each in _causes(error):
-        if isinstance(each, NoLossError):
+        if isinstance(each, (NoLossError, OtherGeneratorError)):
             return str(each)
     path, reason, line = "", "", ""
     for each in _causes(error):

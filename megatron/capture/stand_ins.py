@@ -66,6 +66,10 @@ def _(log_probs, targets, input_lengths, target_lengths, blank=0, reduction="mea
     return log_probs.new_empty(log_probs.shape[1:2] if reduction == "none" else ())
 
 
+class OtherGeneratorError(ValueError):
+    """An error for a model that draws random numbers from another generator than torch's."""
+
+
 def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     same = device is None and all(each.dtype is dtype for each in module.parameters())
@@ -125,8 +129,8 @@ def _symbolic_len(value: object) -> int | torch.SymInt:
 
 @contextlib.contextmanager
 def standing_in(model: torch.nn.Module) -> Iterator[None]:
-    """A block to export `model` in. Raises ValueError at its end if something was drawn from another generator than
-    torch's.
+    """A block to export `model` in. Raises OtherGeneratorError at its end if something was drawn from another generator
+    than torch's.
     """
     sources = {type(module).__module__ for module in model.modules()}
     spaces = [vars(sys.modules[name]) for name in sources if name in sys.modules and not name.startswith("torch.")]
@@ -158,7 +162,7 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
                     delattr(module, name)
                     vars(module).update({name: before[name]} if name in before else {})
     if _other_generators() != drawn:
-        raise ValueError(
+        raise OtherGeneratorError(
             f"{type(model).__name__} draws from Python's or numpy's generator in its forward, and a captured graph "
             "would repeat what was drawn for ever; set apply_spec_augment to false and layerdrop to 0.0 in its "
             "configuration (config.json), where it has them, or draw with torch.nn.Dropout"

@@ -87,19 +87,29 @@ def test_an_estimate_counts_nothing():
     assert estimate(ours, _images(4), Roofline(1, 1)) and model.norm.num_batches_tracked == 0
 
 
+class Overwrites(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x):
+        self.largest.copy_(x.amax())
+        return (x / self.largest * self.scale).square().mean()
+
+
+class ReadsBefore(Overwrites):
+    def forward(self, x):
+        return super().forward(x * self.largest)
+
+
+def test_what_is_read_before_it_is_overwritten_is_refused():
+    with pytest.raises(ValueError, match="ReadsBefore writes into largest"):
+        capture(ReadsBefore(), {"x": torch.rand(2, 3)})
+
+
 def test_what_a_forward_overwrites_is_no_state():
-    """Its readers get the value; no operator writes into the buffer, and stages need none of it."""
-
-    class Overwrites(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-            self.register_buffer("largest", torch.zeros(()))
-
-        def forward(self, x):
-            self.largest.copy_(x.amax())
-            return (x / self.largest * self.scale).square().mean()
-
+    """Its readers get the value, and no operator writes into the buffer."""
     model, batch = Overwrites(), {"x": torch.rand(4, 3)}
     ours = capture(model, {"x": torch.rand(2, 3)})
     model.largest.zero_()
