@@ -46,6 +46,7 @@ def counted_batch_norm(
         last_sample: the number of the latest microbatch in them, int64 [], -1 at first.
     """
     norm = torch.nn.functional.batch_norm
+    weight, bias = (each if each is None else each.to(mean.dtype) for each in (weight, bias))  # FP32 beside bf16
     if not draw.training:
         return norm(input, mean, variance, weight, bias, False, momentum, eps)
     if draw.sample < 0 or draw.sample <= int(last_sample):

@@ -81,6 +81,17 @@ def test_a_folder_has_the_statistics(tmp_path):
     assert set(exact) == {name for name, _ in model.named_parameters()}
 
 
+def test_statistics_stay_in_fp32_beside_bf16():
+    model, batch = Norms(), {"image": _images(3)["image"].bfloat16()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    loss, _ = capture(model, batch).run(batch, Draw(seed=1, sample=0))
+    loss.backward()
+    hidden = nn.functional.conv2d(batch["image"], model.first.weight, model.first.bias).float()
+    assert model.norm.weight.grad.isfinite().all() and model.norm.running_mean.dtype is torch.float32
+    torch.testing.assert_close(model.norm.running_mean, 0.1 * hidden.mean((0, 2, 3)), rtol=1e-5, atol=1e-6)
+
+
 def test_an_estimate_counts_nothing():
     model = Norms()
     ours = capture(model, _images(3))
