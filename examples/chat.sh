@@ -4,7 +4,8 @@
 #   bash examples/chat.sh             # results in outputs/chat, or in $OUTPUT; under 5 minutes on 2 free cores
 #
 # examples/chats.py makes 500 conversations and a model that has learned nothing. finetune.py cuts the model in two and
-# trains it with several conversations a row; then the model is asked. EPOCHS, LAYERS and HIDDEN change how long that takes.
+# trains it with several conversations a row; then the model is asked. Four epochs from random weights teach it what kind of answer a
+# question wants, such as a day, and not yet which one. EPOCHS, LAYERS and HIDDEN change how long that takes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh

@@ -17,6 +17,10 @@ MARKED = tiny.TEMPLATE.replace(
 """The same text as tiny.TEMPLATE, which marks answers without their ends."""
 FORGETS = "{{ messages | length }} " + tiny.TEMPLATE
 """A template that begins otherwise for each number of messages."""
+THINKS = tiny.TEMPLATE.replace(
+    "{{ message.content }}", "{% if loop.last and message.role != 'user' %}w30 {% endif %}{{ message.content }}"
+)
+"""A template that writes something into the last message if that is an answer, as Qwen3's does."""
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +121,7 @@ def test_packed_conversations(folder):
     [
         ({"messages": turns("w1", "w2", "w3", "w4")}, FORGETS, r"sample 1: the chat template writes what stands before "
          r"message 2 or its answer in another way .* give a --chat_template that marks answers with \{% gener"),
+        ({"messages": turns("w1", "w2", "w3", "w4")}, THINKS, r"stands before message 2 or its answer in another way"),
         ({"messages": turns("w1", "w2")}, "{{ raise_exception('roles') }}",
          r"sample 1: the chat template does not take the conversation \(TemplateError: roles\); mend it"),
         ({"messages": "w1"}, None, r"sample 1: 'messages' is 'w1', and a list of messages is wanted"),

@@ -108,21 +108,21 @@ def test_words_and_entities(folder):
     """The first token of a word has its label; an entity counts if its kind and both ends are right."""
     path = folder / "words.jsonl"
     sample = {"words": ["w1", "w2 w3", "w4", "w5", "w6"], "tags": ["B-a", "I-a", "O", "I-b", "B-b"]}
-    path.write_text(json.dumps(sample) + "\n")
+    path.write_text(json.dumps({"words": ["w7"], "tags": ["O"]}) + "\n" + json.dumps(sample) + "\n")
     data, _ = opened(folder, "token-classification", "--train_file", path, "--max_seq_length", 7)
     names = data.changes["id2label"]
-    labels = data.training.batch([0], 1)["labels"][0]
+    labels = data.training.batch([1], 1)["labels"][0]
     assert [names.get(each, "") for each in labels.tolist()] == ["", "B-a", "I-a", "", "O", "I-b", ""]
     assert data.notes == (f"{path}: 1 word cut off by --max_seq_length 7",)
     data, _ = opened(folder, "token-classification", "--train_file", path)
-    guess = data.training.batch([0], 1)["labels"].clone()
+    guess = data.training.batch([0, 1], 2)["labels"].clone()
     number = {name: number for number, name in names.items()}
-    guess[0, 5] = number["B-b"]  # the same entities, by another tag
+    guess[1, 5] = number["B-b"]  # the same entities, by another tag
     same = data.training.metrics({"logits": guess}, 0.0)
-    assert same == {"accuracy": 0.8, "precision": 1.0, "recall": 1.0, "f1": 1.0}
-    guess[0, 6] = number["I-b"]  # two entities of b become one
+    assert same == {"accuracy": 5 / 6, "precision": 1.0, "recall": 1.0, "f1": 1.0}
+    guess[1, 6] = number["I-b"]  # two entities of b become one
     merged = data.training.metrics({"logits": guess}, 0.0)
-    assert merged == {"accuracy": 0.6, "precision": 0.5, "recall": 1 / 3, "f1": pytest.approx(0.4)}
+    assert merged == {"accuracy": 4 / 6, "precision": 0.5, "recall": 1 / 3, "f1": pytest.approx(0.4)}
     path.write_text(json.dumps({**sample, "tags": ["O"]}) + "\n")
     with pytest.raises(ValueError, match=r"sample 1: 'tags' is \['O'\], and a list of 5 labels is wanted"):
         opened(folder, "token-classification", "--train_file", path)
