@@ -22,8 +22,10 @@ CONFIG = "adapter_config.json"
 TASK_TYPES = {
     "sequence-classification": "SEQ_CLS",
     "causal-lm": "CAUSAL_LM",
+    "chat": "CAUSAL_LM",
     "text-to-text": "SEQ_2_SEQ_LM",
     "question-answering": "QUESTION_ANS",
+    "token-classification": "TOKEN_CLS",
 }
 """Word of --task -> PEFT's, which decides the head that is trained whole; PEFT has none for images."""
 

@@ -139,6 +139,8 @@ class AdapterTensors:
         used: the names of the adapted model's tensors that the run uses.
         seed: of a new adapter.
         begun: the folder of an adapter to go on with; None: a new one.
+        counted: the names of the statistics that training changes.
+        rounded: (name, frozen weight) -> the weight with which the run computes.
 
     Raises ValueError for an adapter that lacks a tensor or has another model's, and for a head that would begin at
     random and stay frozen.
@@ -154,8 +156,10 @@ class AdapterTensors:
         used: Collection[str],
         seed: int,
         begun: str | None = None,
+        counted: Collection[str] = (),
+        rounded: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     ) -> None:
-        self._adapter, self._pretrained, self._seed = adapter, pretrained, seed
+        self._adapter, self._pretrained, self._seed, self._rounded = adapter, pretrained, seed, rounded
         self.folder = pretrained.folder
         self.notes = [*adapter.notes, *pretrained.notes]
         self._begun = {} if begun is None else adapter.read(Path(begun))
@@ -166,6 +170,12 @@ class AdapterTensors:
             module = lost[0].rpartition(".")[0].rpartition(".")[2]
             raise ValueError(
                 f"{lost[0]} is not in {self.folder}; it would begin at random, stay frozen and not be written; give "
+                f"--modules_to_save {module}"
+            )
+        if moved := sorted(set(counted) - adapter.written.keys()):
+            module = moved[0].rpartition(".")[0].rpartition(".")[2]
+            raise ValueError(
+                f"{moved[0]} is a statistic that training changes, and the adapter's file would not have it; give "
                 f"--modules_to_save {module}"
             )
         self._layer = lru_cache(maxsize=1)(self._initial_layer)
@@ -204,7 +214,7 @@ class AdapterTensors:
             frozen = [name for name in state if name.startswith(f"{path}.base_layer.")]
             wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in frozen}
             with FolderTensors(self.folder) as files:
-                values = dict(self.read(files, wanted))
+                values = {name: self._rounded(name, value) for name, value in self.read(files, wanted)}
         layer = adapter.layer_with(path, values)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(mixed(self._seed, zlib.crc32(path.encode())))

@@ -20,6 +20,9 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 RELAY = "l2l"
+OF_RELAY = {"l2l_resident_stages": 2, "l2l_update": "auto", "l2l_stash": "host"}
+"""Flags of l2l alone -> their defaults."""
+
 PRICED = ["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"]
 """GPUs on which a dry run prices l2l, unless others are given."""
 
@@ -72,6 +75,9 @@ def validate(args: argparse.Namespace) -> None:
         args.max_grad_norm = 0.0
     elif args.max_grad_norm is None:
         args.max_grad_norm = 1.0
+    if args.pipeline_schedule != RELAY:
+        asked = [name for name, default in OF_RELAY.items() if getattr(args, name) != default]
+        args.notes += [f"--{name} means nothing without --pipeline_schedule l2l" for name in asked]
     if args.load_in_4bit and args.load_in_8bit:
         raise ValueError("--load_in_4bit and --load_in_8bit are two forms of the same weights; leave one out")
     if args.pipeline_schedule == RELAY:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megatron import backend
 from megatron.capture.cut import CapturedStage, StageData, cut
 from megatron.capture.randomness import mixed
+from megatron.capture.statistics import counted_in
 from megatron.capture.tensors import load_stage
 from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import has_masters
@@ -109,6 +110,19 @@ class BuiltPipeline:
     exact: dict[str, Tensor]
     ranks: Ranks
     groups: Groups
+
+    def statistics(self) -> dict[int, dict[str, Tensor]]:
+        """Stage -> name -> statistic of batch norm, of which each forward in training counts a microbatch."""
+        return {
+            index: {name: module.stage.get_buffer(name) for name in sorted(counted_in(module.stage.graph))}
+            for index, module in self.modules.items()
+        }
+
+    def load_statistics(self, found: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Take over what `statistics` gave, here or on another rank with these stages."""
+        for index, own in self.statistics().items():
+            for name, statistic in own.items():
+                statistic.copy_(found[index][name])
 
 
 def build_pipeline(

@@ -283,6 +283,7 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
             # torch's own message would advise the user to trust the file
             reason = "no state of a run" if isinstance(error, pickle.UnpicklingError) else first_line(error)
             raise ValueError(f"{path} cannot be read ({reason}); go on from another checkpoint") from error
+        pipeline.load_statistics(state["statistics"])
         for key, update in pipeline.updates.items():
             update.versions.restore(state[key]["versions"])
             update.optimizer.load_state_dict(state[key]["optimizer"])
@@ -292,8 +293,8 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
                 update.scales.load_state_dict(state[key]["scales"])
 
 
-def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
-    return {
+def _state_of(pipeline: BuiltPipeline) -> dict[int | str, dict]:
+    updates = {
         key: {
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
             "optimizer": update.optimizer.state_dict(),
@@ -302,6 +303,7 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int, dict]:
         }
         for key, update in pipeline.updates.items()
     }
+    return {"statistics": pipeline.statistics(), **updates}
 
 
 def _state_of_scales(scales: LossScales | None) -> dict[str, dict]:

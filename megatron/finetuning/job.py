@@ -23,7 +23,7 @@ from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
-from megatron.finetuning.relay import build_relay
+from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import Data, read_data
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
@@ -41,6 +41,7 @@ from megatron.trainer.start_up import initialize
 
 KEPT = (
     "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
+    "load_in_4bit", "load_in_8bit",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
 
@@ -150,8 +151,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
             require_mergeable(plan.adapter, pretrained)
         if plan.adapter is not None:
             source = AdapterTensors(
-                plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path
-            )
+                plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path,
+                counted=plan.counted, rounded=rounding_of(plan, args),
+            )  # fmt: skip
     build = build_pipeline if plan.schedule.residency is None else build_relay
     pipeline = build(
         plan, args, feed=feed, summary=data.task.summary, pretrained=source, ranks=ranks,
@@ -216,7 +218,13 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
         accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
         drop_last=args.dataloader_drop_last,
     )  # fmt: skip
-    num_of, epoch = Share(0, args.data_parallel_size).num_of, islice(batches.batches(), batches.batches_per_epoch)
+    num_of, epoch = Share(0, args.data_parallel_size).num_of, list(islice(batches.batches(), batches.batches_per_epoch))
+    is_short = any(len(part) < args.per_device_train_batch_size for batch in epoch for part in batch)
+    if plan.counted and (is_short or any(len(batch) % args.data_parallel_size for batch in epoch)):
+        raise ValueError(
+            f"{plan.captured.model_name} has batch norm, whose statistics would count the rows that fill up the last "
+            "batch of an epoch; give --dataloader_drop_last"
+        )
     for num_microbatches in sorted({num_of(len(batch)) for batch in epoch}):
         try:
             plan.schedule.validate(num_microbatches)

@@ -106,7 +106,7 @@ def merged_tensors(
 
 def _changed(adapter: Adapter) -> dict[str, str]:
     """Name in the model -> name in the adapted model, of each tensor that a merge changes."""
-    trained, with_bias = adapter.trained, adapter.config.lora_bias
+    trained, with_bias = adapter.trained | adapter.written.keys(), adapter.config.lora_bias
     return {
         name: own
         for own, name in adapter.base_names.items()

@@ -20,6 +20,8 @@ from rich.table import Table
 
 from megatron.capture.blocks import Crossings, crossings
 from megatron.capture.export import Captured
+from megatron.capture.nodes import without_model
+from megatron.capture.statistics import counted_in
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
@@ -103,6 +105,12 @@ class RunPlan:
     crossing: Crossings
     batch: Mapping[str, torch.Tensor]
     save_merged_rest: Callable[[Path], None]
+
+    @property
+    def counted(self) -> frozenset[str]:
+        """The names of the statistics of batch norm that training changes, as checkpoints of the model have them."""
+        found = map(without_model, counted_in(self.captured.graph_module.graph))
+        return frozenset(name for name in found if name in self.captured.persistent)
 
     @property
     def tied(self) -> dict[str, tuple[int, ...]]:
@@ -326,7 +334,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     )
     depth = max(map(graph.depth, range(schedule.num_stages)))
     replicas = "" if args.data_parallel_size == 1 else f"{args.data_parallel_size} replicas, each: "
-    lines = [] if plan.adapter is None else [_adapter_line(plan)]
+    lines = [] if plan.adapter is None else [adapter_line(plan)]
     lines += [
         f"{replicas}{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} on "
         f"{counted(schedule.num_ranks, 'rank')}, {args.pipeline_schedule}; stages, memory and work of a "
@@ -356,7 +364,7 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     return lines
 
 
-def _adapter_line(plan: RunPlan) -> str:
+def adapter_line(plan: RunPlan) -> str:
     config, parameters = plan.adapter.config, list(plan.adapter.model.parameters())
     trained = sum(each.numel() for each in parameters if each.requires_grad)
     frozen = sum(each.numel() for each in parameters if not each.requires_grad)

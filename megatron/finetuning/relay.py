@@ -10,11 +10,11 @@ and the last stage share, such as a tied embedding, has a copy at each, and both
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron import backend
 from megatron.capture.cut import CapturedStage, cut
@@ -66,15 +66,16 @@ def build_relay(
     stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
     modules = {index: StageModule(stage, results) for index, stage in stages.items()}
     names = {index: _own_names(stage, plan.crossing.copies) for index, stage in stages.items()}
+    model_names = {key: name for own_names in names.values() for key, name in own_names.items()}
+    packed = packed_names(plan, args)
     exact: dict[str, Tensor] = {}
     with agreed():  # each rank reads its own tensors
         store = HostStore(
             {index: dict(zip(names[index], stage.parameters(), strict=True)) for index, stage in stages.items()},
             device=device, masters=args.bf16, first_version=first_batch, replicas=replicas,
-            packing=packing_of(args), packs=is_of_layer,
+            packing=packing_of(args), packs=lambda key: model_names[key] in packed,
             values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
         )  # fmt: skip
-    model_names = {key: name for index, stage in stages.items() for key, name in names[index].items()}
     if args.bf16:
         exact |= {model_names[key]: parameter.detach() for key, parameter in store.parameters.items()}
     steps = trained(store.parameters)
@@ -109,15 +110,32 @@ def build_relay(
     return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact, ranks, groups)
 
 
-def is_of_layer(name: str) -> bool:
-    """Whether a parameter belongs to a layer, by its name; embeddings and the head do not, and are never packed."""
-    return any(part.isdigit() for part in name.split("."))
-
-
 def packing_of(args: argparse.Namespace) -> Packing | None:
     """The form of the layers' frozen weights on the host; None: as they are."""
     bits = 4 if args.load_in_4bit else 8 if args.load_in_8bit else None
     return None if bits is None else PACKINGS[bits]
+
+
+def packed_names(plan: RunPlan, args: argparse.Namespace) -> frozenset[str]:
+    """The parameters that are packed: frozen matrices of numbered layers, but for embeddings."""
+    packing = packing_of(args)
+    if packing is None:
+        return frozenset()
+    tables = {path for path, module in plan.adapter.model.named_modules() if isinstance(module, nn.Embedding)}
+    return frozenset(
+        name
+        for name, parameter in plan.captured.parameters.items()
+        if not parameter.requires_grad
+        and packing.takes(parameter)
+        and name.rpartition(".")[0] not in tables
+        and any(part.isdigit() for part in name.split("."))
+    )
+
+
+def rounding_of(plan: RunPlan, args: argparse.Namespace) -> Callable[[str, Tensor], Tensor]:
+    """(name, frozen weight) -> the weight as it is on the device."""
+    packing, packed = packing_of(args), packed_names(plan, args)
+    return lambda name, weight: packing.rounded(weight) if name in packed else weight
 
 
 def _own_names(stage: CapturedStage, copies: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

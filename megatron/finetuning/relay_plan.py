@@ -19,9 +19,10 @@ from megatron.capture.estimate import Roofline, estimate
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
-from megatron.finetuning.plan import RunPlan, make_plan
-from megatron.finetuning.relay import is_of_layer, packing_of
+from megatron.finetuning.plan import RunPlan, adapter_line, make_plan
+from megatron.finetuning.relay import packed_names, packing_of
 from megatron.finetuning.samples import read_data
+from megatron.finetuning.trainer import EVALUATED_TOGETHER
 from megatron.partition import Partition
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
@@ -85,7 +86,7 @@ class StageBytes:
 
 def stage_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> StageBytes:
     """The bytes of a stage."""
-    crossing, packing = plan.crossing, packing_of(args)
+    crossing, packing, of_packed = plan.crossing, packing_of(args), packed_names(plan, args)
     own = {
         name: plan.captured.parameters[name]
         for name, owner in crossing.owner.items()
@@ -95,7 +96,7 @@ def stage_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> StageByt
     packed = {
         f"{name}: {part}": tensor
         for name, each in own.items()
-        if packing and name not in steps and packing.takes(each) and is_of_layer(name)
+        if name in of_packed
         for part, tensor in packing.empty(each).items()
     }
     plain = {name: each for name, each in own.items() if f"{name}: codes" not in packed}
@@ -121,13 +122,14 @@ def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayByte
     for each in found:
         arriving |= each.packed  # the largest of each dtype
     m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
+    at_once = max(m, EVALUATED_TOGETHER) if args.do_eval else m
     leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
     gradients, elements = sum(each.gradients for each in found), sum(each.trained for each in found)
     optimizer = elements * (state_bytes(args) + 4) if args.bf16 else gradients * state_bytes(args) // 4
     return RelayBytes(
         resident=sum(arenas.values()) + arriving.total(),
         gradients=min(GRADIENT_BUFFERS, len(stages)) * max(each.gradients for each in found),
-        inputs=(m + 3) * largest if residency.stashes_on_host else m * (leaving + 2 * largest),
+        inputs=(at_once + 3) * largest if residency.stashes_on_host else m * leaving + 2 * at_once * largest,
         layer=max(plan.partition.stages[stage].saved_bytes for stage in stages),
         host=sum(each.fetched for each in found) + gradients + optimizer,
         stash=m * leaving if residency.stashes_on_host else 0,
@@ -137,6 +139,8 @@ def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayByte
 def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
     """The first lines of a run's log."""
     schedule, residency = plan.schedule, plan.schedule.residency
+    if plan.adapter is not None:
+        yield adapter_line(plan)
     yield (
         f"{plan.captured.model_name}: {counted(schedule.num_stages, 'stage')} relayed by "
         f"{counted(schedule.num_ranks, 'rank')}, {residency.stages} at once on a device, updates {residency.update}, "

@@ -170,6 +170,10 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
     Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
     share = pipeline.feed.share
+    if len(pipeline.ranks.pipelines) > 1:  # each replica has counted its own microbatches; the first one's are written
+        found: list = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, pipeline.statistics() if pipeline.ranks.replica == 0 else None)
+        pipeline.load_statistics(found[pipeline.ranks.pipelines[0][pipeline.ranks.rank]])
     microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
     own = share.of(microbatches)
     for first in range(0, len(own), EVALUATED_TOGETHER):

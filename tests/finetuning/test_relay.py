@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.finetuning import job
-from megatron.finetuning.relay import build_relay, is_of_layer
+from megatron.finetuning.relay import build_relay
 from megatron.finetuning.relay_plan import relay_bytes
 from megatron.pipeline.runtime.relay.packed_weights import PACKINGS
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
@@ -145,13 +145,11 @@ def test_the_device_does_not_grow_with_depth(folder, kind):
 
 def rounded(base: Path, folder: Path, bits: int) -> Path:
     """The model with the matrices of its layers as they come out of a packing."""
-    path, packing = Path(shutil.copytree(base, folder / f"{base.name}-{bits}")), PACKINGS[bits]
+    path, packing = Path(shutil.copytree(base, folder / f"{base.name}-{bits}", dirs_exist_ok=True)), PACKINGS[bits]
     tensors = load_file(path / "model.safetensors")
     for name, weight in tensors.items():
-        if is_of_layer(name) and packing.takes(weight):
-            codes, scales = (torch.empty(each.shape, dtype=each.dtype) for each in packing.empty(weight).values())
-            packing.pack(weight, codes, scales)
-            packing.unpack(codes, scales, weight)
+        if any(part.isdigit() for part in name.split(".")) and "relative" not in name and packing.takes(weight):
+            tensors[name] = packing.rounded(weight)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
@@ -160,7 +158,7 @@ def rounded(base: Path, folder: Path, bits: int) -> Path:
 @pytest.mark.parametrize(
     ("kind", "ranks", "bits"),
     [("lora", 1, 4), pytest.param("dora", 2, 8, marks=pytest.mark.full), ("head", 2, None),
-     pytest.param("t5", 1, None, marks=pytest.mark.full)],
+     pytest.param("t5", 1, 8, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_adapters_relay(folder, kind, ranks, bits):
     """Adapters alone have gradients and step, with the bits of `flush`; packed weights are those rounded before."""
@@ -177,4 +175,17 @@ def test_adapters_relay(folder, kind, ranks, bits):
     cut = cases.partition(folder, task, (0,), *flush)
     expected = with_adapter(folder, f"flush-{kind}", *flush, "--partition", cut, task=task, ranks=1)
     assert found.losses == expected.losses and len(found.losses) > 2
+    same(found, expected)
+
+
+def test_a_new_adapter_begins_at_the_packed_weights(folder):
+    """DoRA's magnitudes are norms of the weights with which the run computes, so an adapter begins as the model."""
+    base = lora.llama_folder(folder)
+    argv = ["--lora_r", 2, "--use_dora", "--target_modules", "q_proj", "down_proj", "--max_steps", 3]
+    relay = ["--model_name_or_path", base, *argv, "--pipeline_schedule", "l2l", "--load_in_4bit"]
+    found = with_adapter(folder, "new", *relay, task="causal-lm", ranks=1)
+    flush = ["--model_name_or_path", rounded(base, folder, 4), *argv, "--pipeline_schedule", "flush"]
+    cut = cases.partition(folder, "causal-lm", (0,), *flush)
+    expected = with_adapter(folder, "new-flush", *flush, "--partition", cut, task="causal-lm", ranks=1)
+    assert found.losses == expected.losses and len(found.losses) == 3
     same(found, expected)

@@ -55,6 +55,14 @@ class Packing(ABC):
             scale = scales[part.start // BLOCK : part.stop // BLOCK].unsqueeze(1)
             flat[part] = (levels.view(-1, BLOCK) * scale).view(-1).to(flat.dtype)
 
+    def rounded(self, weight: Tensor) -> Tensor:
+        """The weight after packing and unpacking."""
+        codes, scales = (torch.empty(each.shape, dtype=each.dtype) for each in self.empty(weight).values())
+        self.pack(weight, codes, scales)
+        found = torch.empty_like(weight)
+        self.unpack(codes, scales, found)
+        return found
+
     @abstractmethod
     def _codes(self, scaled: Tensor) -> Tensor:
         """uint8 codes of FP32 numbers from -1 to 1."""
