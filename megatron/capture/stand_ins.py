@@ -48,17 +48,7 @@ def ctc_loss(
         return _CTC_LOSS(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
 
 
-@torch.library.custom_op("megatron_capture::ctc_loss", mutates_args=())
-def _exported_ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    return ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+_exported_ctc_loss = torch.library.custom_op("megatron_capture::ctc_loss", ctc_loss, mutates_args=())
 
 
 @_exported_ctc_loss.register_fake

@@ -219,8 +219,8 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
         drop_last=args.dataloader_drop_last,
     )  # fmt: skip
     num_of, epoch = Share(0, args.data_parallel_size).num_of, list(islice(batches.batches(), batches.batches_per_epoch))
-    is_short = any(len(part) < args.per_device_train_batch_size for batch in epoch for part in batch)
-    if plan.counted and (is_short or any(len(batch) % args.data_parallel_size for batch in epoch)):
+    size, replicas = args.per_device_train_batch_size, args.data_parallel_size
+    if plan.counted and any(len(batch) % replicas or min(map(len, batch)) < size for batch in epoch):
         raise ValueError(
             f"{plan.captured.model_name} has batch norm, whose statistics would count the rows that fill up the last "
             "batch of an epoch; give --dataloader_drop_last"

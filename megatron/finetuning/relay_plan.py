@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from megatron.partition import Partition
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, trained
+from megatron.pipeline.runtime.relay.packed_weights import Packing
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import HOST_MEMORY_BANDWIDTH
@@ -84,9 +85,14 @@ class StageBytes:
         return self.plain + self.packed.total()
 
 
-def stage_bytes(plan: RunPlan, args: argparse.Namespace, stage: int) -> StageBytes:
-    """The bytes of a stage."""
-    crossing, packing, of_packed = plan.crossing, packing_of(args), packed_names(plan, args)
+def stage_bytes(plan: RunPlan, args: argparse.Namespace) -> list[StageBytes]:
+    """The bytes of each stage."""
+    of_packed = packed_names(plan, args)
+    return [_stage_bytes(plan, packing_of(args), of_packed, stage) for stage in range(plan.schedule.num_stages)]
+
+
+def _stage_bytes(plan: RunPlan, packing: Packing | None, of_packed: Set[str], stage: int) -> StageBytes:
+    crossing = plan.crossing
     own = {
         name: plan.captured.parameters[name]
         for name, owner in crossing.owner.items()
@@ -110,10 +116,15 @@ def _by_dtype(tensors: Mapping[str, torch.Tensor]) -> dict[torch.dtype, int]:
     return {dtype: count * dtype.itemsize for dtype, count in FlatLayout(tensors).num_elements.items()}
 
 
-def relay_bytes(plan: RunPlan, args: argparse.Namespace, rank: int) -> RelayBytes:
-    """The bytes of a rank. Inputs on the device are an upper bound."""
+def relay_bytes(plan: RunPlan, args: argparse.Namespace) -> list[RelayBytes]:
+    """The bytes of each rank of a replica. Inputs on the device are an upper bound."""
+    of_stages = stage_bytes(plan, args)
+    return [_bytes_of_rank(plan, args, rank, of_stages) for rank in range(plan.schedule.num_ranks)]
+
+
+def _bytes_of_rank(plan: RunPlan, args: argparse.Namespace, rank: int, of_stages: Sequence[StageBytes]) -> RelayBytes:
     stages, residency = plan.schedule.stages_of(rank), plan.schedule.residency
-    found = [stage_bytes(plan, args, stage) for stage in stages]
+    found = [of_stages[stage] for stage in stages]
     arenas = {
         dtype: places([each.weights.get(dtype, 0) for each in found], residency.stages)[1]
         for dtype in {dtype for each in found for dtype in each.weights}
@@ -146,8 +157,7 @@ def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
         f"{counted(schedule.num_ranks, 'rank')}, {residency.stages} at once on a device, updates {residency.update}, "
         f"inputs on the {residency.stash}"
     )
-    for rank in range(schedule.num_ranks):
-        found = relay_bytes(plan, args, rank)
+    for rank, found in enumerate(relay_bytes(plan, args)):
         yield (
             f"rank {rank}: {found.device / GIB:.3f} GiB on the device (weights {found.resident / GIB:.3f}, gradients "
             f"{found.gradients / GIB:.3f}, inputs {found.inputs / GIB:.3f}, a layer's activations "
@@ -182,7 +192,7 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     roofline = Roofline(device.product_rate(size) / 1e12, device.memory_bandwidth, LAUNCH_MICROSECONDS)
     partition = Partition(plan.partition.stage_of_node, plan.partition.rank_of_stage)
     costs = stage_costs(plan.captured, estimate(plan.captured, plan.batch, roofline), partition)
-    found = [stage_bytes(plan, args, stage) for stage in range(schedule.num_stages)]
+    found = stage_bytes(plan, args)
     to_host = 1e9 * device.host_bandwidth
     weights = [each.fetched / to_host for each in found]
     gradients = [each.gradients / (to_host * args.data_parallel_size) for each in found]  # each replica stores a share
@@ -232,7 +242,7 @@ def run_dry(args: argparse.Namespace) -> None:
 def _table(plan: RunPlan, args: argparse.Namespace) -> Table:
     """What the job needs and reaches on each kind of --dry_run_gpus."""
     table = Table("GPU", "fits", "of GiB", "compute s", "link s", "host s", "simulated s", "of the bound", "tokens/s")
-    most = max(relay_bytes(plan, args, rank).device for rank in range(plan.schedule.num_ranks))
+    most = max(each.device for each in relay_bytes(plan, args))
     for name in args.dry_run_gpus:
         speed = speed_of(plan, args, DEVICES[name])
         table.add_row(

@@ -104,7 +104,7 @@ DEEP = {
 }  # fmt: skip
 
 
-def device_peak(folder: Path, kind: str, layers: int) -> tuple[int, int, int]:
+def device_peak(folder: Path, kind: str, layers: int, evaluates: bool) -> tuple[int, int, int]:
     """The most bytes of two batches on the device; what was planned of them; and bytes on the host."""
     task, model, config, options = DEEP[kind]
     shape = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
@@ -118,25 +118,29 @@ def device_peak(folder: Path, kind: str, layers: int) -> tuple[int, int, int]:
     kept = []
 
     def keep(plan, args, **options):
-        kept.append((build_relay(plan, args, **options), relay_bytes(plan, args, 0)))
+        kept.append((build_relay(plan, args, **options), relay_bytes(plan, args)[0]))
         return kept[0][0]
 
     argv = ["--model_name_or_path", path, "--max_steps", 2, "--gradient_accumulation_steps", 4, "--pipeline_schedule",
-            "l2l", "--num_train_epochs", 9]  # fmt: skip
-    with mock.patch.object(job, "build_relay", keep):
+            "l2l", "--num_train_epochs", 9, "--do_train"]  # fmt: skip
+    if evaluates:
+        argv += ["--do_eval", "--validation_file", tiny.data_file(folder, task, num_samples=100, seed=3)]
+    with mock.patch.object(job, "build_relay", keep), mock.patch.object(job, "relay_peaks", lambda pipeline: ""):
         cases.finetune(folder, task, argv=[str(each) for each in argv], name=path.name)
     [(pipeline, planned)] = kept
     ledger = pipeline.updates[TOGETHER].ledger
-    return ledger.largest_device_bytes, planned.device - planned.layer, ledger.host_bytes
+    return ledger.take_device_peak(), planned.device - planned.layer, ledger.host_bytes
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind == "t5" else pytest.param(kind, marks=pytest.mark.full) for kind in DEEP]
 )
-def test_the_device_does_not_grow_with_depth(folder, kind):
+@pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_the_device_does_not_grow_with_depth(folder, kind, evaluates):
     """Three times as deep, the same bytes on the device, which are at most those planned; the host holds the rest."""
     (few, planned, on_host), (many, planned_again, more_on_host) = (
-        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=layers)[0] for layers in (8, 24)
+        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=layers, evaluates=evaluates)[0]
+        for layers in (8, 24)
     )
     assert few == many <= planned == planned_again
     assert few > 0.7 * planned and more_on_host > 2 * on_host

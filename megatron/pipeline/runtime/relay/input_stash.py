@@ -53,7 +53,6 @@ class RelayLedger:
 
     def __init__(self, *, always_on_device: int, on_host: Callable[[], int]) -> None:
         self._device_bytes = self._recent_peak = always_on_device
-        self._taken_peak = 0
         self._store_bytes = on_host
         self._buffer_bytes = 0
         self._counted: set[int] = set()  # the addresses of storages
@@ -82,13 +81,7 @@ class RelayLedger:
             return peak
         with self._lock:
             peak, self._recent_peak = self._recent_peak, self._device_bytes
-            self._taken_peak = max(self._taken_peak, peak)
         return peak
-
-    @property
-    def largest_device_bytes(self) -> int:
-        """The maximum of counted bytes on the device since the start."""
-        return max(self._taken_peak, self._recent_peak)
 
     def note_on_device(self, tensor: Tensor | None) -> None:
         """Count the storage of a tensor on the device until the storage is freed. Each storage is counted once."""
