@@ -15,6 +15,7 @@ import torch
 
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.task import give_padding
+from megatron.trainer.files.conversations import best_fit
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def rows_of(
     """
     give_padding(tokenizer)
     length = args.max_seq_length
-    bins = first_fit_decreasing([len(each.ids) for each in sequences], length) if args.packing else (
+    bins = best_fit([len(each.ids) for each in sequences], length) if args.packing else (
         [[number] for number in range(len(sequences))]
     )  # fmt: skip
     shape = (len(bins), length)
@@ -80,25 +81,3 @@ def rows_of(
          "labels": labels},
         ignored={"labels": IGNORED}, num_terms=(labels != IGNORED).sum(1), metrics=metrics(labels), notes=notes,
     )  # fmt: skip
-
-
-def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins: the longest first, each into the first bin that has room.
-
-    Returns the items' numbers by bin. It takes O(items x log bins) steps.
-    """
-    size = 1 << max(len(lengths) - 1, 0).bit_length()
-    room = [capacity] * (2 * size)  # a tree: the most room among the leaves below; leaf `size + b` is bin b
-    bins: list[list[int]] = []
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        assert 0 < lengths[number] <= capacity
-        node = 1
-        while node < size:
-            node = 2 * node if room[2 * node] >= lengths[number] else 2 * node + 1
-        room[node] -= lengths[number]
-        if node - size == len(bins):
-            bins.append([])
-        bins[node - size].append(number)
-        while node := node // 2:
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins

@@ -12,7 +12,6 @@ epoch, by the seed.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,6 +27,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.data.classification import EpochSamples
 from megatron.trainer.data.datasets import Datasets, build_blended
 from megatron.trainer.files import conversations
+from megatron.trainer.files.conversations import best_fit
 from megatron.trainer.files.indexed_files import blends
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -106,23 +106,6 @@ def _tokenized(
 
 
 # --- sequences --------------------------------------------------------------------------------------------------------
-
-
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Share out numbers with lengths of at most `capacity` to as few sequences as best fit decreasing finds.
-
-    Equal input gives equal output, in which each number stands once.
-    """
-    sequences: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room that is left, sequence), ascending
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        place = bisect_left(rooms, (lengths[number], 0))
-        room, sequence = rooms.pop(place) if place < len(rooms) else (capacity, len(sequences))
-        if sequence == len(sequences):
-            sequences.append([])
-        sequences[sequence].append(number)
-        insort(rooms, (room - lengths[number], sequence))
-    return sequences
 
 
 class PackedDocuments:

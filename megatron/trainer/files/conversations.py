@@ -10,6 +10,7 @@ A line is an object whose `messages` are a list of objects with `role` (system, 
 Megatron-LM a line may hold several conversations: each but the first begins with a system message.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -135,3 +136,23 @@ def _checked(messages: Sequence[object], where: str) -> Iterator[tuple[str, str]
             raise ValueError(f"{where}: message {number} is an empty answer; write one, or leave the message out")
         yield role, require_characters(content, f"{where}: message {number}")
         before = role
+
+
+# --- several in one sequence
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Share out numbers with lengths of at most `capacity` to as few sequences as best fit decreasing finds.
+
+    Equal input gives equal output, in which each number stands once.
+    """
+    sequences: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # (room that is left, sequence), ascending
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        place = bisect_left(rooms, (lengths[number], 0))
+        room, sequence = rooms.pop(place) if place < len(rooms) else (capacity, len(sequences))
+        if sequence == len(sequences):
+            sequences.append([])
+        sequences[sequence].append(number)
+        insort(rooms, (room - lengths[number], sequence))
+    return sequences

@@ -9,7 +9,7 @@ import transformers
 from megatron.capture.export import capture
 from megatron.capture.randomness import Draw
 from megatron.finetuning.data.batches import IGNORED
-from megatron.finetuning.data.packing import Tokens, first_fit_decreasing, rows_of
+from megatron.finetuning.data.packing import Tokens, rows_of
 from megatron.finetuning.plan import SEPARATES, require_separation
 from tests.finetuning import tiny
 
@@ -116,18 +116,3 @@ def test_a_model_that_sees_neighbours_is_refused(kind):
     assert abs(one - other) > 1e-5
     with pytest.raises(ValueError, match=r"F is a opt, and --packing is for models in which .* leave out --packing"):
         require_separation(model, "F")
-
-
-def test_first_fit_decreasing():
-    """As by its definition, on random lengths; every bin's items fit."""
-    choose = random.Random(0)
-    for num_items in (1, 2, 3, 7, 64, 65):
-        lengths = [choose.randint(1, 20) for _ in range(num_items)]
-        expected: list[list[int]] = []
-        for number in sorted(range(num_items), key=lambda number: -lengths[number]):
-            room = (each for each in expected if sum(lengths[other] for other in each) + lengths[number] <= 20)
-            next(room, None) or expected.append([])
-            first = next(each for each in expected if sum(lengths[o] for o in each) + lengths[number] <= 20)
-            first.append(number)
-        assert first_fit_decreasing(lengths, 20) == expected
-    assert first_fit_decreasing([3, 5, 2, 4, 1], 6) == [[1, 4], [3, 2], [0]]

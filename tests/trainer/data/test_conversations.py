@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.tokenizers import MegatronTokenizer
-from megatron.trainer.data.conversations import Documents, PackedDocuments, best_fit, build_conversations
-from megatron.trainer.files.conversations import PROMPT_FORMATS
+from megatron.trainer.data.conversations import Documents, PackedDocuments, build_conversations
+from megatron.trainer.files.conversations import PROMPT_FORMATS, best_fit
 from tests.draws import draws
 
 FORMAT, END = PROMPT_FORMATS["nemotron-h-aligned"], 0
