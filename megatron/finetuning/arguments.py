@@ -15,16 +15,9 @@ from typing import NoReturn
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
-from megatron.finetuning.adapter_arguments import add_adapter, add_merge, has_adapter, validate_adapter
-from megatron.pipeline.program.lane_order import Residency
+from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
+from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
 from megatron.pipeline.runtime.failure.errors import environment_ranks
-
-RELAY = "l2l"
-OF_RELAY = {"l2l_resident_stages": 2, "l2l_update": "auto", "l2l_stash": "host"}
-"""Flags of l2l alone -> their defaults."""
-
-PRICED = ["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"]
-"""GPUs on which a dry run prices l2l, unless others are given."""
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
@@ -75,18 +68,7 @@ def validate(args: argparse.Namespace) -> None:
         args.max_grad_norm = 0.0
     elif args.max_grad_norm is None:
         args.max_grad_norm = 1.0
-    if args.pipeline_schedule != RELAY:
-        asked = [name for name, default in OF_RELAY.items() if getattr(args, name) != default]
-        args.notes += [f"--{name} means nothing without --pipeline_schedule l2l" for name in asked]
-    if args.load_in_4bit and args.load_in_8bit:
-        raise ValueError("--load_in_4bit and --load_in_8bit are two forms of the same weights; leave one out")
-    if args.pipeline_schedule == RELAY:
-        _validate_relay(args)
-    elif args.load_in_4bit or args.load_in_8bit:
-        raise ValueError(
-            f"--load_in_{4 if args.load_in_4bit else 8}bit packs weights that live on the host; give "
-            "--pipeline_schedule l2l, or leave it out"
-        )
+    validate_relay(args)
     if args.pipeline_schedule == "pipedream" and args.gradient_accumulation_steps > 1:
         raise ValueError(
             f"pipedream steps after each microbatch, and --gradient_accumulation_steps is "
@@ -162,34 +144,6 @@ def validate(args: argparse.Namespace) -> None:
             f"{counted(args.devices, 'device')} cannot be {args.data_parallel_size} equal pipelines; give a "
             "--data_parallel_size that divides their number"
         )
-
-
-def _validate_relay(args: argparse.Namespace) -> None:
-    if args.partition is not None:
-        raise ValueError(f"--partition {args.partition}: under l2l the layers are the stages; leave it out")
-    if args.fp16:
-        raise ValueError("--fp16 needs a loss scale, which l2l has not; give --bf16, or another --pipeline_schedule")
-    if args.no_recompute:
-        raise ValueError("--no_recompute: l2l recomputes, since its weights are gone by the backward; leave it out")
-    if (args.load_in_4bit or args.load_in_8bit) and not has_adapter(args):
-        raise ValueError(
-            f"--load_in_{4 if args.load_in_4bit else 8}bit packs frozen weights, and all are trained; give --lora_r"
-        )
-    if args.l2l_update == "eager" and args.max_grad_norm:
-        raise ValueError(
-            f"--l2l_update eager steps a layer before the norm of all is known, and --max_grad_norm is "
-            f"{args.max_grad_norm:g}; give --max_grad_norm 0, or leave --l2l_update out"
-        )
-
-
-def residency_of(args: argparse.Namespace) -> Residency | None:
-    """How weights live on the host; None unless under l2l."""
-    if args.pipeline_schedule != RELAY:
-        return None
-    update = args.l2l_update
-    if update == "auto":
-        update = "deferred" if args.max_grad_norm else "eager"
-    return Residency(args.l2l_resident_stages, update, args.l2l_stash)
 
 
 def _complete_intervals(args: argparse.Namespace) -> None:
@@ -445,13 +399,7 @@ def _add_pipeline(group) -> None:
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
-    add("--l2l_resident_stages", type=_count, default=2, help="most layers on the device at once (l2l)")
-    add("--l2l_update", choices=("auto", "eager", "deferred"), default="auto",
-        help="the host steps a layer at once, or after the norm by which gradients are clipped (l2l)")  # fmt: skip
-    add("--load_in_4bit", action="store_true", help="frozen weights are NF4 on the host and over the link (l2l)")
-    add("--load_in_8bit", action="store_true", help="the same with 8 bits")
-    add("--l2l_stash", choices=("host", "device"), default="host", help="where inputs of layers wait (l2l)")
-    add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
+    add_relay(add, count=_count)
     add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")

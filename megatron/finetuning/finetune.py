@@ -11,7 +11,8 @@ from megatron.pipeline import interrupt
 if __name__ == "__main__":
     interrupt.end_at_interrupt(says="finetune.py: ended by SIGINT")  # before imports that take long
 
-from megatron.finetuning.arguments import RELAY, parse_args
+from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.relay_arguments import RELAY
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import entry
 

@@ -27,7 +27,7 @@ from megatron.documents.tables import console
 from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapter_config import adapter_config
 from megatron.finetuning.adapters import Adapter
-from megatron.finetuning.arguments import RELAY, has_masters, residency_of
+from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
@@ -40,6 +40,7 @@ from megatron.finetuning.partitioning import (
     weight_bytes,
 )
 from megatron.finetuning.pretrained import capture_model, open_model
+from megatron.finetuning.relay_arguments import RELAY, residency_of
 from megatron.finetuning.samples import Data, read_data
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
