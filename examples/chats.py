@@ -1,11 +1,12 @@
 """A small chat model and conversations to fine-tune it on, made here; and a question to such a model.
 
     python examples/chats.py --folder DATA
+    python examples/chats.py --chats OWN.jsonl --answer "The answer is {}."
     python examples/chats.py --model DATA/model --ask "What is the day after Monday?"
 
 `DATA/train.jsonl` has 450 conversations and `DATA/validation.jsonl` 50 others: of two to four questions after days,
-months and sums. `DATA/model` is a Llama of 10 million parameters that has learned nothing, with a tokenizer whose chat
-template marks the answers.
+months and sums. `DATA/model` is a Llama of 11 million parameters that has learned nothing, with a tokenizer whose chat
+template marks the answers. `OWN.jsonl` has 500 conversations with the same questions, answered in another form.
 """
 
 import argparse
@@ -31,27 +32,38 @@ _TEMPLATE = """{%- for message in messages -%}
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where data and model go")
-    parser.add_argument("--layers", type=int, default=7, help="of the model (default: 7)")
+    parser.add_argument("--chats", type=Path, help="a file of conversations alone")
+    parser.add_argument("--answer", default="{}", help="the form of its answers (default: {})")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (default: 8)")
     parser.add_argument("--hidden", type=int, default=320, help="its width (default: 320)")
     parser.add_argument("--model", type=Path, help="the folder of a model to ask")
     parser.add_argument("--ask", help="a question to it")
     options = parser.parse_args()
-    if (options.folder is None) == (options.model is None) or (options.model is None) != (options.ask is None):
-        parser.error("give --folder, or --model and --ask")
+    wanted = sum(each is not None for each in (options.folder, options.chats, options.model))
+    if wanted != 1 or (options.model is None) != (options.ask is None):
+        parser.error("give --folder, or --chats, or --model and --ask")
     if options.ask is not None:
         print(answer(options.model, options.ask))
         return 0
-    chats = conversations(500)
+    chats = conversations(500, options.answer)
+    if options.chats is not None:
+        write(options.chats, chats)
+        return 0
     options.folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", chats[:450]), ("validation", chats[450:])):
-        lines = [json.dumps({"messages": messages}) + "\n" for messages in part]
-        (options.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    write(options.folder / "train.jsonl", chats[:450])
+    write(options.folder / "validation.jsonl", chats[450:])
     make_model(chats, options)
     return 0
 
 
-def conversations(count: int) -> list[list[dict[str, str]]]:
-    """Lists of messages, the same every time."""
+def write(file: Path, chats: list[list[dict[str, str]]]) -> None:
+    """Write a conversation a line."""
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in chats]
+    file.write_text("".join(lines), encoding="utf-8")
+
+
+def conversations(count: int, form: str) -> list[list[dict[str, str]]]:
+    """Lists of messages, the same every time; `form` is what an answer says, with {} in the place of what was asked."""
     asked = [
         (f"What is the {what} {place} {series[at]}?", series[(at + step) % len(series)])
         for what, series in _SERIES.items()
@@ -63,7 +75,7 @@ def conversations(count: int) -> list[list[dict[str, str]]]:
         [
             {"role": role, "content": text}
             for pair in choose.sample(asked, choose.randint(2, 4))
-            for role, text in zip(("user", "assistant"), pair, strict=True)
+            for role, text in zip(("user", "assistant"), (pair[0], form.replace("{}", pair[1])), strict=True)
         ]
         for _ in range(count)
     ]

@@ -40,8 +40,18 @@ def test_the_answers_of_the_made_conversations(tmp_path):
     assert isinstance(data.processor, transformers.PreTrainedTokenizerFast) and data.notes == ()
 
 
+def test_conversations_with_answers_in_another_form(tmp_path):
+    """--chats writes the same questions, and --answer says what stands around each answer."""
+    command = [sys.executable, str(ROOT / "examples" / "chats.py"), "--chats", str(tmp_path / "own.jsonl")]
+    subprocess.run([*command, "--answer", "It is {}."], check=True, capture_output=True, timeout=300)
+    chats = [json.loads(line)["messages"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    answers = {chat[at]["content"]: chat[at + 1]["content"] for chat in chats for at in range(0, len(chat), 2)}
+    assert len(chats) == 500 and answers["What is the day after Monday?"] == "It is Tuesday."
+
+
 @pytest.mark.full
 def test_the_script_trains_and_asks(tmp_path):
+    """A model is trained and asked, and an adapter of it; the merged model has the logits of PEFT's."""
     environment = {"OUTPUT": str(tmp_path), "PYTHONPATH": str(ROOT), "LAYERS": "2", "HIDDEN": "40", "EPOCHS": "1"}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -52,3 +62,13 @@ def test_the_script_trains_and_asks(tmp_path):
     assert "--packing: 450 sequences in " in done.stdout and "== What is the day after Monday?" in done.stdout
     losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1]["eval_loss"] < losses[0]["loss"]
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(40).reshape(2, 20)
+    plain = model(tokens).logits
+    adapted = PeftModel.from_pretrained(model, tmp_path / "adapter")(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter" / "merged")(tokens).logits
+    assert (merged - adapted).abs().max() < 1e-5 < 1e-2 < (adapted - plain).abs().max()
