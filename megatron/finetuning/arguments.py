@@ -16,6 +16,7 @@ from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
+from megatron.finetuning.generation_arguments import add_generation, validate_generation
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
@@ -124,6 +125,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
     trackers.settle(args)
+    validate_generation(args)
     for name in ("messages_column", "chat_template", "train_on_prompt"):
         if getattr(args, name) and args.task != "chat":
             raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
@@ -303,6 +305,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     _add_model_and_data(parser.add_argument_group("model and data"))
     _add_training(parser.add_argument_group("training"))
     add_adapters(parser.add_argument_group("adapters"))
+    add_generation(both_spellings(parser.add_argument_group("generation")), count=_count)
     _add_pipeline(parser.add_argument_group("pipeline"))
     _add_output(parser.add_argument_group("output"))
     return parser

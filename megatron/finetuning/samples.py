@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
-from megatron.finetuning.data.task import Task
+from megatron.finetuning.data.task import Prompts, Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
 TASKS: dict[str, Task] = {
@@ -42,6 +42,7 @@ class Data:
         processor: tokenizer or image processor; None if the model's folder has no image processor.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
+        prompts: what evaluations generate from; None if they do not generate.
     """
 
     task: Task
@@ -49,11 +50,13 @@ class Data:
     changes: Mapping[str, object]
     training: Rows | None
     validation: Rows | None
+    prompts: Prompts | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user on what became of the samples."""
-        return tuple(note for rows in (self.training, self.validation) if rows is not None for note in rows.notes)
+        sources = (self.training, self.validation, self.prompts)
+        return tuple(note for source in sources if source is not None for note in source.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
         """A microbatch of `size` real samples."""
@@ -79,7 +82,9 @@ def read_data(args: argparse.Namespace) -> Data:
         made.convert(getattr(torch, args.dtype))
         return made
 
-    return Data(task, processor, prepared.changes, rows(training), rows(validation))
+    generates = validation is not None and args.predict_with_generate
+    prompts = prepared.prompts(validation) if generates else None
+    return Data(task, processor, prepared.changes, rows(training), rows(validation), prompts)
 
 
 def _classes(folder: str) -> dict[str, int]:

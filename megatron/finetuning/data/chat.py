@@ -16,7 +16,7 @@ from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.generation import perplexity
 from megatron.finetuning.data.packing import Tokens, rows_of
-from megatron.finetuning.data.task import Prepared, Task, most_likely
+from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely
 
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPT, COMPLETION = ("prompt",), ("completion",)
@@ -61,7 +61,27 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
         ]
         return rows_of(sequences, args, tokenizer, _metrics, notes)
 
-    return Prepared(rows)
+    def prompts(file: File) -> Prompts:
+        texts, references, num_left_out = [], [], 0
+        for number, sample in enumerate(file.samples, start=1):
+            where = f"{file.path}, sample {number}"
+            messages = _messages(sample, list(columns), where)
+            answers = [at for at, each in enumerate(messages) if at and each["role"] == ASSISTANT and each["content"]]
+            if answers:
+                texts.append(template.prompt(messages[: answers[-1]], sample.get("tools") or None, where))
+                references.append(messages[answers[-1]]["content"])
+            num_left_out += not answers
+        if not texts:
+            raise ValueError(
+                f"{file.path}: no conversation has an answer to generate; leave --predict_with_generate out"
+            )
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        lost = (
+            f"{file.path}: {counted(num_left_out, 'conversation')} without an answer that is a text: none is generated"
+        )
+        return Prompts(texts, references, ids, notes=[lost] if num_left_out else [])
+
+    return Prepared(rows, prompts=prompts)
 
 
 def _metrics(labels: Tensor) -> Metrics:
@@ -169,6 +189,10 @@ class _Template:
             spans = self._spans(messages, tools, text, where)
             counts = [any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]]
         return Tokens(ids, [token if count else IGNORED for token, count in zip(ids, counts, strict=True)])
+
+    def prompt(self, messages: list[Message], tools: object, where: str) -> str:
+        """What stands before the answer to a conversation. Raises ValueError if the template refuses it."""
+        return self._rendered(messages, tools, where, add_generation_prompt=True)
 
     def _rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
         try:

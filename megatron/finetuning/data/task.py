@@ -14,16 +14,37 @@ from megatron.finetuning.data.files import File
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """What evaluations generate from.
+
+    Attributes:
+        texts: the prompts as texts.
+        references: the true answers.
+        ids: the token ids of each prompt.
+        encoded: for a model with an encoder, the prompts as it reads them, [prompts, tokens]; otherwise empty.
+        notes: sentences for the user on what became of the samples.
+    """
+
+    texts: Sequence[str]
+    references: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    encoded: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The result of a task's preparation with a file.
 
     Attributes:
         rows: makes rows of a file with the same columns.
         changes: changes to the model's configuration.
+        prompts: makes the prompts of a file with the same columns; None: the task has none.
     """
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
+    prompts: Callable[[File], Prompts] | None = None
 
 
 @dataclass(frozen=True)
