@@ -93,13 +93,13 @@ class Decoder:
         if not self._ends:
             yield f"{args.model_name_or_path} names no end token, so each answer has as many tokens as it may"
         if (self._settings.num_beams or 1) > 1:
-            yield f"{GENERATION} searches with {self._settings.num_beams} beams, and evaluations take the likeliest token"
+            yield f"{GENERATION} asks for {self._settings.num_beams} beams, and evaluations take the likeliest token"
         if not self._has_encoder and args.generation_max_length is None:
             most = args.max_new_tokens or args.max_target_length
             if short := sum(room < most for room in self._room):
                 yield (
-                    f"{counted(short, 'prompt')} of {len(self._room)} with room for fewer than {most} tokens of an answer "
-                    f"in --max_seq_length {args.max_seq_length}, {self._room.count(0)} with room for none"
+                    f"{counted(short, 'prompt')} of {len(self._room)} with room for fewer than {most} tokens of an "
+                    f"answer in --max_seq_length {args.max_seq_length}, {self._room.count(0)} with room for none"
                 )
 
     def decode(self, pipeline: BuiltPipeline) -> list[list[int]]:
@@ -177,9 +177,10 @@ class Generation:
         self.decoder = Decoder(args, model, prompts, tokenizer.pad_token_id)
         self._prompts, self._tokenizer, self._metrics = prompts, tokenizer, metrics_of(args)
         self._path, self._writes = predictions_of(args), args.rank == 0
-        if self._writes and args.predictions_file is not None:
-            if problem := problem_with_directory("--predictions_file", str(self._path.parent)):
-                raise ValueError(problem)
+        flag = "--output_dir" if args.predictions_file is None else "the folder of --predictions_file"
+        writes = self._writes and self._path is not None
+        if writes and (problem := problem_with_directory(flag, str(self._path.parent))):
+            raise ValueError(problem)
 
     def evaluate(self, pipeline: BuiltPipeline) -> dict[str, float]:
         """Generate, write the file, and return the metrics, the same on every rank.
@@ -217,8 +218,8 @@ def _require_same(model: nn.Module, args: argparse.Namespace) -> None:
                          "--predict_with_generate out")  # fmt: skip
     if config.model_type in UNLIKE:
         raise ValueError(
-            f"{folder} is a {config.model_type}, which {UNLIKE[config.model_type]}, so --predict_with_generate would not "
-            "say what it generates; leave it out"
+            f"{folder} is a {config.model_type}, which {UNLIKE[config.model_type]}, so --predict_with_generate would "
+            "not say what it generates; leave it out"
         )
     rope = getattr(config, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
