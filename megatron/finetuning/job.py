@@ -25,6 +25,7 @@ from megatron.finetuning.decoding import Generation
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import Data, read_data
@@ -162,6 +163,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         plan, args, feed=feed, summary=data.task.summary, pretrained=source, ranks=ranks,
         num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
+    num_pairs = set_references(pipeline, data, size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
@@ -169,6 +171,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes, *of_answers]]
     for line in (*lines, *notes):
         report.say(line)
+    if num_pairs:
+        report.say(f"reference: log-probabilities of {num_pairs} pairs in the model that the run began with")
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")

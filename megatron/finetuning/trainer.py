@@ -178,11 +178,16 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
         found: list = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, pipeline.statistics() if pipeline.ranks.replica == 0 else None)
         pipeline.load_statistics(found[pipeline.ranks.pipelines[0][pipeline.ranks.rank]])
-    microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    microbatches = in_order(rows, size)
     losses, predictions = forward(pipeline, rows, microbatches)
     terms = [rows.num_terms(part) for part in microbatches]
     loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
     return {"loss": loss, **rows.metrics(predictions, loss)}
+
+
+def in_order(rows: Rows, size: int) -> list[range]:
+    """The row numbers of microbatches of `size` rows, of which the last one may be short."""
+    return [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
 
 
 def forward(

@@ -31,7 +31,7 @@ Message = dict[str, object]
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     columns = _columns(args, file)
-    template = _Template(args, tokenizer)
+    template = Template(args, tokenizer)
 
     def rows(file: File) -> Rows:
         for name, what in columns.items():
@@ -116,16 +116,27 @@ def _columns(args: argparse.Namespace, file: File) -> dict[str, str]:
 
 def _messages(sample: Sample, columns: Sequence[str], where: str) -> list[Message]:
     """The messages of a sample, with `role` and `content`. Raises ValueError for anything else."""
-    found: list[Message] = []
-    for column, role in zip(columns, ("user", ASSISTANT), strict=False):
-        value = sample[column]
-        if len(columns) == 2 and isinstance(value, str):
-            value = [{"role": role, "content": value}]
-        if not isinstance(value, list) or not value:
-            form = "a text or a list of messages" if len(columns) == 2 else "a list of messages"
-            raise ValueError(f"{where}: {column!r} is {value!r}, and {form} is wanted; mend it")
-        found += (_message(each, f"{where}, message {number} of {column!r}") for number, each in enumerate(value, 1))
-    return found
+    if len(columns) == 1:
+        return messages_of(sample, columns[0], None, where)
+    return [
+        message
+        for column, role in zip(columns, ("user", ASSISTANT), strict=True)
+        for message in messages_of(sample, column, role, where)
+    ]
+
+
+def messages_of(sample: Sample, column: str, role: str | None, where: str) -> list[Message]:
+    """The messages of a column, with `role` and `content`. Raises ValueError for anything else.
+
+    `role`: whose message a text is; None: a text is refused.
+    """
+    value = sample[column]
+    if role is not None and isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        form = "a list of messages" if role is None else "a text or a list of messages"
+        raise ValueError(f"{where}: {column!r} is {value!r}, and {form} is wanted; mend it")
+    return [_message(each, f"{where}, message {number} of {column!r}") for number, each in enumerate(value, 1)]
 
 
 def _message(value: object, where: str) -> Message:
@@ -147,7 +158,7 @@ def _message(value: object, where: str) -> Message:
 # --- the template
 
 
-class _Template:
+class Template:
     """A tokenizer with its chat template, which knows the answers' tokens.
 
     Raises ValueError if there is no template, or the tokenizer does not say which characters a token is.
@@ -193,6 +204,23 @@ class _Template:
     def prompt(self, messages: list[Message], tools: object, where: str) -> str:
         """What stands before the answer to a conversation. Raises ValueError if the template refuses it."""
         return self._rendered(messages, tools, where, add_generation_prompt=True)
+
+    def completion(self, prompt: list[Message], answer: list[Message], tools: object, where: str) -> Tokens:
+        """The tokens of a prompt and an answer to it, of which the answer's count.
+
+        Raises ValueError if the template refuses them, or writes the prompt in another way once the answer follows.
+        """
+        before, text = self.prompt(prompt, tools, where), self._rendered([*prompt, *answer], tools, where)
+        if not text.startswith(before):
+            raise ValueError(
+                f"{where}: the chat template writes the prompt in another way once its answer follows, so it does not "
+                "show which tokens the answer has; give another --chat_template"
+            )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return Tokens(
+            list(encoded["input_ids"]), [token if end > len(before) else IGNORED for token, (_, end) in pairs]
+        )
 
     def _rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
         try:
