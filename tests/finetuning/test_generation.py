@@ -85,6 +85,7 @@ def validation(folder: Path, task: str) -> list:
     return ["--validation_file", tiny.data_file(folder, task, num_samples=7, seed=5)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("task", "ranks", "settings", "argv"),
     [

