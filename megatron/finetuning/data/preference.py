@@ -23,7 +23,6 @@ from megatron.finetuning.data.chat import ASSISTANT, PROMPT, Message, Template, 
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.packing import Tokens, rows_of
 from megatron.finetuning.data.task import Prepared, Task
-from megatron.finetuning.preference_arguments import BETA
 
 ANSWERS = ("chosen", "rejected")
 """The two answers of a pair, in the order of all tensors here."""
@@ -71,7 +70,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     columns = {file.column(getattr(args, f"{side}_column"), (side,), side): side for side in ANSWERS}
     has_prompt = args.text_column is not None or not set(PROMPT).isdisjoint(file.fields)
     prompt = file.column(args.text_column, PROMPT, "text") if has_prompt else None
-    template, beta, length = Template(args, tokenizer), args.dpo_beta or BETA, args.max_seq_length
+    template, beta, length = Template(args, tokenizer), args.dpo_beta, args.max_seq_length
 
     def rows(file: File) -> Rows:
         for name, what in {**columns, **({} if prompt is None else {prompt: "text"})}.items():
@@ -102,7 +101,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
         chosen, rejected = (rows_of(side, args, tokenizer) for side in zip(*pairs, strict=True))
         return Pairs(chosen, rejected, beta, notes)
 
-    return Prepared(rows, forward=loss_of_pairs(beta, args.dpo_label_smoothing or 0.0))
+    return Prepared(rows, forward=loss_of_pairs(beta, args.dpo_label_smoothing))
 
 
 def _split(
