@@ -139,14 +139,18 @@ BART = {
     ],
 )
 def test_rows_decode_to_what_transformers_generates(tmp_path, monkeypatch, kind, shape):
-    """Positions of every kind, padding on the right and labels for a decoder's tokens: the models themselves."""
+    """Positions of every kind, padding on the right and labels for a decoder's tokens: the models themselves. Each token
+    of an answer costs a forward of its row."""
     model = model_of(kind, shape, tmp_path)
     task = "text-to-text" if model.config.is_encoder_decoder else "chat"
     words = [*GENERATES, *validation(tmp_path, task), "--max_seq_length", 16]
     args = parse_args(tiny.command(tmp_path, task, *words, "--model_name_or_path", tmp_path))
     data = read_data(args)
 
+    ran = []
+
     def run_forward(pipeline, rows, microbatches):
+        ran.extend(number for part in microbatches for number in part)
         found = []
         for part in microbatches:
             batch = rows.batch(part, 3)
@@ -161,6 +165,7 @@ def test_rows_decode_to_what_transformers_generates(tmp_path, monkeypatch, kind,
     found = Decoder(args, opened, data.prompts, 0).decode(SimpleNamespace(results=SimpleNamespace(summary=None)))
     assert found == generated(model, tmp_path, task, words, most=6)
     assert len({*map(tuple, found)}) > 2, found
+    assert [ran.count(number) for number in range(len(found))] == [len(answer) for answer in found]
 
 
 def model_of(kind: str, shape: dict, folder: Path) -> torch.nn.Module:
