@@ -139,8 +139,8 @@ BART = {
     ],
 )
 def test_rows_decode_to_what_transformers_generates(tmp_path, monkeypatch, kind, shape):
-    """Positions of every kind, padding on the right and labels for a decoder's tokens: the models themselves. Each token
-    of an answer costs a forward of its row."""
+    """Positions of every kind, padding on the right and labels for a decoder's tokens: the models themselves. Each
+    token of an answer costs a forward of its row."""
     model = model_of(kind, shape, tmp_path)
     task = "text-to-text" if model.config.is_encoder_decoder else "chat"
     words = [*GENERATES, *validation(tmp_path, task), "--max_seq_length", 16]
