@@ -123,6 +123,7 @@ BART = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [

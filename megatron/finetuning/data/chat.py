@@ -76,6 +76,11 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
                 f"{file.path}: no conversation has an answer to generate; leave --predict_with_generate out"
             )
         ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if not all(ids):
+            raise ValueError(
+                f"{file.path}: the chat template writes no token before the answer {references[ids.index([])]!r}, so "
+                "there is nothing to generate from; give another --chat_template"
+            )
         lost = (
             f"{file.path}: {counted(num_left_out, 'conversation')} without an answer that is a text: none is generated"
         )
