@@ -23,6 +23,7 @@ TASK_TYPES = {
     "sequence-classification": "SEQ_CLS",
     "causal-lm": "CAUSAL_LM",
     "chat": "CAUSAL_LM",
+    "dpo": "CAUSAL_LM",
     "text-to-text": "SEQ_2_SEQ_LM",
     "question-answering": "QUESTION_ANS",
     "token-classification": "TOKEN_CLS",

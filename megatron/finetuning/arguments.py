@@ -16,6 +16,8 @@ from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
+from megatron.finetuning.generation_arguments import add_generation, validate_generation
+from megatron.finetuning.preference_arguments import PREFERENCE, add_preference, validate_preference
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
@@ -23,8 +25,8 @@ SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = (
-    "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
-    "image-classification",
+    "text-to-text", "sequence-classification", "causal-lm", "chat", PREFERENCE, "token-classification",
+    "question-answering", "image-classification",
 )  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
@@ -124,9 +126,11 @@ def validate(args: argparse.Namespace) -> None:
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
     trackers.settle(args)
+    validate_generation(args)
     for name in ("messages_column", "chat_template", "train_on_prompt"):
-        if getattr(args, name) and args.task != "chat":
+        if getattr(args, name) and args.task not in ("chat", *[PREFERENCE] * (name == "chat_template")):
             raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
+    validate_preference(args)
     if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
         otherwise = "give --no_group_texts" if args.task == "causal-lm" else "leave it out"
         raise ValueError(
@@ -303,6 +307,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     _add_model_and_data(parser.add_argument_group("model and data"))
     _add_training(parser.add_argument_group("training"))
     add_adapters(parser.add_argument_group("adapters"))
+    add_generation(both_spellings(parser.add_argument_group("generation")), count=_count)
     _add_pipeline(parser.add_argument_group("pipeline"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -337,8 +342,9 @@ def add_data(group, *, required: bool) -> None:
     add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
-    add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat)")
+    add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat, dpo)")
     add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
+    add_preference(add, within=_within)
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

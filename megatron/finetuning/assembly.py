@@ -47,10 +47,14 @@ Summary = Callable[[str, Tensor, Mapping[str, Tensor]], Tensor]
 
 
 class Results:
-    """The losses and output summaries of this rank's stages in an evaluation, in the order of the microbatches."""
+    """The losses and output summaries of this rank's stages in an evaluation, in the order of the microbatches.
+
+    Attributes:
+        summary: makes the summaries.
+    """
 
     def __init__(self, summary: Summary) -> None:
-        self._summary = summary
+        self.summary = summary
         self._losses: list[Tensor] = []
         self._kept: dict[str, list[Tensor]] = {}
 
@@ -59,7 +63,7 @@ class Results:
         if loss is not None:
             self._losses.append(loss.detach())
         for name, tensor in kept.items():
-            self._kept.setdefault(name, []).append(self._summary(name, tensor, data.tensors).cpu())
+            self._kept.setdefault(name, []).append(self.summary(name, tensor, data.tensors).cpu())
 
     def take(self) -> tuple[list[float], dict[str, list[Tensor]]]:
         """Return the losses and the summaries by name, and clear the collection."""

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
+from megatron.finetuning.decoding import Generation
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import Data, read_data
@@ -146,6 +149,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         share=Share(ranks.replica, args.data_parallel_size), first_microbatch=done.microbatches,
     )  # fmt: skip
     with agreement.agreed():
+        generation = None if data.prompts is None else Generation(args, plan.model, data.prompts, data.processor)
         source = pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
         if args.merge_adapter:
             require_mergeable(plan.adapter, pretrained)
@@ -159,19 +163,26 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         plan, args, feed=feed, summary=data.task.summary, pretrained=source, ranks=ranks,
         num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
     )  # fmt: skip
+    num_pairs = set_references(pipeline, data, size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
-    notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes]]
+    of_answers = [] if generation is None else generation.decoder.notes
+    notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes, *of_answers]]
     for line in (*lines, *notes):
         report.say(line)
+    if num_pairs:
+        report.say(f"reference: log-probabilities of {num_pairs} pairs in the model that the run began with")
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
     origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
     best = _best(args, done)
-    trainer = Trainer(pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best)
+    generate = None if generation is None else partial(generation.evaluate, pipeline)
+    trainer = Trainer(
+        pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best, generate
+    )  # fmt: skip
     if trainer.train():
         if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()

@@ -219,7 +219,9 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
         down = sum(weights[stage] for stage in (*own, *own[: -schedule.residency.stages])) + stash
         link = max(link, down, sum(gradients[stage] for stage in own) + stash)
         host = max(host, sum(update[stage] for stage in own))
-    tokens = next(iter(plan.batch.values())).shape[0] * args.max_seq_length * m * args.data_parallel_size
+    sequences = max(sum(name.endswith("input_ids") for name in plan.batch), 1)  # of a sample: a pair has two
+    rows = next(iter(plan.batch.values())).shape[0] * sequences
+    tokens = rows * args.max_seq_length * m * args.data_parallel_size
     return Speed(compute, link, host, (ends[1] - ends[0]) / 2, tokens)
 
 

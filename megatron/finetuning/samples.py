@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
+from megatron.finetuning.data import (
+    chat,
+    classification,
+    generation,
+    preference,
+    question_answering,
+    token_classification,
+)
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
-from megatron.finetuning.data.task import Task
+from megatron.finetuning.data.task import Forward, Prompts, Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
 TASKS: dict[str, Task] = {
@@ -22,6 +29,7 @@ TASKS: dict[str, Task] = {
     "sequence-classification": classification.TEXTS,
     "causal-lm": generation.CAUSAL,
     "chat": chat.TASK,
+    "dpo": preference.TASK,
     "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
@@ -42,6 +50,8 @@ class Data:
         processor: tokenizer or image processor; None if the model's folder has no image processor.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
+        prompts: what evaluations generate from; None if they do not generate.
+        forward: computes the model's output with its loss; None: the model does.
     """
 
     task: Task
@@ -49,11 +59,14 @@ class Data:
     changes: Mapping[str, object]
     training: Rows | None
     validation: Rows | None
+    prompts: Prompts | None = None
+    forward: Forward | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences for the user on what became of the samples."""
-        return tuple(note for rows in (self.training, self.validation) if rows is not None for note in rows.notes)
+        sources = (self.training, self.validation, self.prompts)
+        return tuple(note for source in sources if source is not None for note in source.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
         """A microbatch of `size` real samples."""
@@ -79,7 +92,9 @@ def read_data(args: argparse.Namespace) -> Data:
         made.convert(getattr(torch, args.dtype))
         return made
 
-    return Data(task, processor, prepared.changes, rows(training), rows(validation))
+    generates = validation is not None and args.predict_with_generate
+    prompts = prepared.prompts(validation) if generates else None
+    return Data(task, processor, prepared.changes, rows(training), rows(validation), prompts, prepared.forward)
 
 
 def _classes(folder: str) -> dict[str, int]:

@@ -11,18 +11,19 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
-from megatron.finetuning.data.batches import Rows
+from megatron.finetuning.data.batches import Evaluated, Rows
 from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks import StopSignal
@@ -46,6 +47,7 @@ class Trainer:
         num_steps: number of batches of the whole run.
         validation: the rows to evaluate; None if there are no evaluations.
         best: the best evaluation so far; None if no flag asks for it.
+        generate: generates from the prompts of an evaluation, and returns further metrics; None: nothing is generated.
         drains: the last 64 batches before which the pipeline was drained.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
     """
@@ -60,6 +62,7 @@ class Trainer:
     num_steps: int
     validation: Rows | None
     best: Best | None
+    generate: Callable[[], Mapping[str, float]] | None = None
     drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     saved_step: int | None = None
     evaluated_step: int | None = None
@@ -103,6 +106,8 @@ class Trainer:
         step = self.pipeline.engine.next_batch
         start = time.perf_counter()
         found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
+        if self.generate is not None:
+            found |= self.generate()
         self.report.evaluation(step, found, time.perf_counter() - start)
         self.evaluated_step = step
         return found
@@ -169,12 +174,31 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
 
     Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
-    share = pipeline.feed.share
     if len(pipeline.ranks.pipelines) > 1:  # each replica has counted its own microbatches; the first one's are written
         found: list = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(found, pipeline.statistics() if pipeline.ranks.replica == 0 else None)
         pipeline.load_statistics(found[pipeline.ranks.pipelines[0][pipeline.ranks.rank]])
-    microbatches = [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+    microbatches = in_order(rows, size)
+    losses, predictions = forward(pipeline, rows, microbatches)
+    terms = [rows.num_terms(part) for part in microbatches]
+    loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
+    return {"loss": loss, **rows.metrics(predictions, loss)}
+
+
+def in_order(rows: Rows, size: int) -> list[range]:
+    """The row numbers of microbatches of `size` rows, of which the last one may be short."""
+    return [range(first, min(first + size, len(rows))) for first in range(0, len(rows), size)]
+
+
+def forward(
+    pipeline: BuiltPipeline, rows: Evaluated, microbatches: Sequence[Sequence[int]]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Run rows forward. Returns the loss of each microbatch, and the summaries of the model's outputs by name, a row of
+    the tensor for each of `rows`, both the same on every rank.
+
+    Collective: every rank must call it. Precondition: the pipeline is drained. `microbatches`: their row numbers.
+    """
+    share = pipeline.feed.share
     own = share.of(microbatches)
     for first in range(0, len(own), EVALUATED_TOGETHER):
         chunk = own[first : first + EVALUATED_TOGETHER]
@@ -183,14 +207,12 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
     gathered: list = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, pipeline.results.take())
     losses = share.joined([of_rank for of_rank, _ in gathered if of_rank], len(microbatches))
-    terms = [rows.num_terms(part) for part in microbatches]
-    loss = math.fsum(loss * count for loss, count in zip(losses, terms, strict=True) if count) / max(sum(terms), 1)
     predictions = {}
     for name in {name for _, kept in gathered for name in kept}:
         parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
         real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
         predictions[name] = torch.cat(real)
-    return {"loss": loss, **rows.metrics(predictions, loss)}
+    return losses, predictions
 
 
 class Report:

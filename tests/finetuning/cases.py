@@ -138,6 +138,10 @@ def adapter_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+def nothing_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
+    return {}
+
+
 def loaded(folder: Path, task: str) -> torch.nn.Module:
     from megatron.finetuning.samples import TASKS
 

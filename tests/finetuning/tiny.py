@@ -85,6 +85,7 @@ MODELS = {
     "text-to-text": _t5,
     "causal-lm": _gpt2,
     "chat": _llama,
+    "dpo": _llama,
     "image-classification": _vit,
 }
 
@@ -116,6 +117,9 @@ def sample(task: str, choose: random.Random) -> dict:
     if task == "chat":
         parts = [" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(choose.choice((2, 4)))]
         return {"messages": [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(parts)]}
+    if task == "dpo":
+        chosen, rejected = (" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(2))
+        return {"prompt": " ".join(words[:5]), "chosen": chosen, "rejected": rejected}
     if task == "token-classification":
         return {"tokens": words, "ner_tags": [("O", "B-odd")[int(word[1:]) % 2] for word in words]}
     if task == "question-answering":

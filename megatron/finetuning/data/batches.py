@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy
 import torch
@@ -27,6 +27,13 @@ Metrics = Callable[[Mapping[str, Tensor], float], dict[str, float]]
 
 Microbatches = tuple[tuple[int, ...], ...]
 """The row numbers of a batch, by microbatch."""
+
+
+class Evaluated(Protocol):
+    """What an evaluation runs forward, by row numbers."""
+
+    def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
+        """The rows with the numbers `indices` as the tensors of a microbatch, filled up to `size` rows."""
 
 
 class Rows:
@@ -165,7 +172,7 @@ class Feed:
         self._indices: dict[int, tuple[int, Sequence[int]]] = {}  # microbatch -> its number in the run, row numbers
         self._terms: dict[int, list[int]] = {}  # batch -> terms of each microbatch of all replicas
         self._made: dict[int, StageData] = {}  # by microbatch
-        self._evaluated: Rows | None = None
+        self._evaluated: Evaluated | None = None
         self._positions: list[Sequence[int]] = []
 
     def add(self, batch: int, first_microbatch: int, microbatches: Sequence[Sequence[int]]) -> int:
@@ -195,7 +202,7 @@ class Feed:
         terms, replicas = self._terms[batch], self.share.replicas
         return sum(terms[: num_microbatches * replicas]) * (len(terms) // replicas) / sum(terms)
 
-    def evaluate(self, rows: Rows, microbatches: Sequence[Sequence[int]]) -> None:
+    def evaluate(self, rows: Evaluated, microbatches: Sequence[Sequence[int]]) -> None:
         """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch of this replica."""
         self._evaluated, self._positions = rows, list(microbatches)
 
@@ -210,6 +217,6 @@ class Feed:
             self._made[microbatch.index] = made
         return made
 
-    def _data(self, rows: Rows, indices: Sequence[int], sample: int, weight: float = 1.0) -> StageData:
+    def _data(self, rows: Evaluated, indices: Sequence[int], sample: int, weight: float = 1.0) -> StageData:
         tensors = {name: tensor.to(self._device) for name, tensor in rows.batch(indices, self._size).items()}
         return StageData(tensors, Draw(self._seed, sample), weight)

@@ -16,7 +16,7 @@ from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.generation import perplexity
 from megatron.finetuning.data.packing import Tokens, rows_of
-from megatron.finetuning.data.task import Prepared, Task, most_likely
+from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely
 
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPT, COMPLETION = ("prompt",), ("completion",)
@@ -31,7 +31,7 @@ Message = dict[str, object]
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     columns = _columns(args, file)
-    template = _Template(args, tokenizer)
+    template = Template(args, tokenizer)
 
     def rows(file: File) -> Rows:
         for name, what in columns.items():
@@ -61,7 +61,32 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
         ]
         return rows_of(sequences, args, tokenizer, _metrics, notes)
 
-    return Prepared(rows)
+    def prompts(file: File) -> Prompts:
+        texts, references, num_left_out = [], [], 0
+        for number, sample in enumerate(file.samples, start=1):
+            where = f"{file.path}, sample {number}"
+            messages = _messages(sample, list(columns), where)
+            answers = [at for at, each in enumerate(messages) if at and each["role"] == ASSISTANT and each["content"]]
+            if answers:
+                texts.append(template.prompt(messages[: answers[-1]], sample.get("tools") or None, where))
+                references.append(messages[answers[-1]]["content"])
+            num_left_out += not answers
+        if not texts:
+            raise ValueError(
+                f"{file.path}: no conversation has an answer to generate; leave --predict_with_generate out"
+            )
+        ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if not all(ids):
+            raise ValueError(
+                f"{file.path}: the chat template writes no token before the answer {references[ids.index([])]!r}, so "
+                "there is nothing to generate from; give another --chat_template"
+            )
+        lost = (
+            f"{file.path}: {counted(num_left_out, 'conversation')} without an answer that is a text: none is generated"
+        )
+        return Prompts(texts, references, ids, notes=[lost] if num_left_out else [])
+
+    return Prepared(rows, prompts=prompts)
 
 
 def _metrics(labels: Tensor) -> Metrics:
@@ -96,16 +121,27 @@ def _columns(args: argparse.Namespace, file: File) -> dict[str, str]:
 
 def _messages(sample: Sample, columns: Sequence[str], where: str) -> list[Message]:
     """The messages of a sample, with `role` and `content`. Raises ValueError for anything else."""
-    found: list[Message] = []
-    for column, role in zip(columns, ("user", ASSISTANT), strict=False):
-        value = sample[column]
-        if len(columns) == 2 and isinstance(value, str):
-            value = [{"role": role, "content": value}]
-        if not isinstance(value, list) or not value:
-            form = "a text or a list of messages" if len(columns) == 2 else "a list of messages"
-            raise ValueError(f"{where}: {column!r} is {value!r}, and {form} is wanted; mend it")
-        found += (_message(each, f"{where}, message {number} of {column!r}") for number, each in enumerate(value, 1))
-    return found
+    if len(columns) == 1:
+        return messages_of(sample, columns[0], None, where)
+    return [
+        message
+        for column, role in zip(columns, ("user", ASSISTANT), strict=True)
+        for message in messages_of(sample, column, role, where)
+    ]
+
+
+def messages_of(sample: Sample, column: str, role: str | None, where: str) -> list[Message]:
+    """The messages of a column, with `role` and `content`. Raises ValueError for anything else.
+
+    `role`: whose message a text is; None: a text is refused.
+    """
+    value = sample[column]
+    if role is not None and isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list) or not value:
+        form = "a list of messages" if role is None else "a text or a list of messages"
+        raise ValueError(f"{where}: {column!r} is {value!r}, and {form} is wanted; mend it")
+    return [_message(each, f"{where}, message {number} of {column!r}") for number, each in enumerate(value, 1)]
 
 
 def _message(value: object, where: str) -> Message:
@@ -127,7 +163,7 @@ def _message(value: object, where: str) -> Message:
 # --- the template
 
 
-class _Template:
+class Template:
     """A tokenizer with its chat template, which knows the answers' tokens.
 
     Raises ValueError if there is no template, or the tokenizer does not say which characters a token is.
@@ -169,6 +205,27 @@ class _Template:
             spans = self._spans(messages, tools, text, where)
             counts = [any(a < end and b > begin for begin, end in spans) for a, b in encoded["offset_mapping"]]
         return Tokens(ids, [token if count else IGNORED for token, count in zip(ids, counts, strict=True)])
+
+    def prompt(self, messages: list[Message], tools: object, where: str) -> str:
+        """What stands before the answer to a conversation. Raises ValueError if the template refuses it."""
+        return self._rendered(messages, tools, where, add_generation_prompt=True)
+
+    def completion(self, prompt: list[Message], answer: list[Message], tools: object, where: str) -> Tokens:
+        """The tokens of a prompt and an answer to it, of which the answer's count.
+
+        Raises ValueError if the template refuses them, or writes the prompt in another way once the answer follows.
+        """
+        before, text = self.prompt(prompt, tools, where), self._rendered([*prompt, *answer], tools, where)
+        if not text.startswith(before):
+            raise ValueError(
+                f"{where}: the chat template writes the prompt in another way once its answer follows, so it does not "
+                "show which tokens the answer has; give another --chat_template"
+            )
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return Tokens(
+            list(encoded["input_ids"]), [token if end > len(before) else IGNORED for token, (_, end) in pairs]
+        )
 
     def _rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.packing import Tokens, rows_of
-from megatron.finetuning.data.task import Prepared, Task, most_likely, padded
+from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely, padded
 
 TEXT = ("text", "content", "sentence", "document")
 _TOO_SHORT = "a text of one token has nothing to predict"
@@ -93,9 +93,12 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
     source = file.column(args.text_column, SOURCE, "text")
     target = file.column(args.target_column, TARGET, "target")
 
+    def sources(file: File) -> list[str]:
+        return [args.source_prefix + text for text in file.texts(source, "text")]
+
     def rows(file: File) -> Rows:
-        texts, targets = file.texts(source, "text"), file.texts(target, "target")
-        tensors = padded(tokenizer, [args.source_prefix + text for text in texts], length=args.max_seq_length)
+        texts, targets = sources(file), file.texts(target, "target")
+        tensors = padded(tokenizer, texts, length=args.max_seq_length)
         made = tokenizer(
             text_target=targets, truncation=True, max_length=args.max_target_length, padding="max_length",
             return_tensors="pt",
@@ -103,7 +106,13 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
         labels = _labels(made)
         return _rows(file, tensors, labels, labels, _matches(labels), "the target has no token")
 
-    return Prepared(rows)
+    def prompts(file: File) -> Prompts:
+        texts = sources(file)
+        encoded = padded(tokenizer, texts, length=args.max_seq_length)
+        real = [ids[mask == 1] for ids, mask in zip(encoded["input_ids"], encoded["attention_mask"], strict=True)]
+        return Prompts(texts, file.texts(target, "target"), [ids.tolist() for ids in real], encoded)
+
+    return Prepared(rows, prompts=prompts)
 
 
 def _matches(labels: Tensor) -> Metrics:

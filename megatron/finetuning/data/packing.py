@@ -45,7 +45,7 @@ def rows_of(
     sequences: Sequence[Tokens],
     args: argparse.Namespace,
     tokenizer: Any,
-    metrics: Callable[[torch.Tensor], Metrics],
+    metrics: Callable[[torch.Tensor], Metrics] = lambda labels: lambda predictions, loss: {},
     notes: Sequence[str] = (),
 ) -> Rows:
     """Rows of `args.max_seq_length` tokens; with `args.packing` of several sequences each, otherwise of one.

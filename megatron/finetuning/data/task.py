@@ -7,10 +7,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File
+
+Forward = Callable[[nn.Module, Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What evaluations generate from.
+
+    Attributes:
+        texts: the prompts as texts.
+        references: the true answers.
+        ids: the token ids of each prompt.
+        encoded: for a model with an encoder, the prompts as it reads them, [prompts, tokens]; otherwise empty.
+        notes: sentences for the user on what became of the samples.
+    """
+
+    texts: Sequence[str]
+    references: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    encoded: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -20,10 +41,14 @@ class Prepared:
     Attributes:
         rows: makes rows of a file with the same columns.
         changes: changes to the model's configuration.
+        prompts: makes the prompts of a file with the same columns; None: the task has none.
+        forward: (model, microbatch) -> the model's output with its loss; None: the model computes its own loss.
     """
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
+    prompts: Callable[[File], Prompts] | None = None
+    forward: Forward | None = None
 
 
 @dataclass(frozen=True)

@@ -144,3 +144,24 @@ def test_a_tokenizer_without_a_template(folder, tmp_path):
     (model / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ValueError, match=r"has no chat template; name a file with one with --chat_template"):
         data_of(folder, [{"messages": turns("w1", "w2")}], "--model_name_or_path", model)
+
+
+def test_prompts_of_generations(folder):
+    """What stands before the last answer; a conversation that ends in a question has the answer before; one without
+    any is left out and counted. A base model is asked with a template that only joins prompt and answer."""
+    samples = [turns("w1", "w2", "w3", "w4"), turns("w1", "w2", "w3"), turns("w1")]
+    path = folder / "asked.jsonl"
+    path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in samples))
+    words = ["--validation_file", path, "--train_file", path, "--predict_with_generate"]
+    data = read_data(tiny.arguments(folder, "chat", *words))
+    assert list(data.prompts.references) == ["w4", "w2"]
+    assert list(data.prompts.ids) == [ids("[CLS] w1 [SEP] w39 w2 [SEP] [CLS] w3 [SEP] w39"), ids("[CLS] w1 [SEP] w39")]
+    assert f"{path}: 1 conversation without an answer that is a text: none is generated" in data.notes
+    path.write_text(json.dumps({"prompt": "w1 w2 ", "completion": "w3"}) + "\n")
+    joins = folder / "joins.jinja"
+    joins.write_text("{% for each in messages %}{{ each.content }}{% endfor %}")
+    data = read_data(tiny.arguments(folder, "chat", *words, "--chat_template", joins))
+    assert list(data.prompts.ids) == [ids("w1 w2")] and counted_tokens(data.training) == [ids("w3")]
+    joins.write_text("{% if not add_generation_prompt %}w1 w2 {% endif %}")
+    with pytest.raises(ValueError, match="writes no token before the answer 'w3', so there is nothing to generate"):
+        read_data(tiny.arguments(folder, "chat", *words, "--chat_template", joins, "--train_on_prompt"))
