@@ -96,7 +96,9 @@ MODELS: dict[str, Case] = {
                q_lora_rank=384, kv_lora_rank=256),
         1, input_ids=512, labels=512,
     ),
-    "GPT-2 medium": _case(_model("GPT2LMHeadModel", n_embd=1024, n_layer=24, n_head=16), 1, input_ids=1024, labels=1024),
+    "GPT-2 medium": _case(
+        _model("GPT2LMHeadModel", n_embd=1024, n_layer=24, n_head=16), 1, input_ids=1024, labels=1024
+    ),
     "Llama 3.2 1B's form": _case(
         _model("LlamaForCausalLM", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
                num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True),

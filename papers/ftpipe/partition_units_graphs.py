@@ -61,8 +61,8 @@ class Case:
     """A model on the paper's machine.
 
     Attributes:
-        lengths: name of each tensor of the data -> number of tokens, 0 for one class a sample; or the shape of a sample's
-            real numbers; or what makes the tensor for a number of samples.
+        lengths: name of each tensor of the data -> number of tokens, 0 for one class a sample; or the shape of a
+            sample's real numbers; or what makes the tensor for a number of samples.
         weight_bytes_per_parameter: bytes of a parameter with gradient and optimizer state, in single precision: 8 with
             Adafactor, whose factored moments are negligible, 16 with AdamW.
         published: the paper's result, as text.
