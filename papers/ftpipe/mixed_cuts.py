@@ -2,7 +2,6 @@
 
     python -m papers.ftpipe.mixed_cuts                            # about 15 minutes of one core; tables, nothing runs
     python -m papers.ftpipe.mixed_cuts "T5-base, 512 to 4 tokens" --devices 4 --rooms 1.1 1.2 1.4 2 none
-    python -m papers.ftpipe.mixed_cuts "T5-base, 512 to 4 tokens" --devices 4 --measure 5    # emulated stages, in turns
 
 The models are captured without their weights, and a roofline of an RTX 3090 prices their operators in single precision
 (partition_units_graphs.py; 12 GB/s between devices, AdamW's 16 bytes a parameter). The best sequential partition is
@@ -22,7 +21,6 @@ spread     memory for each millisecond in the second half of the model's time, i
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -31,14 +29,12 @@ from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from megatron.partition import Graph
 from megatron.partition.units import Units, compiled
-from papers.ftpipe.asynchronous import MIB, Contender, Job, contender_of, measured, simulated
+from papers.ftpipe.asynchronous import Contender, contender_of, simulated
 from papers.ftpipe.mixed_models import MODELS
 from papers.ftpipe.partition_units import LIMITLESS, METHODS, measure
 from papers.ftpipe.partition_units_graphs import Case, Estimated, estimated
 
 UNITS = ("operators", "layers")
-FORWARD = 0.02
-"""Mean seconds of an emulated stage's forward of the sequential partition."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class Gain:
         objective_ms, simulated_ms: by method, milliseconds of a microbatch. A method of which no partition fits is
             missing.
         stages: the device of each mixed stage.
-        measured: seconds of each repeat, sequential and mixed.
     """
 
     model: str
@@ -59,7 +54,6 @@ class Gain:
     objective_ms: dict[str, float]
     simulated_ms: dict[str, float]
     stages: tuple[int, ...] = ()
-    measured: tuple[tuple[float, float], ...] = ()
 
     def text(self) -> str:
         """The gain as a cell of the table."""
@@ -105,10 +99,10 @@ def _memory(units: Units, unit: int) -> float:
 
 
 def gains(
-    name: str, model: Estimated, case: Case, num_devices: int, room: float | None, *, effort: float, repeats: int = 0,
+    name: str, model: Estimated, case: Case, num_devices: int, room: float | None, *, effort: float,
     units: Sequence[str] = UNITS,
 ) -> Iterator[Gain]:  # fmt: skip
-    """Cut a model by layers and by operators, simulate the results, and with `repeats` run them as emulated stages."""
+    """Cut a model by layers and by operators, simulate the results."""
     model = limited(model, num_devices, room)
     found = measure(model, case, units=units, effort=effort).results
     for kind in units:
@@ -121,23 +115,12 @@ def gains(
         if len(contenders) == 2 and objective["sequential"] <= objective["mixed"]:
             for each in (contenders, objective, times):
                 each["mixed"] = each["sequential"]
-        runs = ()
-        if repeats and len(contenders) == 2:
-            scale = FORWARD * num_devices / sum(contenders["sequential"].forward)
-            seconds = measured(Job(tuple(scaled(contenders[each], each, scale) for each in METHODS), MIB, repeats))
-            runs = tuple(zip(*(seconds[method] for method in METHODS), strict=True))
         stages = contenders["mixed"].schedule.rank_of_stage if contenders else ()
-        yield Gain(name, num_devices, room, kind, objective, times, stages, runs)
-
-
-def scaled(contender: Contender, name: str, scale: float) -> Contender:
-    """The contender with all its times multiplied."""
-    forward, backward = (tuple(scale * each for each in times) for times in (contender.forward, contender.backward))
-    return replace(contender, name=name, forward=forward, backward=backward)
+        yield Gain(name, num_devices, room, kind, objective, times, stages)
 
 
 def show(found: Sequence[Gain], shapes: dict[str, dict[int, tuple[float, float]]], console: Console) -> None:
-    """Print the tables of the docs, one for each kind of units, and what was measured."""
+    """Print the tables of the docs, one for each kind of units."""
     settings = list(dict.fromkeys((each.devices, each.room) for each in found))
     for units in dict.fromkeys(each.units for each in found):
         table = Table(f"gain by {units}", "grain", "spread")
@@ -149,13 +132,6 @@ def show(found: Sequence[Gain], shapes: dict[str, dict[int, tuple[float, float]]
             spread = next(iter(shape.values()))[1]
             table.add_row(name, grain, f"{spread:.1f}", *(of[each].text() for each in settings))
         console.print(table)
-    for each in (each for each in found if each.measured):
-        ratios = [one / other for one, other in each.measured]
-        console.print(
-            f"{each.model}, {each.devices} devices, room {each.room}, {each.units}: {median(ratios):.3f} measured "
-            f"({min(ratios):.3f} to {max(ratios):.3f}), {each.text()}; devices of mixed stages: {each.stages}",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,7 +141,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rooms", type=_room, nargs="+", default=[None, 1.2], help="default: none 1.2")
     parser.add_argument("--units", nargs="+", choices=UNITS, default=list(UNITS), help="default: both")
     parser.add_argument("--effort", type=float, default=0.05, help="of the mixed search, in proportion (default: 0.05)")
-    parser.add_argument("--measure", type=int, default=0, metavar="REPEATS", help="also run emulated stages, in turns")
     options = parser.parse_args(argv)
     for name in options.models:
         if name not in MODELS:
@@ -179,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         for devices in options.devices:
             for room in options.rooms:
                 for gain in gains(
-                    name, model, case, devices, room, effort=options.effort, repeats=options.measure,
+                    name, model, case, devices, room, effort=options.effort,
                     units=options.units,
                 ):  # fmt: skip
                     found.append(gain)
