@@ -196,16 +196,21 @@ class Graph:
 
     def order(self) -> list[int]:
         """Node ids in an order of computation: producers before consumers, and otherwise in the order of the file."""
+        return list(self._place)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        """Node -> its place in the order of computation, in that order. Every price of a partition needs it."""
         position = {node.id: index for index, node in enumerate(self.nodes)}
         graph = networkx.DiGraph()
         graph.add_nodes_from(position)
         graph.add_edges_from(self.edges)
-        return list(networkx.lexicographical_topological_sort(graph, key=position.__getitem__))
+        order = networkx.lexicographical_topological_sort(graph, key=position.__getitem__)
+        return {node: index for index, node in enumerate(order)}
 
     def owner(self, shared: SharedByNodes) -> int:
         """The first user of shared parameters in the order of computation."""
-        position = {node: index for index, node in enumerate(self.order())}
-        return min(shared.nodes, key=position.__getitem__)
+        return min(shared.nodes, key=self._place.__getitem__)
 
 
 def crowded(times: Sequence[float], speeds: Sequence[float]) -> float:

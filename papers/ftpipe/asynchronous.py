@@ -31,7 +31,8 @@ from rich.table import Table
 
 from benchmarks.common.processes import run_group
 from benchmarks.common.results import parser_of, write
-from megatron.partition import Graph, compete, parse_graph
+from megatron.partition import Graph, Partition, compete, parse_graph
+from megatron.partition.graph import in_order, stage_graph, tensors
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated import EmulatedGraphStage, EmulatedStageUpdates, EmulatedTimes
@@ -45,18 +46,22 @@ class Contender:
     """A schedule with its costs.
 
     Attributes:
-        forward: by stage, the seconds of a forward; a backward takes twice as long.
+        forward, backward: by stage, the seconds of each; a backward includes a recompute.
         num_microbatches: number of microbatches of a batch.
         num_batches: number of timed batches.
         num_before: number of untimed batches before them.
+        transfer, step: by edge and by stage, seconds that only the simulator counts; empty: none.
     """
 
     name: str
     schedule: Schedule
     forward: tuple[float, ...]
+    backward: tuple[float, ...]
     num_microbatches: int
     num_batches: int
     num_before: int
+    transfer: tuple[float, ...] = ()
+    step: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def measure(contender: Contender, payload_bytes: int) -> float:
     stages = [
         EmulatedGraphStage(
             index=stage, graph=graph, payload_bytes=payload_bytes,
-            times=EmulatedTimes(contender.forward[stage], 2 * contender.forward[stage]),
+            times=EmulatedTimes(contender.forward[stage], contender.backward[stage]),
         )
         for stage in schedule.stages_of(rank)
     ]  # fmt: skip
@@ -127,14 +132,19 @@ def mixed(num_ranks: int, seed: int, mean: float) -> Contender:
         rank_of_stage=tuple(choose.sample([*range(num_ranks)] * 2, num_stages)),
         work=tuple((each, 2 * each) for each in forward),
     )  # fmt: skip
-    return Contender(f"{num_ranks} ranks", schedule, forward, 1, 40, 3 * num_stages)
+    return Contender(f"{num_ranks} ranks", schedule, forward, _twice(forward), 1, 40, 3 * num_stages)
+
+
+def _twice(seconds: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(2 * each for each in seconds)
 
 
 def chain(name: str, mean: float, num_stages: int = 4) -> Contender:
     """A contender with one stage on each rank, and batches of as many microbatches as stages."""
     order, weights = ("gpipe", "flush") if name == "gpipe" else ("async", "stale")
     schedule = Schedule(order=order, weights=weights, num_stages=num_stages)
-    return Contender(name, schedule, (mean,) * num_stages, num_stages, 12, 4)
+    forward = (mean,) * num_stages
+    return Contender(name, schedule, forward, _twice(forward), num_stages, 12, 4)
 
 
 ENCODER, DECODER = 5.5, 1.0  # relative times of a layer
@@ -167,29 +177,70 @@ def of_figure_4(method: str, decoder: float) -> Contender:
     """The contender for Figure 4 with the best partition of a method."""
     graph = figure_4(decoder)
     partition = compete(graph, methods=(method,), max_stages_per_device=2).choice.partition
-    stage_of, work = partition.stage_of_node, [0.0] * partition.num_stages
-    for node in graph.nodes:
-        work[stage_of[node.id]] += (node.fwd_ms + node.bwd_ms) / 1000
-    pairs = {(stage_of[source], stage_of[target]) for source, target in graph.edges}
-    schedule = Schedule(
-        order="async", weights="stale", num_stages=partition.num_stages, rank_of_stage=partition.device_of_stage,
-        edges=tuple(Edge(*pair) for pair in sorted(pairs) if pair[0] != pair[1]),
-        work=tuple((each / 3, 2 * each / 3) for each in work),
-    )  # fmt: skip
-    return Contender(f"figure 4, {method}", schedule, tuple(each / 3 for each in work), 1, 30, 18)
+    return contender_of(f"figure 4, {method}", graph, partition)
+
+
+def contender_of(
+    name: str, graph: Graph, partition: Partition, *, order: str = "async", num_microbatches: int = 1,
+    scale: float = 1.0, step_milliseconds: float = 0.0,
+) -> Contender:  # fmt: skip
+    """A partition as a pipeline, with the times of its graph.
+
+    Args:
+        order: `async`, under which stages at the end do not recompute, or `gpipe`, under which all stages do.
+        scale: factor on all times.
+        step_milliseconds: of the optimizer step, for each parameter.
+    """
+    stages = stage_graph(graph, partition)
+    computes = {partition.stage_of_node[node.id] for node in graph.nodes if not node.input}
+    place = in_order(stages.subgraph(computes))
+    number = {stage: index for index, stage in enumerate(sorted(place, key=place.__getitem__))}
+    forward, backward, step = ([0.0] * len(number) for _ in range(3))
+    seconds = scale / 1000
+    for node in (each for each in graph.nodes if not each.input):
+        stage = number[partition.stage_of_node[node.id]]
+        plain = node.has_plain and order == "async" and not stages.out_degree(partition.stage_of_node[node.id])
+        forward[stage] += seconds * (node.fwd_plain_ms if plain else node.fwd_ms)
+        backward[stage] += seconds * (node.bwd_plain_ms if plain else node.bwd_ms)
+        step[stage] += seconds * step_milliseconds * node.params
+    for shared in graph.shared_parameters:
+        step[number[partition.stage_of_node[graph.owner(shared)]]] += seconds * step_milliseconds * shared.params
+    sent = {(number[a], number[b]): 0.0 for a, b in stages.edges}
+    for source, num_bytes, consumers in tensors(graph):
+        start = number[partition.stage_of_node[source]]
+        for end in {number[partition.stage_of_node[node]] for node in consumers} - {start}:
+            sent[start, end] += num_bytes
+    devices = tuple(partition.device_of_stage[stage] for stage in number)
+    common = {"num_stages": len(number), "rank_of_stage": devices, "edges": tuple(Edge(*pair) for pair in sorted(sent))}
+    if order == "async":
+        work = tuple(zip(forward, backward, strict=True))
+        schedule = Schedule(order=order, weights="stale", work=work, **common)
+    else:
+        schedule = Schedule.preset(order, **common)
+    transfer = tuple(
+        0.0 if devices[a] == devices[b] else seconds * graph.milliseconds_of(sent[a, b]) for a, b in sorted(sent)
+    )
+    before, timed = -(-max(18, 3 * len(number)) // num_microbatches), max(4, 30 // num_microbatches)
+    return Contender(
+        name, schedule, tuple(forward), tuple(backward), num_microbatches, timed, before, transfer, tuple(step)
+    )
 
 
 def of_busiest_rank(contender: Contender) -> float:
     """The seconds for which the busiest rank computes on a microbatch."""
     schedule = contender.schedule
     return max(
-        sum(3 * contender.forward[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
+        sum(contender.forward[stage] + contender.backward[stage] for stage in schedule.stages_of(rank))
+        for rank in range(schedule.num_ranks)
     )
 
 
 def simulated(contender: Contender) -> float:
-    """The simulated seconds of a microbatch, with transfers that take no time."""
-    costs = Costs(forward=contender.forward, backward=[2 * each for each in contender.forward])
+    """The simulated seconds of a microbatch in the steady state."""
+    costs = Costs(
+        forward=contender.forward, backward=contender.backward, step=contender.step or 0.0, bandwidth=1.0,
+        forward_bytes=contender.transfer or 0.0,
+    )  # fmt: skip
     short, long = (
         simulate(contender.schedule.build((contender.num_microbatches,) * count), costs).makespan
         for count in (contender.num_before, contender.num_before + contender.num_batches)

@@ -1,12 +1,15 @@
 """The cost of staleness: a fine-tuned model's accuracy under ftpipe beside flush, on real data.
 
     python -m papers.ftpipe.finetune_convergence DATA --output runs      # DATA: folder made by examples/sentiment.py
+    python -m papers.ftpipe.finetune_convergence DATA --model t5 --arms flush ftpipe --epochs 2 --output runs
     python -m papers.ftpipe.finetune_convergence --show runs/results.json --picture docs/images/finetune_convergence.png
 
 The pipeline has four processes with two stages each, dealt out in turn to the ranks, so the first stage is seven steps
 ahead of its backwards. The learning rate is the best one of flush on the validation data. Then each arm trains with
 this rate from several seeds, without clipping, and is evaluated on the test data after each epoch. One launch of the
 processes does all runs, one after another.
+
+The model is the BERT of that folder, or its T5, which answers with a word. Its accuracy is the share of right answers.
 """
 
 import argparse
@@ -24,8 +27,14 @@ from benchmarks.common.tables import terminal
 from megatron.documents.picture import one_panel
 
 RANKS, STAGES = 4, 8
+MODELS = {
+    "bert": (["--task", "sequence-classification"], "eval_accuracy"),
+    "t5": (["--task", "text-to-text", "--max_target_length", "2"], "eval_exact_match"),
+}
+"""Folder of a model in DATA -> its flags, and the metric that is its accuracy."""
 ARMS = {
     "flush": ["--pipeline_schedule", "flush"],
+    "gpipe": ["--pipeline_schedule", "gpipe"],
     "ftpipe": ["--pipeline_schedule", "ftpipe"],
     "ftpipe, predicted": ["--pipeline_schedule", "ftpipe", "--weight_prediction"],
     "ftpipe, gap-aware": ["--pipeline_schedule", "ftpipe", "--gap_aware"],
@@ -36,7 +45,11 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("data", type=Path, nargs="?", help="the folder that examples/sentiment.py made")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune_convergence"))
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--model", choices=MODELS, default="bert", help="of the folder (default: bert)")
+    arms = [arm for arm in ARMS if arm != "gpipe"]
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=arms, help="default: all but gpipe, which is flush's"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[3e-4, 1e-3, 2e-3])
@@ -75,12 +88,13 @@ def measure(options: argparse.Namespace) -> dict:
 
 def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[float]]:
     """Run all `runs` in one launch. Returns name of the run -> accuracy after each epoch."""
+    flags, metric = MODELS[options.model]
     commands = {}
     for name, arm, seed, rate, part in runs:
         metrics = options.output / f"{name.replace(' ', '_').replace(',', '')}.jsonl"
         metrics.unlink(missing_ok=True)
         commands[str(metrics)] = [
-            "--model_name_or_path", str(options.data / "bert"), "--task", "sequence-classification",
+            "--model_name_or_path", str(options.data / options.model), *flags,
             "--train_file", str(options.data / "train.jsonl"), "--validation_file", str(options.data / f"{part}.jsonl"),
             "--max_seq_length", "32", "--per_device_train_batch_size", "16", "--learning_rate", str(rate),
             "--num_train_epochs", str(options.epochs), "--seed", str(seed), "--max_grad_norm", "0",
@@ -94,8 +108,8 @@ def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, list[flo
     call(RANKS, "papers.ftpipe.finetune_runs:run_all", listed, check=True)
     return {
         name: [
-            line["eval_accuracy"] for line in map(json.loads, Path(metrics).read_text().splitlines())
-            if "eval_accuracy" in line
+            line[metric] for line in map(json.loads, Path(metrics).read_text().splitlines())
+            if metric in line
         ]
         for (name, *_), metrics in zip(runs, commands, strict=True)
     }  # fmt: skip

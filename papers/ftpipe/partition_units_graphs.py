@@ -48,8 +48,11 @@ V100 = Device("V100", 32 * GIB, 15.7, 900)
 UNITS = {
     "operators": (),
     "sublayers": ("T5LayerSelfAttention", "T5LayerCrossAttention", "T5LayerFF", "GPT2Attention", "GPT2MLP"),
-    "layers": ("T5Block", "GPT2Block"),
-}
+    "layers": (
+        "T5Block", "GPT2Block", "MT5Block", "WhisperEncoderLayer", "WhisperDecoderLayer", "CLIPEncoderLayer",
+        "LlamaDecoderLayer", "SwinLayer", "BertLayer", "XLMRobertaLayer", "DeepseekV3DecoderLayer",
+    ),
+}  # fmt: skip
 """Kind of units -> the classes of modules that are not cut."""
 
 
@@ -58,24 +61,35 @@ class Case:
     """A model on the paper's machine.
 
     Attributes:
-        lengths: name of each tensor of the data -> number of tokens.
+        lengths: name of each tensor of the data -> number of tokens, 0 for one class a sample; or the shape of a
+            sample's real numbers; or what makes the tensor for a number of samples.
         weight_bytes_per_parameter: bytes of a parameter with gradient and optimizer state, in single precision: 8 with
             Adafactor, whose factored moments are negligible, 16 with AdamW.
         published: the paper's result, as text.
         memory_needs: whether to find the memory that the methods need.
+        microbatches: number of microbatches of a batch, so shared parameters move once in so many.
     """
 
     build: Callable[[], nn.Module]
-    lengths: Mapping[str, int]
+    lengths: Mapping[str, int | tuple[int, ...] | Callable[[int], Tensor]]
     microbatch: int
     device: Device
     num_devices: int
     weight_bytes_per_parameter: float
     published: str
     memory_needs: bool = False
+    microbatches: int = 1
 
     def batch(self, samples: int) -> dict[str, Tensor]:
-        return {name: torch.ones(samples, length, dtype=torch.long) for name, length in self.lengths.items()}
+        return {name: _tensor(samples, length) for name, length in self.lengths.items()}
+
+
+def _tensor(samples: int, length: int | tuple[int, ...] | Callable[[int], Tensor]) -> Tensor:
+    if callable(length):
+        return length(samples)
+    if isinstance(length, tuple):
+        return torch.zeros(samples, *length)
+    return torch.ones((samples, length) if length else (samples,), dtype=torch.long)
 
 
 def t5(*, layers: int = 24, heads: int, d_ff: int, **other: int) -> Callable[[], nn.Module]:
@@ -88,6 +102,15 @@ def t5(*, layers: int = 24, heads: int, d_ff: int, **other: int) -> Callable[[],
 def gpt2_xl() -> nn.Module:
     config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25, attn_implementation="eager")
     return transformers.GPT2LMHeadModel(config)
+
+
+def bert_large() -> nn.Module:
+    """A BERT that finds answers in a text."""
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        attn_implementation="eager",
+    )  # fmt: skip
+    return transformers.BertForQuestionAnswering(config)
 
 
 CASES = {
@@ -128,11 +151,16 @@ def estimated(name: str, case: Case) -> Estimated:
     """Capture a model without memory for it, and price its operators."""
     with fake_parameters():
         model = case.build()
-    captured = capture(model, case.batch(2))
+    return priced(name, case, capture(model, case.batch(2)))
+
+
+def priced(name: str, case: Case, captured: Captured) -> Estimated:
+    """Price the operators of a captured model for the case's microbatch and machine."""
     costs = estimate(captured, case.batch(case.microbatch), case.device.roofline)
     content = graph_file(
         captured, costs, name=name, num_devices=case.num_devices, bandwidth_gigabytes_per_second=GIGABYTES_PER_SECOND,
         memory_limit_bytes=case.device.memory - RESERVED, weight_bytes_per_parameter=case.weight_bytes_per_parameter,
+        microbatches_per_version=case.microbatches,
     )  # fmt: skip
     return Estimated(captured, content)
 

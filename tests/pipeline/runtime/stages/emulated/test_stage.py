@@ -34,7 +34,7 @@ def test_emulated_stages_take_their_time_and_execute_the_program(preset, batches
 def test_emulated_stages_of_a_graph_have_no_weights_that_could_be_ahead(weights):
     """They execute such programs, and take the time of their computations."""
     schedule = Schedule(order="async", weights=weights, recompute=True, num_stages=4, rank_of_stage=(0, 1, 0, 1))
-    contender = Contender("", schedule, (0.005,) * 4, num_microbatches=3, num_batches=4, num_before=3)
+    contender = Contender("", schedule, (0.005,) * 4, (0.01,) * 4, num_microbatches=3, num_batches=4, num_before=3)
     seconds = workers.run(2, "papers.ftpipe.asynchronous:measure", contender=contender, payload_bytes=64)
     assert any(each.ahead for row in schedule.build((3,) * 7).rows for each in row)
     assert min(seconds) >= 0.9 * 3 * 2 * (0.005 + 0.01)
