@@ -97,6 +97,7 @@ def capture(
     *,
     loss: Callable[[object, Mapping[str, Tensor]], Tensor] | None = None,
     keep: Sequence[str] = (),
+    forward: Callable[[torch.nn.Module, Mapping[str, Tensor]], object] | None = None,
     dynamic_sequence: bool = False,
 ) -> Captured:
     """Capture `model` in training mode.
@@ -107,6 +108,7 @@ def capture(
             size, 1 included. Values matter only if the forward decides by them; every batch is then decided alike.
         loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.
         keep: fields of the output that are kept beside the loss, such as ``logits``.
+        forward: (model, batch) -> the output with its loss, in place of the model's own forward of the batch.
         dynamic_sequence: whether dimension 1 of every two-dimensional tensor may also differ from batch to batch.
 
     Raises:
@@ -118,7 +120,7 @@ def capture(
                 f"the batch to capture with has {name} of shape {tuple(tensor.shape)}; torch.export takes a dimension "
                 "of 1 for a constant, so give two samples or more"
             )
-    wrapper = LossOnly(model, tuple(batch), loss=loss, keep=keep)
+    wrapper = LossOnly(model, tuple(batch), loss=loss, keep=keep, forward=forward)
     was_training = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()

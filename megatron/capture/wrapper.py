@@ -29,6 +29,7 @@ class LossOnly(torch.nn.Module):
         loss: (output, batch) -> scalar mean loss; None: the model returns the loss, as a scalar, as ``loss`` of a
             mapping or an object, or as the first item of a tuple.
         keep: fields of the output that are returned beside the loss, such as ``logits``.
+        forward: (model, batch) -> the output with its loss, in place of the model's own forward; None: the model's.
 
     Raises ValueError for a name that an argument cannot have.
     """
@@ -40,6 +41,7 @@ class LossOnly(torch.nn.Module):
         *,
         loss: Callable[[object, Mapping[str, Tensor]], Tensor] | None = None,
         keep: Sequence[str] = (),
+        forward: Callable[[torch.nn.Module, Mapping[str, Tensor]], object] | None = None,
     ) -> None:
         super().__init__()
         for name in names:
@@ -48,6 +50,7 @@ class LossOnly(torch.nn.Module):
         self.model = model
         self._loss = loss
         self._keep = tuple(keep)
+        self._forward = forward
         self._fixed = _fixed_arguments(model, {"use_cache": False, **({"return_loss": True} if loss is None else {})})
         arguments = ", ".join(names)
         namespace: dict[str, Callable] = {}
@@ -55,8 +58,11 @@ class LossOnly(torch.nn.Module):
         self.forward = namespace["forward"].__get__(self)
 
     def loss_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        taken = batch if self._loss is None else _taken(self.model, batch)
-        output = self.model(**taken, **self._fixed)
+        if self._forward is None:
+            taken = batch if self._loss is None else _taken(self.model, batch)
+            output = self.model(**taken, **self._fixed)
+        else:
+            output = self._forward(self.model, batch)
         loss = _field(output, "loss") if self._loss is None else self._loss(output, batch)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             raise NoLossError(

@@ -17,14 +17,15 @@ from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_con
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
+from megatron.finetuning.task_arguments import add_task, validate_task
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = (
-    "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
-    "image-classification",
+    "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
+    "token-classification", "question-answering", "image-classification",
 )  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
@@ -124,6 +125,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
     trackers.settle(args)
+    validate_task(args)
     for name in ("messages_column", "chat_template", "train_on_prompt"):
         if getattr(args, name) and args.task != "chat":
             raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
@@ -339,6 +341,7 @@ def add_data(group, *, required: bool) -> None:
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
     add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat)")
     add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
+    add_task(add, within=_within)
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

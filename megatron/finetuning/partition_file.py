@@ -30,7 +30,8 @@ from megatron.pipeline.schedules import Schedule
 FORM = 1
 LENGTHS = {
     "max_seq_length": (
-        "text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification", "question-answering",
+        "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
+        "token-classification", "question-answering",
     ),
     "max_target_length": ("text-to-text",),
 }  # fmt: skip

@@ -209,7 +209,7 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
             )
     batch = data.example(args.per_device_train_batch_size)
     found = OpenedModel(model, Adapter(opened(), adapter_config(args)) if has_adapter(args) else None)
-    return capture_model(found.trained, batch, data.task.keep), batch, found
+    return capture_model(found.trained, batch, data.task.keep, data.forward), batch, found
 
 
 def require_causal(model: torch.nn.Module, folder: str) -> None:

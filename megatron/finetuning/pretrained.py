@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -88,17 +88,23 @@ def open_model(
         ) from error
 
 
-def capture_model(model: torch.nn.Module, batch: Mapping[str, Tensor], keep: Sequence[str]) -> Captured:
+def capture_model(
+    model: torch.nn.Module,
+    batch: Mapping[str, Tensor],
+    keep: Sequence[str],
+    forward: Callable[[torch.nn.Module, Mapping[str, Tensor]], object] | None = None,
+) -> Captured:
     """The graph of a model, captured with a microbatch; a single sample is doubled, so that the batch size is symbolic.
 
     Args:
         keep: fields of the model's output that evaluations need besides the loss.
+        forward: computes the output with its loss, as `capture` takes it.
 
     Raises ValueError if `capture` does.
     """
     if next(iter(batch.values())).shape[0] == 1:
         batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
-    return capture(model, batch, keep=keep)
+    return capture(model, batch, keep=keep, forward=forward)
 
 
 def first_line(error: Exception) -> str:

@@ -11,10 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
+from megatron.finetuning.data import (
+    chat,
+    classification,
+    generation,
+    masked,
+    multiple_choice,
+    question_answering,
+    regression,
+    token_classification,
+)
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, read_file
-from megatron.finetuning.data.task import Task
+from megatron.finetuning.data.task import Forward, Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
 TASKS: dict[str, Task] = {
@@ -22,6 +31,9 @@ TASKS: dict[str, Task] = {
     "sequence-classification": classification.TEXTS,
     "causal-lm": generation.CAUSAL,
     "chat": chat.TASK,
+    "masked-lm": masked.TASK,
+    "multiple-choice": multiple_choice.TASK,
+    "regression": regression.TASK,
     "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
@@ -42,6 +54,7 @@ class Data:
         processor: tokenizer or image processor; None if the model's folder has no image processor.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
+        forward: computes the model's output with its loss; None: the model does.
     """
 
     task: Task
@@ -49,6 +62,7 @@ class Data:
     changes: Mapping[str, object]
     training: Rows | None
     validation: Rows | None
+    forward: Forward | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -79,7 +93,7 @@ def read_data(args: argparse.Namespace) -> Data:
         made.convert(getattr(torch, args.dtype))
         return made
 
-    return Data(task, processor, prepared.changes, rows(training), rows(validation))
+    return Data(task, processor, prepared.changes, rows(training), rows(validation), prepared.forward)
 
 
 def _classes(folder: str) -> dict[str, int]:

@@ -40,10 +40,10 @@ TEMPLATE = (
 """A chat template: the user's messages begin with [CLS], answers with w39, and [SEP] ends both."""
 
 
-def _bert(cls: type, dropout: float):
+def _bert(cls: type, dropout: float, **labels: object):
     config = transformers.BertConfig(
         vocab_size=44, **_SHAPE, max_position_embeddings=32, hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout, num_labels=2,
+        attention_probs_dropout_prob=dropout, **labels,
     )  # fmt: skip
     return cls(config)
 
@@ -80,6 +80,11 @@ def _vit(dropout: float):
 
 MODELS = {
     "sequence-classification": lambda dropout: _bert(transformers.BertForSequenceClassification, dropout),
+    "masked-lm": lambda dropout: _bert(transformers.BertForMaskedLM, dropout),
+    "multiple-choice": lambda dropout: _bert(transformers.BertForMultipleChoice, dropout),
+    "regression": lambda dropout: _bert(
+        transformers.BertForSequenceClassification, dropout, num_labels=1, problem_type="regression"
+    ),
     "token-classification": lambda dropout: _bert(transformers.BertForTokenClassification, dropout),
     "question-answering": lambda dropout: _bert(transformers.BertForQuestionAnswering, dropout),
     "text-to-text": _t5,
@@ -98,7 +103,9 @@ def model_folder(folder: Path, task: str = "sequence-classification", *, dropout
         torch.manual_seed(0)
         MODELS[task](dropout).save_pretrained(path)
         if task != "image-classification":
-            tokenizer().save_pretrained(path)
+            own = tokenizer()
+            own.mask_token = "[UNK]" if task == "masked-lm" else None
+            own.save_pretrained(path)
     if dist.is_initialized():
         dist.barrier()
     return path
@@ -111,8 +118,13 @@ def sample(task: str, choose: random.Random) -> dict:
         return {"text": text, "label": "odd" if int(words[0][1:]) % 2 else "even"}
     if task == "text-to-text":
         return {"source": text, "target": " ".join(words[:3])}
-    if task == "causal-lm":
+    if task in ("causal-lm", "masked-lm"):
         return {"text": text}
+    if task == "multiple-choice":
+        place = choose.randrange(3)
+        return {"text": text, "choices": [words[(place + at) % 3] for at in range(3)], "label": "ABC"[-place % 3]}
+    if task == "regression":
+        return {"text": text, "score": len(words) / 10}
     if task == "chat":
         parts = [" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(choose.choice((2, 4)))]
         return {"messages": [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(parts)]}

@@ -72,11 +72,11 @@ class Labels:
         return torch.tensor([self._number[name] for name in values])
 
     def _values(self, file: File) -> list[str]:
-        return [_class_name(sample[self.column], f"{file.path}, sample {number}: {self.column!r}")
+        return [class_name(sample[self.column], f"{file.path}, sample {number}: {self.column!r}")
                 for number, sample in enumerate(file.samples, start=1)]  # fmt: skip
 
 
-def _rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
+def class_rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
     """Rows of the model's inputs and their classes, int64 [rows]; the metric is the accuracy."""
 
     def accuracy(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
@@ -87,7 +87,8 @@ def _rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
     )
 
 
-def _class_name(value: object, where: str) -> str:
+def class_name(value: object, where: str) -> str:
+    """The name of a class. Raises ValueError for a value that is neither a text nor a whole number."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(f"{where} is {value!r}, and a class is a text or a whole number; mend it")
     if value == "":
@@ -95,10 +96,16 @@ def _class_name(value: object, where: str) -> str:
     return require_characters(str(value), where)
 
 
-def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+def text_columns(args: argparse.Namespace, file: File) -> tuple[str, str | None]:
+    """The columns of the text and of the second text; None if neither a flag nor the file names a second one."""
     first, second = file.column(args.text_column, FIRST, "text"), args.text_pair_column
     if second is not None or set(SECOND) & set(file.fields):
         second = file.column(second, SECOND, "text pair")
+    return first, second
+
+
+def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    first, second = text_columns(args, file)
     labels = Labels(file, args.label_column, classes)
     give_padding(tokenizer)
 
@@ -106,7 +113,7 @@ def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes
         texts = file.texts(first, "text")
         pairs = None if second is None else file.texts(second, "text pair")
         own = labels.of(file)
-        return _rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
+        return class_rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
 
     return Prepared(rows, {**labels.changes, "pad_token_id": tokenizer.pad_token_id})
 
@@ -119,7 +126,7 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
         file.column(image, (), "image")
         images = [_image(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
         own = labels.of(file)
-        return _rows({"pixel_values": _pixels(processor, images, file)}, own)
+        return class_rows({"pixel_values": _pixels(processor, images, file)}, own)
 
     return Prepared(rows, labels.changes)
 

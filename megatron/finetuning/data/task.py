@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File
+
+Forward = Callable[[nn.Module, Mapping[str, Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,12 @@ class Prepared:
     Attributes:
         rows: makes rows of a file with the same columns.
         changes: changes to the model's configuration.
+        forward: (model, microbatch) -> the model's output with its loss; None: the model computes its own loss.
     """
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
+    forward: Forward | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,12 @@ def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tenso
 
 
 def padded(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int, **returned: bool
 ) -> dict[str, Tensor]:
     """Token ids of texts, or pairs of texts, padded or cut to `length`.
 
-    Returns `input_ids`, `attention_mask` and, if the tokenizer makes them, `token_type_ids`: int64 [texts, length].
+    Returns `input_ids`, `attention_mask` and, if the tokenizer makes them, `token_type_ids`: int64 [texts, length];
+    and what `returned` asks the tokenizer for.
 
     Raises ValueError if `length` leaves no room for a text, or the tokenizer cannot pad.
     """
@@ -69,7 +74,7 @@ def padded(
             f"{length} tokens leave no room for a text, as {special} are special; give a larger --max_seq_length"
         )
     options = {"truncation": True, "max_length": length, "padding": "max_length", "return_tensors": "pt"}
-    return dict(tokenizer(texts, pairs, **options))
+    return dict(tokenizer(texts, pairs, **options, **returned))
 
 
 def give_padding(tokenizer: Any) -> None:
