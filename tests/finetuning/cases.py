@@ -138,10 +138,11 @@ def adapter_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-def loaded(folder: Path, task: str) -> torch.nn.Module:
+def loaded(folder: Path, task: str, **options: object) -> torch.nn.Module:
     from megatron.finetuning.samples import TASKS
 
-    model, found = getattr(transformers, TASKS[task].auto_model).from_pretrained(folder, output_loading_info=True)
+    auto_model = getattr(transformers, TASKS[task].auto_model)
+    model, found = auto_model.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(found.values()), found
     return model
 
@@ -151,7 +152,9 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     args = parse_args(tiny.command(Path(folder), task, *map(str, argv)))
     data = read_data(args)
     torch.manual_seed(args.seed)
-    model = masters = loaded(Path(args.model_name_or_path), task).train()
+    model = masters = loaded(
+        Path(args.model_name_or_path), task, attn_implementation=args.attn_implementation
+    ).train()
     if has_masters(args):
         model = copy.deepcopy(masters).to(getattr(torch, args.dtype))
     scaler = torch.amp.GradScaler(

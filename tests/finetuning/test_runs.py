@@ -86,6 +86,17 @@ def test_hidden_tokens_go_on(folder):
     assert (last["eval_loss"], last["eval_perplexity"]) == pytest.approx((loss, math.exp(loss)), rel=1e-5)
 
 
+@pytest.mark.parametrize("word", ["eager", pytest.param("sdpa", marks=pytest.mark.full)])
+def test_either_attention_trains_what_it_trains_in_transformers(folder, word):
+    argv = ["--num_train_epochs", 1, "--pipeline_schedule", "flush", "--learning_rate", 0.01]
+    expected = cases.plain(folder, "chat", argv=[*argv, "--attn_implementation", word])
+    other = cases.plain(folder, "chat", argv=argv)
+    cut = cases.partition(folder, "chat", (0, 1), *argv, "--attn_implementation", word)
+    found = run(folder, word, *argv, "--attn_implementation", word, "--partition", cut, task="chat")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.losses == pytest.approx(other.losses, rel=1e-5)
+
+
 def test_packed_conversations_train_what_single_ones_train(folder):
     """Two ranks on packed rows against one process on a conversation a row; all are in each batch, where each label
     weighs the same. Then the loss and the accuracy of an evaluation."""
