@@ -25,7 +25,8 @@ OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = (
     "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
-    "token-classification", "question-answering", "image-classification",
+    "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
+    "speech-to-text",
 )  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""

@@ -33,7 +33,7 @@ LENGTHS = {
         "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
         "token-classification", "question-answering",
     ),
-    "max_target_length": ("text-to-text",),
+    "max_target_length": ("text-to-text", "ctc", "speech-to-text"),
 }  # fmt: skip
 """Flag of a sequence length -> the tasks whose microbatches have that length."""
 

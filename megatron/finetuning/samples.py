@@ -14,11 +14,14 @@ from torch import Tensor
 from megatron.finetuning.data import (
     chat,
     classification,
+    ctc,
     generation,
     masked,
     multiple_choice,
     question_answering,
     regression,
+    sound,
+    speech_to_text,
     token_classification,
 )
 from megatron.finetuning.data.batches import Rows
@@ -37,12 +40,17 @@ TASKS: dict[str, Task] = {
     "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
+    "audio-classification": sound.CLASSES,
+    "ctc": ctc.TASK,
+    "speech-to-text": speech_to_text.TASK,
 }
 """Word of --task -> its task."""
 
 _PROCESSOR_FILES = {
     "AutoTokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model"),
     "AutoImageProcessor": ("preprocessor_config.json",),
+    "AutoFeatureExtractor": ("preprocessor_config.json", "processor_config.json"),
+    "AutoProcessor": ("preprocessor_config.json", "processor_config.json"),
 }
 
 
@@ -51,7 +59,7 @@ class Data:
     """The data that a run reads.
 
     Attributes:
-        processor: tokenizer or image processor; None if the model's folder has no image processor.
+        processor: tokenizer or processor; None if the model's folder has no processor of images or sound.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
         forward: computes the model's output with its loss; None: the model does.
@@ -103,7 +111,7 @@ def _classes(folder: str) -> dict[str, int]:
 
 
 def _processor(folder: str, auto_processor: str) -> Any:
-    """The tokenizer or image processor in the model's folder; None if there is no image processor.
+    """The tokenizer or processor in the model's folder; None if there is no processor of images or sound.
 
     Raises ValueError if a tokenizer is missing, or a file is damaged.
     """

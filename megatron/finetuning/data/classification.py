@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,16 @@ class Labels:
                 for number, sample in enumerate(file.samples, start=1)]  # fmt: skip
 
 
-def class_rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
+def class_rows(tensors: Mapping[str, Tensor], labels: Tensor, notes: Sequence[str] = ()) -> Rows:
     """Rows of the model's inputs and their classes, int64 [rows]; the metric is the accuracy."""
 
     def accuracy(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
         return {"accuracy": (predictions["logits"] == labels).double().mean().item()}
 
     return Rows(
-        {**tensors, "labels": labels}, ignored={"labels": IGNORED}, num_terms=torch.ones_like(labels), metrics=accuracy
-    )
+        {**tensors, "labels": labels}, ignored={"labels": IGNORED}, num_terms=torch.ones_like(labels),
+        metrics=accuracy, notes=notes,
+    )  # fmt: skip
 
 
 def class_name(value: object, where: str) -> str:

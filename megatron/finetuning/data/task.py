@@ -40,7 +40,7 @@ class Task:
             classes: name -> number of the classes that the model already knows.
         keep: fields of the model's output, besides the loss, that metrics need.
         summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
-        auto_processor: the class of transformers that opens the tokenizer or image processor.
+        auto_processor: the class of transformers that opens the tokenizer, or the processor of images or sound.
         new_head: initialise a head that the model's folder lacks at random, and ignore the head of another task.
     """
 
@@ -88,3 +88,14 @@ def give_padding(tokenizer: Any) -> None:
                 "the tokenizer has neither a padding token nor one for the end; set pad_token in its configuration"
             )
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def parts_of(processor: Any, names: Sequence[str], folder: str) -> tuple[Any, ...]:
+    """The parts of a processor, such as its tokenizer. Raises ValueError if it lacks one of them."""
+    parts = tuple(getattr(processor, name, None) for name in names)
+    if None in parts:
+        raise ValueError(
+            f"{folder} has no processor with a {' and a '.join(name.replace('_', ' ') for name in names)}; save it "
+            "there with processor.save_pretrained"
+        )
+    return parts
