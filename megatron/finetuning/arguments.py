@@ -16,8 +16,8 @@ from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
+from megatron.finetuning.data.task_arguments import add_task, validate_task
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
-from megatron.finetuning.task_arguments import add_task, validate_task
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
@@ -26,7 +26,7 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomia
 TASKS = (
     "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
     "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
-    "speech-to-text",
+    "speech-to-text", "contrastive-image-text",
 )  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""

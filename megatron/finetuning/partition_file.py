@@ -31,7 +31,7 @@ FORM = 1
 LENGTHS = {
     "max_seq_length": (
         "text-to-text", "sequence-classification", "causal-lm", "chat", "masked-lm", "multiple-choice", "regression",
-        "token-classification", "question-answering",
+        "token-classification", "question-answering", "contrastive-image-text",
     ),
     "max_target_length": ("text-to-text", "ctc", "speech-to-text"),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.finetuning.data import (
     chat,
     classification,
+    contrastive,
     ctc,
     generation,
     masked,
@@ -41,6 +42,7 @@ TASKS: dict[str, Task] = {
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
     "audio-classification": sound.CLASSES,
+    "contrastive-image-text": contrastive.TASK,
     "ctc": ctc.TASK,
     "speech-to-text": speech_to_text.TASK,
 }
@@ -102,6 +104,28 @@ def read_data(args: argparse.Namespace) -> Data:
         return made
 
     return Data(task, processor, prepared.changes, rows(training), rows(validation), prepared.forward)
+
+
+def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
+    """Raise ValueError if rows would fill up a microbatch whose rows the task's loss couples."""
+    size = args.per_device_train_batch_size
+    if not data.task.couples_rows:
+        return
+    if size == 1:
+        raise ValueError(
+            f"--task {args.task} tells the rows of a microbatch apart, and --per_device_train_batch_size is 1; give "
+            "more"
+        )
+    for rows, what, remedy in (
+        (None if args.dataloader_drop_last else data.training, "train", "--dataloader_drop_last"),
+        (data.validation, "eval", "another --max_eval_samples"),
+    ):
+        if rows is not None and getattr(args, f"do_{what}") and len(rows) % size:
+            raise ValueError(
+                f"--task {args.task} tells the rows of a microbatch apart, which the rows that fill up the last of "
+                f"{len(rows)} samples would change: they are no multiple of --per_device_train_batch_size {size}; give "
+                f"{remedy}"
+            )
 
 
 def _classes(folder: str) -> dict[str, int]:

@@ -171,11 +171,14 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     )  # fmt: skip
     num_steps = int(args.num_train_epochs * epochs.batches_per_epoch)
     scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+    options = {"return_loss": True} if data.task.couples_rows else {}
     lines = []
     for step, batch in zip(range(1, num_steps + 1), epochs.batches(), strict=False):
         losses, terms = [], [data.training.num_terms(indices) for indices in batch]
         for indices, count in zip(batch, terms, strict=True):
-            loss = model(**data.training.batch(indices, len(indices))).loss * (count * len(batch) / sum(terms))
+            loss = model(**data.training.batch(indices, len(indices)), **options).loss * (
+                count * len(batch) / sum(terms)
+            )
             scaler.scale(loss / len(batch)).backward()
             losses.append(loss.item())
         for weight, master in pairs if args.fp16 else ():

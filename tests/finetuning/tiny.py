@@ -104,6 +104,14 @@ def _wav2vec2(cls: type, dropout: float, **options: object):
     return cls(config)
 
 
+def _clip():
+    text = {"vocab_size": 44, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    config = transformers.CLIPConfig(
+        text_config={**_SHAPE, **text}, vision_config={**_SHAPE, "image_size": 8, "patch_size": 4}, projection_dim=8
+    )
+    return transformers.CLIPModel(config)
+
+
 def _whisper(dropout: float):
     config = transformers.WhisperConfig(
         vocab_size=44, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
@@ -118,6 +126,7 @@ MODELS |= {
     "audio-classification": lambda dropout: _wav2vec2(transformers.Wav2Vec2ForSequenceClassification, dropout),
     "ctc": lambda dropout: _wav2vec2(transformers.Wav2Vec2ForCTC, dropout, ctc_loss_reduction="mean"),
     "speech-to-text": _whisper,
+    "contrastive-image-text": lambda dropout: _clip(),
 }
 
 
@@ -139,6 +148,10 @@ def save_processor(folder: Path, task: str) -> None:
     elif task == "speech-to-text":
         spectra = transformers.WhisperFeatureExtractor(feature_size=4, hop_length=160, chunk_length=1, n_fft=400)
         spectra.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    elif task == "contrastive-image-text":
+        sides = {"height": 8, "width": 8}
+        transformers.CLIPImageProcessorPil(size=sides, crop_size=sides).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
     elif task != "image-classification":
         own = tokenizer()
@@ -187,6 +200,11 @@ def sample(task: str, choose: random.Random) -> dict:
         texts = [word[1:] for word in words[:2]] if task == "ctc" else words[:2]
         label = {"label": choose.randrange(2)} if task == "audio-classification" else {"text": " ".join(texts)}
         return {"audio": wave, "sampling_rate": 8000 if task == "speech-to-text" else 100, **label}
+    if task == "contrastive-image-text":
+        return {
+            "text": text,
+            "image": [[[choose.randrange(256) for _ in range(3)] for _ in range(8)] for _ in range(8)],
+        }
     return {"image": [[choose.random() for _ in range(8)] for _ in range(8)], "label": choose.randrange(3)}
 
 

@@ -125,14 +125,14 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
 
     def rows(file: File) -> Rows:
         file.column(image, (), "image")
-        images = [_image(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
+        images = [image_of(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
         own = labels.of(file)
-        return class_rows({"pixel_values": _pixels(processor, images, file)}, own)
+        return class_rows({"pixel_values": pixels_of(processor, images, file)}, own)
 
     return Prepared(rows, labels.changes)
 
 
-def _image(value: object, file: File, number: int) -> numpy.ndarray:
+def image_of(value: object, file: File, number: int) -> numpy.ndarray:
     """The image of a sample, [rows, columns, channels].
 
     `value`: nested lists of numbers, or the path of a picture relative to the file.
@@ -162,7 +162,7 @@ def _image(value: object, file: File, number: int) -> numpy.ndarray:
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def _pixels(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
+def pixels_of(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
     """The images as float32 [images, channels, rows, columns].
 
     The model's processor converts them; without a processor the numbers stay unchanged.

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.sound import Sounds
-from megatron.finetuning.data.task import Prepared, Task, most_likely, parts_of
-from megatron.finetuning.pretrained import read_config
+from megatron.finetuning.data.task import Prepared, Task, config_of, most_likely, parts_of
 
 TEXT = ("text", "sentence", "transcription", "transcript", "target")
 
@@ -52,7 +51,7 @@ def num_frames(config: Any, num_points: Tensor) -> Tensor:
 def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     extractor, tokenizer = parts_of(processor, ("feature_extractor", "tokenizer"), args.model_name_or_path)
     sounds, text = Sounds(args, extractor, file), file.column(args.target_column or args.text_column, TEXT, "text")
-    config = read_config(args.model_name_or_path)
+    config = config_of(args.model_name_or_path)
     if tokenizer.pad_token_id is None or not hasattr(config, "conv_kernel"):
         raise ValueError(
             f"{args.model_name_or_path} is a {config.model_type}, and ctc is for models with convolutions over a wave "

@@ -20,7 +20,7 @@ from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.generation import TEXT, perplexity
 from megatron.finetuning.data.task import Prepared, Task, padded
-from megatron.finetuning.task_arguments import MLM_PROBABILITY
+from megatron.finetuning.data.task_arguments import MLM_PROBABILITY
 
 
 class MaskedRows(Rows):

@@ -19,9 +19,8 @@ from megatron.documents import counted
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.classification import Labels, class_rows
 from megatron.finetuning.data.files import File, Sample
-from megatron.finetuning.data.task import Prepared, Task, most_likely
-from megatron.finetuning.pretrained import read_config
-from megatron.finetuning.task_arguments import MAX_SECONDS
+from megatron.finetuning.data.task import Prepared, Task, config_of, most_likely
+from megatron.finetuning.data.task_arguments import MAX_SECONDS
 
 AUDIO = ("audio", "audio_path", "path", "file_name", "speech")
 RATE = "sampling_rate"
@@ -43,7 +42,7 @@ class Sounds:
             raise ValueError(
                 f"{args.model_name_or_path} has no feature extractor of sound; save it there with its save_pretrained"
             )
-        config = read_config(args.model_name_or_path)
+        config = config_of(args.model_name_or_path)
         masks = any(getattr(config, f"mask_{what}_prob", 0.0) > 0 for what in ("time", "feature"))
         if getattr(config, "apply_spec_augment", False) and masks:
             raise ValueError(

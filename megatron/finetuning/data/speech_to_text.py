@@ -14,14 +14,13 @@ from megatron.finetuning.data.ctc import TEXT
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.generation import matches, perplexity
 from megatron.finetuning.data.sound import Sounds
-from megatron.finetuning.data.task import Prepared, Task, give_padding, most_likely, parts_of
-from megatron.finetuning.pretrained import read_config
+from megatron.finetuning.data.task import Prepared, Task, config_of, give_padding, most_likely, parts_of
 
 
 def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     extractor, tokenizer = parts_of(processor, ("feature_extractor", "tokenizer"), args.model_name_or_path)
     sounds, text = Sounds(args, extractor, file), file.column(args.target_column or args.text_column, TEXT, "text")
-    start = read_config(args.model_name_or_path).decoder_start_token_id
+    start = config_of(args.model_name_or_path).decoder_start_token_id
     give_padding(tokenizer)
 
     def rows(file: File) -> Rows:

@@ -41,6 +41,7 @@ class Task:
         keep: fields of the model's output, besides the loss, that metrics need.
         summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
         auto_processor: the class of transformers that opens the tokenizer, or the processor of images or sound.
+        couples_rows: the loss of a row depends on the others of its microbatch, so that no row can fill it up.
         new_head: initialise a head that the model's folder lacks at random, and ignore the head of another task.
     """
 
@@ -50,6 +51,7 @@ class Task:
     summary: Callable[[str, Tensor, Mapping[str, Tensor]], Tensor] = lambda name, tensor, batch: tensor
     auto_processor: str = "AutoTokenizer"
     new_head: bool = True
+    couples_rows: bool = False
 
 
 def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -95,7 +97,14 @@ def parts_of(processor: Any, names: Sequence[str], folder: str) -> tuple[Any, ..
     parts = tuple(getattr(processor, name, None) for name in names)
     if None in parts:
         raise ValueError(
-            f"{folder} has no processor with a {' and a '.join(name.replace('_', ' ') for name in names)}; save it "
+            f"{folder} has no processor with its {' and '.join(name.replace('_', ' ') for name in names)}; save it "
             "there with processor.save_pretrained"
         )
     return parts
+
+
+def config_of(folder: str) -> Any:
+    """The configuration in a model's folder, which `read_data` has found readable."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -169,8 +169,8 @@ def test_refused_in_one_sentence(folder, task, changes, sentence):
     ("task", "sentence"),
     [
         (CLASSES, "has no feature extractor of sound; save it there with its save_pretrained"),
-        ("ctc", "has no processor with a feature extractor and a tokenizer; save it there with processor.save_pret"),
-        ("speech-to-text", "has no processor with a feature extractor and a tokenizer; save it there"),
+        ("ctc", "has no processor with its feature extractor and tokenizer; save it there with processor.save_pret"),
+        ("speech-to-text", "has no processor with its feature extractor and tokenizer; save it there"),
     ],
 )
 def test_a_folder_without_a_processor_is_refused(tmp_path, task, sentence):
