@@ -16,6 +16,7 @@ from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
+from megatron.finetuning.data.task_arguments import add_task, validate_task
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
 from megatron.finetuning.preference_arguments import PREFERENCE, add_preference, validate_preference
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
@@ -25,8 +26,9 @@ SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
 TASKS = (
-    "text-to-text", "sequence-classification", "causal-lm", "chat", PREFERENCE, "token-classification",
-    "question-answering", "image-classification",
+    "text-to-text", "sequence-classification", "causal-lm", "chat", PREFERENCE, "masked-lm", "multiple-choice",
+    "regression", "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
+    "speech-to-text", "contrastive-image-text",
 )  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
@@ -126,6 +128,7 @@ def validate(args: argparse.Namespace) -> None:
     if args.do_train and args.output_dir is None:
         raise ValueError("there is nowhere to write the model: give --output_dir")
     trackers.settle(args)
+    validate_task(args)
     validate_generation(args)
     for name in ("messages_column", "chat_template", "train_on_prompt"):
         if getattr(args, name) and args.task not in ("chat", *[PREFERENCE] * (name == "chat_template")):
@@ -345,6 +348,7 @@ def add_data(group, *, required: bool) -> None:
     add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat, dpo)")
     add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
     add_preference(add, within=_within)
+    add_task(add, within=_within)
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

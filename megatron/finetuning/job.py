@@ -28,7 +28,7 @@ from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
-from megatron.finetuning.samples import Data, read_data
+from megatron.finetuning.samples import Data, read_data, require_whole_microbatches
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
@@ -133,6 +133,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     ranks = find_ranks(None, None, args.data_parallel_size)
     torch.manual_seed(args.seed)
     data = read_data(args)
+    require_whole_microbatches(args, data)
     plan = make_plan(args, data)
     batches = _batches(args, data, plan) if args.do_train else None
     steps_per_epoch = batches.batches_per_epoch if batches else 1

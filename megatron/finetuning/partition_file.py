@@ -30,10 +30,10 @@ from megatron.pipeline.schedules import Schedule
 FORM = 1
 LENGTHS = {
     "max_seq_length": (
-        "text-to-text", "sequence-classification", "causal-lm", "chat", "dpo", "token-classification",
-        "question-answering",
+        "text-to-text", "sequence-classification", "causal-lm", "chat", "dpo", "masked-lm", "multiple-choice",
+        "regression", "token-classification", "question-answering", "contrastive-image-text",
     ),
-    "max_target_length": ("text-to-text",),
+    "max_target_length": ("text-to-text", "ctc", "speech-to-text"),
 }  # fmt: skip
 """Flag of a sequence length -> the tasks whose microbatches have that length."""
 

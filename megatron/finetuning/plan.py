@@ -193,7 +193,10 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
 
     def opened() -> torch.nn.Module:
         dtype = getattr(torch, args.dtype)
-        return open_model(args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes)
+        return open_model(
+            args.model_name_or_path, data.task.auto_model, dtype=dtype, changes=data.changes,
+            attention=args.attn_implementation,
+        )  # fmt: skip
 
     model = opened()
     if data.task.auto_model == "AutoModelForCausalLM":

@@ -67,6 +67,7 @@ def open_model(
     *,
     dtype: torch.dtype = torch.float32,
     changes: Mapping[str, object] | None = None,
+    attention: str | None = None,
 ) -> torch.nn.Module:
     """The model that a folder's configuration describes, without memory for its weights.
 
@@ -74,15 +75,22 @@ def open_model(
         auto_model: the class of transformers that knows the architecture for the task, such as
             ``AutoModelForCausalLM``.
         changes: changes to the configuration, such as of ``num_labels``.
+        attention: transformers' word for an implementation of attention; None: the one that transformers chooses.
 
     Raises ValueError if `read_config` does, and for an architecture that has no model for the task.
     """
     config = read_config(folder, changes)
     config.use_cache = False
+    given = {} if attention is None else {"attn_implementation": attention}
     try:
         with fake_parameters(dtype):
-            return getattr(require_transformers(), auto_model).from_config(config)
+            return getattr(require_transformers(), auto_model).from_config(config, **given)
     except (ValueError, KeyError) as error:
+        if "attention" in str(error) and given:
+            raise ValueError(
+                f"{config.model_type} of {folder} has no --attn_implementation {attention}: "
+                f"{first_line(error).partition('. ')[0]}; leave it out"
+            ) from error
         raise ValueError(
             f"{config.model_type} of {folder} has no {auto_model}: {first_line(error)}; choose another --task"
         ) from error

@@ -14,9 +14,16 @@ from torch import Tensor
 from megatron.finetuning.data import (
     chat,
     classification,
+    contrastive,
+    ctc,
     generation,
+    masked,
+    multiple_choice,
     preference,
     question_answering,
+    regression,
+    sound,
+    speech_to_text,
     token_classification,
 )
 from megatron.finetuning.data.batches import Rows
@@ -30,15 +37,24 @@ TASKS: dict[str, Task] = {
     "causal-lm": generation.CAUSAL,
     "chat": chat.TASK,
     "dpo": preference.TASK,
+    "masked-lm": masked.TASK,
+    "multiple-choice": multiple_choice.TASK,
+    "regression": regression.TASK,
     "token-classification": token_classification.TASK,
     "question-answering": question_answering.TASK,
     "image-classification": classification.IMAGES,
+    "audio-classification": sound.CLASSES,
+    "contrastive-image-text": contrastive.TASK,
+    "ctc": ctc.TASK,
+    "speech-to-text": speech_to_text.TASK,
 }
 """Word of --task -> its task."""
 
 _PROCESSOR_FILES = {
     "AutoTokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "spiece.model"),
     "AutoImageProcessor": ("preprocessor_config.json",),
+    "AutoFeatureExtractor": ("preprocessor_config.json", "processor_config.json"),
+    "AutoProcessor": ("preprocessor_config.json", "processor_config.json"),
 }
 
 
@@ -47,7 +63,7 @@ class Data:
     """The data that a run reads.
 
     Attributes:
-        processor: tokenizer or image processor; None if the model's folder has no image processor.
+        processor: tokenizer or processor; None if the model's folder has no processor of images or sound.
         changes: changes to the model's configuration.
         training, validation: rows; None if the run does not need them.
         prompts: what evaluations generate from; None if they do not generate.
@@ -97,6 +113,28 @@ def read_data(args: argparse.Namespace) -> Data:
     return Data(task, processor, prepared.changes, rows(training), rows(validation), prompts, prepared.forward)
 
 
+def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
+    """Raise ValueError if rows would fill up a microbatch whose rows the task's loss couples."""
+    size = args.per_device_train_batch_size
+    if not data.task.couples_rows:
+        return
+    if size == 1:
+        raise ValueError(
+            f"--task {args.task} tells the rows of a microbatch apart, and --per_device_train_batch_size is 1; give "
+            "more"
+        )
+    for rows, what, remedy in (
+        (None if args.dataloader_drop_last else data.training, "train", "--dataloader_drop_last"),
+        (data.validation, "eval", "another --max_eval_samples"),
+    ):
+        if rows is not None and getattr(args, f"do_{what}") and len(rows) % size:
+            raise ValueError(
+                f"--task {args.task} tells the rows of a microbatch apart, which the rows that fill up the last of "
+                f"{len(rows)} samples would change: they are no multiple of --per_device_train_batch_size {size}; give "
+                f"{remedy}"
+            )
+
+
 def _classes(folder: str) -> dict[str, int]:
     """The classes that a model knows, name -> number; empty if the names are transformers' defaults, as LABEL_0."""
     classes = read_config(folder).label2id or {}
@@ -104,7 +142,7 @@ def _classes(folder: str) -> dict[str, int]:
 
 
 def _processor(folder: str, auto_processor: str) -> Any:
-    """The tokenizer or image processor in the model's folder; None if there is no image processor.
+    """The tokenizer or processor in the model's folder; None if there is no processor of images or sound.
 
     Raises ValueError if a tokenizer is missing, or a file is damaged.
     """

@@ -142,10 +142,11 @@ def nothing_of(folder: Path, task: str) -> dict[str, torch.Tensor]:
     return {}
 
 
-def loaded(folder: Path, task: str) -> torch.nn.Module:
+def loaded(folder: Path, task: str, **options: object) -> torch.nn.Module:
     from megatron.finetuning.samples import TASKS
 
-    model, found = getattr(transformers, TASKS[task].auto_model).from_pretrained(folder, output_loading_info=True)
+    auto_model = getattr(transformers, TASKS[task].auto_model)
+    model, found = auto_model.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(found.values()), found
     return model
 
@@ -155,7 +156,7 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     args = parse_args(tiny.command(Path(folder), task, *map(str, argv)))
     data = read_data(args)
     torch.manual_seed(args.seed)
-    model = masters = loaded(Path(args.model_name_or_path), task).train()
+    model = masters = loaded(Path(args.model_name_or_path), task, attn_implementation=args.attn_implementation).train()
     if has_masters(args):
         model = copy.deepcopy(masters).to(getattr(torch, args.dtype))
     scaler = torch.amp.GradScaler(
@@ -163,7 +164,10 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
         enabled=args.fp16,
     )  # fmt: skip
     pairs = [*zip(model.parameters(), masters.parameters(), strict=True)] if has_masters(args) else ()
-    decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
+    opened = open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes)
+    decays = decaying(opened)
+    for own, made in zip(model.parameters(), opened.parameters(), strict=True):
+        own.requires_grad_(made.requires_grad)  # from_pretrained forgets what the model's code freezes (Whisper)
     optimizer = make_optimizer(dict(masters.named_parameters()), args, decays=decays)
     epochs = Epochs(
         num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
@@ -171,17 +175,23 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     )  # fmt: skip
     num_steps = int(args.num_train_epochs * epochs.batches_per_epoch)
     scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+    options = {"return_loss": True} if data.task.couples_rows else {}
     lines = []
     for step, batch in zip(range(1, num_steps + 1), epochs.batches(), strict=False):
         losses, terms = [], [data.training.num_terms(indices) for indices in batch]
         for indices, count in zip(batch, terms, strict=True):
-            loss = model(**data.training.batch(indices, len(indices))).loss * (count * len(batch) / sum(terms))
+            loss = model(**data.training.batch(indices, len(indices)), **options).loss * (
+                count * len(batch) / sum(terms)
+            )
             scaler.scale(loss / len(batch)).backward()
             losses.append(loss.item())
         for weight, master in pairs if args.fp16 else ():
             master.grad = weight.grad.float()
         scaler.unscale_(optimizer)
-        scale, is_finite = scaler.get_scale(), all(each.grad.isfinite().all() for each in model.parameters())
+        scale, is_finite = (
+            scaler.get_scale(),
+            all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None),
+        )
         if args.max_grad_norm:
             torch.nn.utils.clip_grad_norm_((masters if args.fp16 else model).parameters(), args.max_grad_norm)
         lines.append({"step": step, "loss": sum(losses) / len(losses), "learning_rate": scheduler.get_last_lr()[0]})

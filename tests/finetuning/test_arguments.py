@@ -47,6 +47,10 @@ def test_clipping_follows_the_schedule():
             "--fp16",
             "--fp16 has a loss scale.* under ftpipe each steps alone; give --bf16, or --pipeline_schedule flush",
         ),
+        (
+            "--attn_implementation flash_attention_2",
+            "stages are graphs of torch's operators, which 'flash_attention_2' is not known to be; give eager or sdpa",
+        ),
         ("--fp16 --bf16", "--bf16 has weights in bfloat16, and --fp16 in float16; leave one out"),
         (
             "--pipeline_schedule flush --fp16 --min_loss_scale 4 --initial_loss_scale 2",

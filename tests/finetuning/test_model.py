@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from megatron.capture.tensors import tensor_files
 from megatron.finetuning.plan import captured_model, make_plan, num_positions
@@ -113,3 +114,17 @@ def test_sentences(tmp_path):
     folder = tiny.model_folder(tmp_path, "causal-lm")
     with pytest.raises(ValueError, match=r"gpt2 of .* has no AutoModelForSeq2SeqLM: .*; choose another --task"):
         open_model(str(folder), "AutoModelForSeq2SeqLM")
+    config = transformers.DebertaV2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.save_pretrained(tmp_path / "deberta")
+    with pytest.raises(
+        ValueError, match=r"deberta-v2 of .* has no --attn_implementation sdpa: Deb.* does not .* yet; leave it out"
+    ):
+        open_model(str(tmp_path / "deberta"), "AutoModelForMaskedLM", attention="sdpa")
+
+
+@pytest.mark.parametrize(("word", "is_kernel"), [("eager", False), ("sdpa", True)])
+def test_attention_as_operators_or_as_a_kernel(tmp_path, word, is_kernel):
+    args = tiny.arguments(tmp_path, "chat", "--attn_implementation", word)
+    captured, *_ = captured_model(args, read_data(args))
+    assert any("attention" in str(node.target) for node in captured.nodes) == is_kernel
+    assert any("softmax" in str(node.target) for node in captured.nodes if node is not captured.loss) != is_kernel

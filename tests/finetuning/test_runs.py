@@ -1,6 +1,7 @@
 """Whole runs of `finetune.py`'s job: what they train, what they write, and where they go on."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -46,6 +47,13 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
         ("text-to-text", "gpipe", ["--optim", "sgd", "--learning_rate", 0.1, "--gradient_accumulation_steps", 2]),
         ("causal-lm", "flush", ["--optim", "adafactor", "--learning_rate", 0.01]),
         ("image-classification", "flush", ["--warmup_steps", 3]),
+        ("masked-lm", "flush", ["--gradient_accumulation_steps", 3]),
+        ("regression", "flush", ["--gradient_accumulation_steps", 3]),
+        ("multiple-choice", "gpipe", ["--gradient_accumulation_steps", 2, "--adam_epsilon", 1e-5]),
+        ("audio-classification", "flush", ["--weight_decay", 0.1]),
+        ("ctc", "gpipe", ["--gradient_accumulation_steps", 3]),
+        ("speech-to-text", "flush", ["--gradient_accumulation_steps", 2]),
+        ("contrastive-image-text", "flush", ["--dataloader_drop_last", "--gradient_accumulation_steps", 2]),
         # What shifts all logits changes no loss: the large epsilon lets the noise of its gradients stay noise.
         ("question-answering", "gpipe", ["--optim", "adam", "--adam_epsilon", 1e-5]),
     ],
@@ -60,6 +68,37 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
     assert [line["learning_rate"] for line in found.lines] == [line["learning_rate"] for line in expected.lines]
     same(found, expected, exactly=False)
+
+
+def test_hidden_tokens_go_on(folder):
+    """Masked language modelling on one rank: the losses of plain transformers, and a resumed run hides what the whole
+    run hides, to the last bit; an evaluation hides the same tokens each time."""
+    file = tiny.data_file(folder, "masked-lm")
+    argv = [*EVALUATED, "--validation_file", file, "--pipeline_schedule", "flush", "--save_steps", 4, "--eval_steps", 7]
+    argv += ["--learning_rate", 0.01, "--partition", cases.partition(folder, "masked-lm", (0,))]
+    expected = cases.plain(folder, "masked-lm", argv=argv)
+    whole = run(folder, "hidden", *argv, "--eval_strategy", "steps", task="masked-lm", ranks=1)
+    assert len(whole.losses) == 14 and whole.losses == pytest.approx(expected.losses, rel=1e-5)
+    checkpoint = folder / "hidden" / "checkpoint-8"
+    rest = run(folder, "hidden-rest", *argv, "--resume_from_checkpoint", checkpoint, task="masked-lm", ranks=1)
+    assert rest.losses == whole.losses[8:]
+    same(whole, rest)
+    rows = read_data(tiny.arguments(folder, "masked-lm", *argv)).validation
+    with torch.no_grad():
+        loss = cases.loaded(folder / "hidden", "masked-lm")(**rows.batch(range(20), 20)).loss.item()
+    last = [line for line in whole.lines if "eval_loss" in line][-1]
+    assert (last["eval_loss"], last["eval_perplexity"]) == pytest.approx((loss, math.exp(loss)), rel=1e-5)
+
+
+@pytest.mark.parametrize("word", ["eager", pytest.param("sdpa", marks=pytest.mark.full)])
+def test_either_attention_trains_what_it_trains_in_transformers(folder, word):
+    argv = ["--num_train_epochs", 1, "--pipeline_schedule", "flush", "--learning_rate", 0.01]
+    expected = cases.plain(folder, "chat", argv=[*argv, "--attn_implementation", word])
+    other = cases.plain(folder, "chat", argv=argv)
+    cut = cases.partition(folder, "chat", (0, 1), *argv, "--attn_implementation", word)
+    found = run(folder, word, *argv, "--attn_implementation", word, "--partition", cut, task="chat")
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.losses == pytest.approx(other.losses, rel=1e-5)
 
 
 def test_packed_conversations_train_what_single_ones_train(folder):

@@ -40,10 +40,10 @@ TEMPLATE = (
 """A chat template: the user's messages begin with [CLS], answers with w39, and [SEP] ends both."""
 
 
-def _bert(cls: type, dropout: float):
+def _bert(cls: type, dropout: float, **labels: object):
     config = transformers.BertConfig(
         vocab_size=44, **_SHAPE, max_position_embeddings=32, hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout, num_labels=2,
+        attention_probs_dropout_prob=dropout, **labels,
     )  # fmt: skip
     return cls(config)
 
@@ -80,6 +80,11 @@ def _vit(dropout: float):
 
 MODELS = {
     "sequence-classification": lambda dropout: _bert(transformers.BertForSequenceClassification, dropout),
+    "masked-lm": lambda dropout: _bert(transformers.BertForMaskedLM, dropout),
+    "multiple-choice": lambda dropout: _bert(transformers.BertForMultipleChoice, dropout),
+    "regression": lambda dropout: _bert(
+        transformers.BertForSequenceClassification, dropout, num_labels=1, problem_type="regression"
+    ),
     "token-classification": lambda dropout: _bert(transformers.BertForTokenClassification, dropout),
     "question-answering": lambda dropout: _bert(transformers.BertForQuestionAnswering, dropout),
     "text-to-text": _t5,
@@ -90,6 +95,71 @@ MODELS = {
 }
 
 
+def _wav2vec2(cls: type, dropout: float, **options: object):
+    config = transformers.Wav2Vec2Config(
+        **_SHAPE, vocab_size=44, conv_dim=[8, 8], conv_stride=[5, 4], conv_kernel=[10, 3], num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0,
+        feat_extract_norm="layer", classifier_proj_size=8, hidden_dropout=dropout, attention_dropout=dropout,
+        activation_dropout=dropout, feat_proj_dropout=dropout, final_dropout=dropout, num_labels=2, **options,
+    )  # fmt: skip
+    return cls(config)
+
+
+def _clip():
+    text = {"vocab_size": 44, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+    config = transformers.CLIPConfig(
+        text_config={**_SHAPE, **text}, vision_config={**_SHAPE, "image_size": 8, "patch_size": 4}, projection_dim=8
+    )
+    return transformers.CLIPModel(config)
+
+
+def _whisper(dropout: float):
+    config = transformers.WhisperConfig(
+        vocab_size=44, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_source_positions=50,
+        max_target_positions=16, num_mel_bins=4, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+        decoder_start_token_id=2, dropout=dropout,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+MODELS |= {
+    "audio-classification": lambda dropout: _wav2vec2(transformers.Wav2Vec2ForSequenceClassification, dropout),
+    "ctc": lambda dropout: _wav2vec2(transformers.Wav2Vec2ForCTC, dropout, ctc_loss_reduction="mean"),
+    "speech-to-text": _whisper,
+    "contrastive-image-text": lambda dropout: _clip(),
+}
+
+
+def _letters(folder: Path) -> transformers.Wav2Vec2CTCTokenizer:
+    letters = ["[PAD]", "[UNK]", "|", *map(chr, range(97, 123)), *map(str, range(10)), *"ABCDE"]
+    (folder / "vocab.json").write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
+    return transformers.Wav2Vec2CTCTokenizer(
+        str(folder / "vocab.json"), unk_token="[UNK]", pad_token="[PAD]", bos_token=None, eos_token=None
+    )
+
+
+def save_processor(folder: Path, task: str) -> None:
+    """Write what makes the model's inputs: a tokenizer, a feature extractor, or both. Images have none."""
+    waves = transformers.Wav2Vec2FeatureExtractor(sampling_rate=100, return_attention_mask=True)
+    if task == "audio-classification":
+        waves.save_pretrained(folder)
+    elif task == "ctc":
+        transformers.Wav2Vec2Processor(waves, _letters(folder)).save_pretrained(folder)
+    elif task == "speech-to-text":
+        spectra = transformers.WhisperFeatureExtractor(feature_size=4, hop_length=160, chunk_length=1, n_fft=400)
+        spectra.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    elif task == "contrastive-image-text":
+        sides = {"height": 8, "width": 8}
+        transformers.CLIPImageProcessorPil(size=sides, crop_size=sides).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+    elif task != "image-classification":
+        own = tokenizer()
+        own.mask_token = "[UNK]" if task == "masked-lm" else None
+        own.save_pretrained(folder)
+
+
 def model_folder(folder: Path, task: str = "sequence-classification", *, dropout: float = 0.0) -> Path:
     """A model of the task with its tokenizer, saved as users have them. In a job every rank asks: transformers writes
     on the first alone, so the others wait.
@@ -98,8 +168,7 @@ def model_folder(folder: Path, task: str = "sequence-classification", *, dropout
     if not path.exists() and (not dist.is_initialized() or dist.get_rank() == 0):
         torch.manual_seed(0)
         MODELS[task](dropout).save_pretrained(path)
-        if task != "image-classification":
-            tokenizer().save_pretrained(path)
+        save_processor(path, task)
     if dist.is_initialized():
         dist.barrier()
     return path
@@ -112,8 +181,13 @@ def sample(task: str, choose: random.Random) -> dict:
         return {"text": text, "label": "odd" if int(words[0][1:]) % 2 else "even"}
     if task == "text-to-text":
         return {"source": text, "target": " ".join(words[:3])}
-    if task == "causal-lm":
+    if task in ("causal-lm", "masked-lm"):
         return {"text": text}
+    if task == "multiple-choice":
+        place = choose.randrange(3)
+        return {"text": text, "choices": [words[(place + at) % 3] for at in range(3)], "label": "ABC"[-place % 3]}
+    if task == "regression":
+        return {"text": text, "score": len(words) / 10}
     if task == "chat":
         parts = [" ".join(choose.choices(WORDS[:39], k=choose.randint(1, 3))) for _ in range(choose.choice((2, 4)))]
         return {"messages": [{"role": ("user", "assistant")[n % 2], "content": part} for n, part in enumerate(parts)]}
@@ -125,6 +199,16 @@ def sample(task: str, choose: random.Random) -> dict:
     if task == "question-answering":
         answers = {"text": [words[1]], "answer_start": [len(words[0]) + 1]}
         return {"question": words[1], "context": text, "answers": answers}
+    if task in ("audio-classification", "ctc", "speech-to-text"):
+        wave = [round(choose.gauss(0, 1), 3) for _ in range(choose.randint(260, 400))]
+        texts = [word[1:] for word in words[:2]] if task == "ctc" else words[:2]
+        label = {"label": choose.randrange(2)} if task == "audio-classification" else {"text": " ".join(texts)}
+        return {"audio": wave, "sampling_rate": 8000 if task == "speech-to-text" else 100, **label}
+    if task == "contrastive-image-text":
+        return {
+            "text": text,
+            "image": [[[choose.randrange(256) for _ in range(3)] for _ in range(8)] for _ in range(8)],
+        }
     return {"image": [[choose.random() for _ in range(8)] for _ in range(8)], "label": choose.randrange(3)}
 
 

@@ -41,7 +41,7 @@ class Rows:
 
     Args:
         tensors: name -> [rows, ...], as the model's forward takes them.
-        ignored: name of a tensor of labels -> the label that the loss ignores.
+        ignored: name of a tensor of labels -> the label that the loss ignores, which may be NaN.
         num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
         notes: sentences for the user on what became of the samples.
@@ -51,7 +51,7 @@ class Rows:
         self,
         tensors: Mapping[str, Tensor],
         *,
-        ignored: Mapping[str, int],
+        ignored: Mapping[str, float],
         num_terms: Tensor,
         metrics: Metrics = lambda predictions, loss: {},
         notes: Sequence[str] = (),
@@ -63,25 +63,31 @@ class Rows:
         return len(self._num_terms)
 
     def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
-        """The rows with the numbers `indices`, filled up to `size` with copies of the last row with ignored labels."""
-        chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))])
+        """The rows with the numbers `indices`, filled up to `size` with copies of the last row with ignored labels.
+
+        Row r has the number r + e x the number of rows in epoch e.
+        """
+        chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))]) % len(self)
         batch = {name: tensor[chosen] for name, tensor in self._tensors.items()}
         for name, value in self._ignored.items():
             batch[name][len(indices) :] = value
         return batch
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert floating-point tensors, such as images, to the dtype of the model."""
+        """Convert floating-point tensors except labels, such as images, to the dtype of the model."""
         for name, tensor in self._tensors.items():
-            self._tensors[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
+            if tensor.is_floating_point() and name not in self._ignored:
+                self._tensors[name] = tensor.to(dtype)
 
     def num_terms(self, indices: Sequence[int]) -> int:
         """The number of terms over which the loss of the rows `indices` is averaged."""
-        return int(self._num_terms[list(indices)].sum())
+        return int(self._num_terms[torch.tensor([*indices]) % len(self)].sum())
 
 
 class Epochs:
     """The order of rows: shuffled anew for each epoch, the same on every rank, and restored from a count of batches.
+
+    The numbers of rows go on from epoch to epoch, as `Rows.batch` takes them, so that data may differ between epochs.
 
     A batch has `accumulation` microbatches of `micro_batch_size` rows, over all replicas. The last batch of an epoch
     has the remaining rows; with `drop_last` a short last batch is left out.
@@ -106,7 +112,8 @@ class Epochs:
         """Yield the batches of a run after its first `done` batches, without end."""
         while True:
             epoch, place = divmod(done, self.batches_per_epoch)
-            order = numpy.random.default_rng((self._seed, epoch)).permutation(self._num_samples).tolist()
+            order = numpy.random.default_rng((self._seed, epoch)).permutation(self._num_samples)
+            order = (order + epoch * self._num_samples).tolist()
             for first in range(place * self._batch_size, self.batches_per_epoch * self._batch_size, self._batch_size):
                 rows, size = order[first : first + self._batch_size], self._micro_batch_size
                 yield tuple(tuple(rows[start : start + size]) for start in range(0, len(rows), size))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,24 @@ class Labels:
         return torch.tensor([self._number[name] for name in values])
 
     def _values(self, file: File) -> list[str]:
-        return [_class_name(sample[self.column], f"{file.path}, sample {number}: {self.column!r}")
+        return [class_name(sample[self.column], f"{file.path}, sample {number}: {self.column!r}")
                 for number, sample in enumerate(file.samples, start=1)]  # fmt: skip
 
 
-def _rows(tensors: Mapping[str, Tensor], labels: Tensor) -> Rows:
+def class_rows(tensors: Mapping[str, Tensor], labels: Tensor, notes: Sequence[str] = ()) -> Rows:
     """Rows of the model's inputs and their classes, int64 [rows]; the metric is the accuracy."""
 
     def accuracy(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
         return {"accuracy": (predictions["logits"] == labels).double().mean().item()}
 
     return Rows(
-        {**tensors, "labels": labels}, ignored={"labels": IGNORED}, num_terms=torch.ones_like(labels), metrics=accuracy
-    )
+        {**tensors, "labels": labels}, ignored={"labels": IGNORED}, num_terms=torch.ones_like(labels),
+        metrics=accuracy, notes=notes,
+    )  # fmt: skip
 
 
-def _class_name(value: object, where: str) -> str:
+def class_name(value: object, where: str) -> str:
+    """The name of a class. Raises ValueError for a value that is neither a text nor a whole number."""
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise ValueError(f"{where} is {value!r}, and a class is a text or a whole number; mend it")
     if value == "":
@@ -95,10 +97,16 @@ def _class_name(value: object, where: str) -> str:
     return require_characters(str(value), where)
 
 
-def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+def text_columns(args: argparse.Namespace, file: File) -> tuple[str, str | None]:
+    """The columns of the text and of the second text; None if neither a flag nor the file names a second one."""
     first, second = file.column(args.text_column, FIRST, "text"), args.text_pair_column
     if second is not None or set(SECOND) & set(file.fields):
         second = file.column(second, SECOND, "text pair")
+    return first, second
+
+
+def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
+    first, second = text_columns(args, file)
     labels = Labels(file, args.label_column, classes)
     give_padding(tokenizer)
 
@@ -106,7 +114,7 @@ def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes
         texts = file.texts(first, "text")
         pairs = None if second is None else file.texts(second, "text pair")
         own = labels.of(file)
-        return _rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
+        return class_rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
 
     return Prepared(rows, {**labels.changes, "pad_token_id": tokenizer.pad_token_id})
 
@@ -117,14 +125,14 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
 
     def rows(file: File) -> Rows:
         file.column(image, (), "image")
-        images = [_image(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
+        images = [image_of(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
         own = labels.of(file)
-        return _rows({"pixel_values": _pixels(processor, images, file)}, own)
+        return class_rows({"pixel_values": pixels_of(processor, images, file)}, own)
 
     return Prepared(rows, labels.changes)
 
 
-def _image(value: object, file: File, number: int) -> numpy.ndarray:
+def image_of(value: object, file: File, number: int) -> numpy.ndarray:
     """The image of a sample, [rows, columns, channels].
 
     `value`: nested lists of numbers, or the path of a picture relative to the file.
@@ -154,7 +162,7 @@ def _image(value: object, file: File, number: int) -> numpy.ndarray:
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def _pixels(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
+def pixels_of(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:
     """The images as float32 [images, channels, rows, columns].
 
     The model's processor converts them; without a processor the numbers stay unchanged.

@@ -104,7 +104,7 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
             return_tensors="pt",
         )  # fmt: skip
         labels = _labels(made)
-        return _rows(file, tensors, labels, labels, _matches(labels), "the target has no token")
+        return _rows(file, tensors, labels, labels, matches(labels), "the target has no token")
 
     def prompts(file: File) -> Prompts:
         texts = sources(file)
@@ -115,7 +115,7 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
     return Prepared(rows, prompts=prompts)
 
 
-def _matches(labels: Tensor) -> Metrics:
+def matches(labels: Tensor) -> Metrics:
     """A function that computes the shares of correct tokens and of correct whole targets.
 
     Each token is predicted from the true tokens before it. `labels`: int64 [rows, tokens].

@@ -61,7 +61,8 @@ class Task:
             classes: name -> number of the classes that the model already knows.
         keep: fields of the model's output, besides the loss, that metrics need.
         summary: (name, tensor, microbatch) -> the part of a kept field that metrics need.
-        auto_processor: the class of transformers that opens the tokenizer or image processor.
+        auto_processor: the class of transformers that opens the tokenizer, or the processor of images or sound.
+        couples_rows: the loss of a row depends on the others of its microbatch, so that no row can fill it up.
         new_head: initialise a head that the model's folder lacks at random, and ignore the head of another task.
     """
 
@@ -71,6 +72,7 @@ class Task:
     summary: Callable[[str, Tensor, Mapping[str, Tensor]], Tensor] = lambda name, tensor, batch: tensor
     auto_processor: str = "AutoTokenizer"
     new_head: bool = True
+    couples_rows: bool = False
 
 
 def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -79,11 +81,12 @@ def most_likely(name: str, tensor: Tensor, batch: Mapping[str, Tensor]) -> Tenso
 
 
 def padded(
-    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int
+    tokenizer: Any, texts: Sequence[str], pairs: Sequence[str] | None = None, *, length: int, **returned: bool
 ) -> dict[str, Tensor]:
     """Token ids of texts, or pairs of texts, padded or cut to `length`.
 
-    Returns `input_ids`, `attention_mask` and, if the tokenizer makes them, `token_type_ids`: int64 [texts, length].
+    Returns `input_ids`, `attention_mask` and, if the tokenizer makes them, `token_type_ids`: int64 [texts, length];
+    and what `returned` asks the tokenizer for.
 
     Raises ValueError if `length` leaves no room for a text, or the tokenizer cannot pad.
     """
@@ -94,7 +97,7 @@ def padded(
             f"{length} tokens leave no room for a text, as {special} are special; give a larger --max_seq_length"
         )
     options = {"truncation": True, "max_length": length, "padding": "max_length", "return_tensors": "pt"}
-    return dict(tokenizer(texts, pairs, **options))
+    return dict(tokenizer(texts, pairs, **options, **returned))
 
 
 def give_padding(tokenizer: Any) -> None:
@@ -108,3 +111,21 @@ def give_padding(tokenizer: Any) -> None:
                 "the tokenizer has neither a padding token nor one for the end; set pad_token in its configuration"
             )
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def parts_of(processor: Any, names: Sequence[str], folder: str) -> tuple[Any, ...]:
+    """The parts of a processor, such as its tokenizer. Raises ValueError if it lacks one of them."""
+    parts = tuple(getattr(processor, name, None) for name in names)
+    if None in parts:
+        raise ValueError(
+            f"{folder} has no processor with its {' and '.join(name.replace('_', ' ') for name in names)}; save it "
+            "there with processor.save_pretrained"
+        )
+    return parts
+
+
+def config_of(folder: str) -> Any:
+    """The configuration in a model's folder, which `read_data` has found readable."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,54 @@
+"""The flags of single tasks and of the model's attention, and the checks that need no data."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+SOUND = ("audio-classification", "ctc", "speech-to-text")
+"""The tasks of sound."""
+
+TASKS_OF_FLAG = {
+    "mlm_probability": ("masked-lm",),
+    "whole_word_mask": ("masked-lm",),
+    "audio_column": SOUND,
+    "max_seconds": SOUND,
+}
+"""Flag -> the tasks that read it."""
+
+MLM_PROBABILITY = 0.15
+"""The share of tokens that are hidden if --mlm_probability is not given, as in transformers' examples."""
+
+
+MAX_SECONDS = 10.0
+"""The length of a sound if neither --max_seconds nor the feature extractor says it."""
+
+ATTENTIONS = ("eager", "sdpa")
+"""Words of --attn_implementation."""
+
+
+def _attention(text: str) -> str:
+    if text not in ATTENTIONS:
+        raise argparse.ArgumentTypeError(
+            f"stages are graphs of torch's operators, which {text!r} is not known to be; give {' or '.join(ATTENTIONS)}"
+        )
+    return text
+
+
+def add_task(add: Callable[..., argparse.Action], *, within: Callable[..., Callable[[str], float]]) -> None:
+    """Add the flags of single tasks. `add`: as of a group; `within`: makes a parser of numbers."""
+    add("--attn_implementation", type=_attention, metavar="WORD",
+        help="attention as operators (eager) or torch's kernel (sdpa); none: what transformers takes")  # fmt: skip
+    add("--mlm_probability", type=within(0.001, float, most=1.0),
+        help=f"share of the tokens that are hidden (masked-lm); {MLM_PROBABILITY}")  # fmt: skip
+    add("--audio_column", help="column of the sound (audio-classification, ctc, speech-to-text)")
+    add("--max_seconds", type=within(0.001, float),
+        help=f"to which sounds are cut and padded; none: as the feature extractor, or {MAX_SECONDS:g}")  # fmt: skip
+    add("--whole_word_mask", action="store_true", help="all tokens of a word are hidden, or none (masked-lm)")
+
+
+def validate_task(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag that --task does not read."""
+    for name, tasks in TASKS_OF_FLAG.items():
+        if getattr(args, name) and args.task not in tasks:
+            raise ValueError(f"--{name} is for --task {', '.join(tasks)}, and --task is {args.task}; leave it out")
