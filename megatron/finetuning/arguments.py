@@ -17,6 +17,7 @@ from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_con
 from megatron.finetuning import best, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
+from megatron.finetuning.row_arguments import add_rows, validate_rows
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
@@ -133,6 +134,7 @@ def validate(args: argparse.Namespace) -> None:
             "--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
             f"--task is {args.task}; {otherwise}"
         )
+    validate_rows(args)
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -339,6 +341,7 @@ def add_data(group, *, required: bool) -> None:
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
     add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat)")
     add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
+    add_rows(add, count=_count)
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
-from megatron.finetuning.data.batches import Rows
+from megatron.finetuning.data.batches import Epochs, Rows
 from megatron.finetuning.data.files import File, read_file
+from megatron.finetuning.data.lengths import Lengths
 from megatron.finetuning.data.task import Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
@@ -56,9 +57,19 @@ class Data:
         return tuple(note for rows in (self.training, self.validation) if rows is not None for note in rows.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
-        """A microbatch of `size` real samples."""
-        rows = self.training or self.validation
-        return rows.batch([number % len(rows) for number in range(size)], size)
+        """A microbatch of `size` real samples, with all padding."""
+        return self.rows.batch([number % len(self.rows) for number in range(size)], size, whole=True)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows to train on, or else those to evaluate."""
+        return self.training or self.validation
+
+    @property
+    def lengths(self) -> tuple[Lengths, ...]:
+        """The lengths of all rows, where microbatches are padded to several widths."""
+        found = [rows.lengths for rows in (self.training, self.validation) if rows is not None]
+        return tuple(each for each in found if each is not None and each.multiple is not None)
 
 
 def read_data(args: argparse.Namespace) -> Data:
@@ -77,9 +88,20 @@ def read_data(args: argparse.Namespace) -> Data:
             return None
         made = prepared.rows(file)
         made.convert(getattr(torch, args.dtype))
+        if args.pad_to_multiple_of is not None or args.group_by_length:
+            made.measure(args.pad_to_multiple_of)
         return made
 
     return Data(task, processor, prepared.changes, rows(training), rows(validation))
+
+
+def epochs_of(args: argparse.Namespace, rows: Rows) -> Epochs:
+    """The order of the rows to train on. Raises ValueError if `Epochs` does."""
+    return Epochs(
+        num_samples=len(rows), micro_batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
+        drop_last=args.dataloader_drop_last, lengths=rows.lengths.of_rows[:, 0] if args.group_by_length else None,
+    )  # fmt: skip
 
 
 def _classes(folder: str) -> dict[str, int]:

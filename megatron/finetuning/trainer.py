@@ -189,7 +189,7 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
     for name in {name for _, kept in gathered for name in kept}:
         parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
         real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
-        predictions[name] = torch.cat(real)
+        predictions[name] = rows.joined(real)
     return {"loss": loss, **rows.metrics(predictions, loss)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,14 +47,15 @@ def _labels(encoded: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rows(
-    file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str
-) -> Rows:
-    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token."""
+    file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str,
+    targets: Sequence[str] = (),
+) -> Rows:  # fmt: skip
+    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token. `targets`: as of `Rows`."""
     terms = (predicted != IGNORED).sum(1)
     if not terms.all():
         raise ValueError(f"{file.path}, sample {int((terms == 0).nonzero()[0]) + 1}: {fault}; leave it out")
     tensors = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
-    return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=metrics)
+    return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=metrics, targets=targets)
 
 
 def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
@@ -101,7 +102,7 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
             return_tensors="pt",
         )  # fmt: skip
         labels = _labels(made)
-        return _rows(file, tensors, labels, labels, _matches(labels), "the target has no token")
+        return _rows(file, tensors, labels, labels, _matches(labels), "the target has no token", ["labels"])
 
     return Prepared(rows)
 

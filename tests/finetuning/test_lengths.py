@@ -1,0 +1,55 @@
+"""Microbatches of several lengths: what they train is what rows padded to one length train."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.finetuning.samples import epochs_of, read_data
+from tests.finetuning import cases, tiny
+from tests.finetuning.test_runs import CLASSES, run, same
+
+PADDED = ["--pad_to_multiple_of", 3]
+GROUPED = [*PADDED, "--group_by_length"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lengths")
+
+
+def close(found: cases.Outcome, expected: cases.Outcome) -> None:
+    """Losses, and weights after all steps, within 1e-6."""
+    assert len(set(found.losses)) == len(found.losses) > 2
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    for name, weights in found.weights.items():
+        torch.testing.assert_close(weights, expected.weights[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("task", "schedule", "ranks", "argv"),
+    [
+        ("text-to-text", "flush", (0, 1, 0, 1), ["--gradient_accumulation_steps", 2]),
+        ("text-to-text", "ftpipe", (0, 1, 0, 1), []),
+        ("chat", "2bw", (0, 1), ["--gradient_accumulation_steps", 2, "--dataloader_drop_last"]),
+        ("chat", "l2l", None, ["--gradient_accumulation_steps", 2]),
+        (CLASSES, "flush", (0,), ["--gradient_accumulation_steps", 2]),
+        ("question-answering", "flush", (0, 1), ["--gradient_accumulation_steps", 2]),
+    ],
+)
+def test_shorter_rows_train_what_full_ones_train(folder, task, schedule, ranks, argv):
+    argv = [*argv, "--pipeline_schedule", schedule, "--num_train_epochs", 2, "--optim", "sgd", "--learning_rate", 0.1]
+    argv += ["--validation_file", tiny.data_file(folder, task, num_samples=7, seed=3), "--do_train", "--do_eval"]
+    name, outcomes = f"{task}-{schedule}", []
+    for number, more in enumerate(([], PADDED)):
+        cut = [] if ranks is None else ["--partition", cases.partition(folder, task, ranks, *more)]
+        outcomes.append(
+            run(folder, f"{name}-{number}", *argv, *more, *cut, task=task, ranks=2 if ranks is None else max(ranks) + 1)
+        )
+    full, shorter = outcomes
+    close(shorter, full)
+    assert shorter.evaluation().items() > {}.items()
+    values = [{name: value for name, value in each.evaluation().items() if "time" not in name} for each in outcomes]
+    assert values[1] == pytest.approx(values[0], rel=1e-6)
+    if schedule == "flush":
+        close(shorter, cases.plain(folder, task, argv=[*argv, *PADDED]))
