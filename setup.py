@@ -47,7 +47,7 @@ setup(
     install_requires=requirements("runtime"),
     extras_require={
         name: requirements(name)
-        for name in ("core", "test", "tensorboard", "tokenizers", "metis", "parquet", "datasets", "peft")
+        for name in ("core", "test", "tensorboard", "tokenizers", "metis", "parquet", "datasets", "digits", "peft")
     },
     zip_safe=False,
 )

@@ -111,12 +111,12 @@ def capture_model(
         raise ValueError(
             f"the graph of {kind} cannot take sequences of several lengths; leave out --pad_to_multiple_of ({error})"
         ) from error
-    for each, widths in [(each, widths) for each in lengths for widths in each.all_widths()]:
-        broken = captured.refused_shapes(each.cut(batch, widths))
+    for widths in sorted({widths for each in lengths for widths in each.all_widths()}):
+        broken = captured.refused_shapes(lengths[0].cut(batch, widths))
         if broken is not None:
             raise ValueError(
                 f"the graph of {kind} is another for {' and '.join(map(str, widths))} tokens than for "
-                f"{' and '.join(map(str, each.longest))} (it needs {broken[:100]}); give another "
+                f"{' and '.join(map(str, lengths[0].longest))} (it needs {broken[:100]}); give another "
                 "--pad_to_multiple_of, or leave it out"
             )
     return captured

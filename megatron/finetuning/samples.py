@@ -6,15 +6,19 @@ import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.finetuning.arguments import add_data
 from megatron.finetuning.data import chat, classification, generation, question_answering, token_classification
 from megatron.finetuning.data.batches import Epochs, Rows
-from megatron.finetuning.data.files import File, read_file
+from megatron.finetuning.data.files import File, read_file, stream_file
 from megatron.finetuning.data.lengths import Lengths
+from megatron.finetuning.data.stored import cached_rows, in_parts, states
 from megatron.finetuning.data.task import Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
@@ -78,7 +82,8 @@ def read_data(args: argparse.Namespace) -> Data:
     processor = _processor(args.model_name_or_path, task.auto_processor)
     training = validation = None
     if args.train_file is not None and (args.do_train or not args.do_eval):
-        training = read_file(args.train_file, limit=args.max_train_samples)
+        read = read_file if args.data_cache is None else stream_file
+        training = read(args.train_file, limit=args.max_train_samples)
     if args.validation_file is not None and args.do_eval:
         validation = read_file(args.validation_file, limit=args.max_eval_samples)
     prepared = task.prepare(args, processor, training or validation, classes)
@@ -86,13 +91,38 @@ def read_data(args: argparse.Namespace) -> Data:
     def rows(file: File | None) -> Rows | None:
         if file is None:
             return None
-        made = prepared.rows(file)
+        if file is training and args.data_cache is not None:
+            parts = partial(in_parts, file, prepared.rows_of_pieces)
+            made = cached_rows(Path(args.data_cache), _deciding(args, prepared.changes), parts)
+        else:
+            made = prepared.rows(file)
         made.convert(getattr(torch, args.dtype))
         if args.pad_to_multiple_of is not None or args.group_by_length:
             made.measure(args.pad_to_multiple_of)
         return made
 
     return Data(task, processor, prepared.changes, rows(training), rows(validation))
+
+
+_ELSEWHERE = {"validation_file", "max_eval_samples", "data_cache", "pad_to_multiple_of", "group_by_length"}
+"""Flags of data that decide nothing of the rows to train on."""
+
+
+def _deciding(args: argparse.Namespace, changes: Mapping[str, object]) -> dict[str, object]:
+    """Everything that decides the rows to train on: data, flags, the tokenizer's files, and versions of packages."""
+    import tokenizers
+
+    parser = argparse.ArgumentParser()
+    add_data(parser.add_argument_group(), required=False)
+    flags = {action.dest for action in parser._actions} - _ELSEWHERE - {"help"}
+    folder = Path(args.model_name_or_path)
+    small = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")]
+    templates = [Path(args.chat_template)] if args.chat_template else []
+    return {
+        "form": 1, "flags": {name: getattr(args, name) for name in flags},
+        "files": states([Path(args.train_file), *templates, *small]), "classes": repr(sorted(changes.items())),
+        "versions": [require_transformers().__version__, tokenizers.__version__],
+    }  # fmt: skip
 
 
 def epochs_of(args: argparse.Namespace, rows: Rows) -> Epochs:

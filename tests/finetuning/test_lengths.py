@@ -1,11 +1,8 @@
 """Microbatches of several lengths: what they train is what rows padded to one length train."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from megatron.finetuning.samples import epochs_of, read_data
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import CLASSES, run, same
 
@@ -34,7 +31,7 @@ def close(found: cases.Outcome, expected: cases.Outcome) -> None:
         ("chat", "2bw", (0, 1), ["--gradient_accumulation_steps", 2, "--dataloader_drop_last"]),
         ("chat", "l2l", None, ["--gradient_accumulation_steps", 2]),
         (CLASSES, "flush", (0,), ["--gradient_accumulation_steps", 2]),
-        ("question-answering", "flush", (0, 1), ["--gradient_accumulation_steps", 2]),
+        ("token-classification", "flush", (0, 1), ["--gradient_accumulation_steps", 2]),
     ],
 )
 def test_shorter_rows_train_what_full_ones_train(folder, task, schedule, ranks, argv):
@@ -53,3 +50,22 @@ def test_shorter_rows_train_what_full_ones_train(folder, task, schedule, ranks, 
     assert values[1] == pytest.approx(values[0], rel=1e-6)
     if schedule == "flush":
         close(shorter, cases.plain(folder, task, argv=[*argv, *PADDED]))
+
+
+def test_a_run_goes_on_in_the_same_order_of_lengths(folder):
+    """Rows of similar lengths together, two replicas with microbatches of different shapes at a time: what one process
+    trains. Resumed from its checkpoint, the run has the same numbers to the last bit; with other padding it is refused.
+    """
+    argv = ["--pipeline_schedule", "flush", "--num_train_epochs", 2, "--save_steps", 2, *GROUPED, "--optim", "sgd"]
+    argv += ["--learning_rate", 0.1, "--data_cache", folder / "cache"]
+    whole = cases.plain(folder, "text-to-text", argv=[*argv, "--gradient_accumulation_steps", 2])
+    argv += ["--partition", cases.partition(folder, "text-to-text", (0, 1), *GROUPED), "--data_parallel_size", 2]
+    found = run(folder, "whole", *argv, task="text-to-text", ranks=4)
+    close(found, whole)
+    argv += ["--resume_from_checkpoint", folder / "whole" / "checkpoint-2"]
+    rest = run(folder, "rest", *argv, task="text-to-text", ranks=4)
+    assert rest.losses == found.losses[2:] and len(rest.losses) > 1
+    same(rest, found)
+    argv[argv.index("--pad_to_multiple_of") + 1] = 4
+    with pytest.raises(Exception, match="another --pad_to_multiple_of"):
+        run(folder, "other", *argv, task="text-to-text", ranks=4)

@@ -30,8 +30,12 @@ Microbatches = tuple[tuple[int, ...], ...]
 """The row numbers of a batch, by microbatch."""
 
 
+MEASURED_TOGETHER = 4096
+"""The number of rows whose lengths are found at once."""
+
+
 class Rows:
-    """Samples as tensors of one shape, all in memory. After `measure` a microbatch may leave out padding.
+    """Samples as tensors of one shape, in memory. After `measure` a microbatch may leave out padding.
 
     Args:
         tensors: name -> [rows, ...], as the model's forward takes them.
@@ -68,35 +72,40 @@ class Rows:
 
         `whole`: with all padding.
         """
-        chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))])
-        batch = {name: tensor[chosen] for name, tensor in self._tensors.items()}
+        batch = self._take([*indices, *[indices[-1]] * (size - len(indices))])
         for name, value in self._ignored.items():
             batch[name][len(indices) :] = value
         return batch if self.lengths is None or whole else self.lengths.cut(batch, self.lengths.widths(indices))
+
+    def _take(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of the rows with these numbers. Whoever keeps rows elsewhere overrides this."""
+        chosen = torch.tensor(indices)
+        return {name: tensor[chosen] for name, tensor in self._tensors.items()}
 
     def measure(self, multiple: int | None) -> None:
         """Find the length of each row; `multiple`: as `Lengths` takes it.
 
         Raises ValueError for rows without a mask of padding, and with padding before their tokens.
         """
-        mask = self._tensors.get("attention_mask")
-        if mask is None:
+        first = self._take([0])
+        if "attention_mask" not in first:
             raise ValueError(
                 "--pad_to_multiple_of and --group_by_length need the length of each row, and the tokenizer makes no "
                 "attention_mask; name it in the tokenizer's model_input_names"
             )
-        if not mask[:, 0].all():
-            raise ValueError(
-                "--pad_to_multiple_of and --group_by_length are for padding behind the tokens, and the tokenizer puts "
-                'it before them; set "padding_side": "right" in its tokenizer_config.json'
-            )
-        own = [(self._tensors[name] != self._ignored[name]).sum(1) for name in self._targets]
-        place_of = dict.fromkeys(self._targets, 1)
-        for name, tensor in self._tensors.items():
-            if name not in place_of and tensor.dim() == 2:
-                place_of[name] = 0
-        longest = tuple(self._tensors[name].shape[1] for name in ("attention_mask", *self._targets))
-        self.lengths = Lengths(torch.stack([mask.sum(1), *own], 1), place_of, longest, multiple=multiple)
+        found = []
+        for start in range(0, len(self), MEASURED_TOGETHER):
+            part = self._take(range(start, min(start + MEASURED_TOGETHER, len(self))))
+            if not part["attention_mask"][:, 0].all():
+                raise ValueError(
+                    "--pad_to_multiple_of and --group_by_length are for padding behind the tokens, and the tokenizer "
+                    'puts it before them; set "padding_side": "right" in its tokenizer_config.json'
+                )
+            counted = [part["attention_mask"], *(part[name] != self._ignored[name] for name in self._targets)]
+            found.append(torch.stack([each.sum(1) for each in counted], 1))
+        place_of = {name: int(name in self._targets) for name, tensor in first.items() if tensor.dim() == 2}
+        longest = tuple(first[name].shape[1] for name in ("attention_mask", *self._targets))
+        self.lengths = Lengths(torch.cat(found), place_of, longest, multiple=multiple)
 
     def joined(self, outputs: Sequence[Tensor]) -> Tensor:
         """The outputs of all microbatches of an evaluation, [rows, ...], as for rows with all padding."""

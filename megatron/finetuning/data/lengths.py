@@ -2,9 +2,9 @@
 
 Problem: padded to one length, a short text costs as much as the longest.
 
-Solution: a microbatch is padded to the smallest multiple of --pad_to_multiple_of tokens that holds its longest row. Every
-rank knows the length of each row and the order of rows, so it knows the shapes of each microbatch without a message.
---group_by_length puts rows of similar lengths into one batch.
+Solution: a microbatch is padded to the smallest multiple of --pad_to_multiple_of tokens that holds its longest row.
+Every rank knows the length of each row and the order of rows, so it knows the shapes of each microbatch without a
+message. --group_by_length puts rows of similar lengths into one batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 Widths = tuple[int, ...]
-"""The number of tokens to which the rows of a microbatch are padded: of the inputs, and of targets with lengths of their
-own (text-to-text)."""
+"""The number of tokens to which the rows of a microbatch are padded: of the inputs, and of targets with lengths of
+their own (text-to-text)."""
 
 FEWEST = 2
 """The fewest tokens of a microbatch, since torch.export takes a dimension of 1 for a constant."""
@@ -27,7 +27,8 @@ class Lengths:
     """The lengths of rows whose padding stands behind.
 
     Args:
-        of_rows: int64 [rows, 1 or 2], the tokens of each row's inputs, and of its targets if they have their own length.
+        of_rows: int64 [rows, 1 or 2], the tokens of each row's inputs, and of its targets where these have lengths of
+            their own.
         place_of: name of a tensor of tokens, [rows, tokens] -> its column in `of_rows`.
         longest: the widths of a row that is padded as far as any.
         multiple: the number of tokens of which widths are multiples, but for `longest`; None: all are `longest`.
@@ -69,10 +70,9 @@ class Lengths:
         }
 
     def padded(self, output: Tensor, place: int) -> Tensor:
-        """An output for each token, [rows, tokens, ...], with the lowest value in the place of the tokens left out."""
+        """An output for each token, [rows, tokens, ...], with zeros in the place of the padding left out."""
         missing = self.longest[place] - output.shape[1]
-        lowest = -torch.inf if output.is_floating_point() else 0
-        return torch.cat([output, output.new_full((len(output), missing, *output.shape[2:]), lowest)], 1)
+        return torch.cat([output, output.new_zeros((len(output), missing, *output.shape[2:]))], 1)
 
 
 def order_of(lengths: Tensor, batch_size: int, seed: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,16 @@ class Prepared:
     Attributes:
         rows: makes rows of a file with the same columns.
         changes: changes to the model's configuration.
+        pieces: makes the same rows of a file that comes in pieces; None: those of each piece by itself.
     """
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
+    pieces: Callable[[Iterable[File]], Iterator[Rows]] | None = None
+
+    def rows_of_pieces(self, files: Iterable[File]) -> Iterator[Rows]:
+        """The rows of a file that comes in pieces."""
+        return map(self.rows, files) if self.pieces is None else self.pieces(files)
 
 
 @dataclass(frozen=True)
