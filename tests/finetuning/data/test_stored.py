@@ -75,7 +75,8 @@ def test_a_sample_that_is_refused_is_found(tmp_path, monkeypatch):
     texts = ["w1 w2"] * 7 + [5]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with pytest.raises(ValueError, match=r"sample 2: .text. is 5, .* \(sample 1 of these is sample 7 of the file\)"):
-        both(tmp_path, "causal-lm", "--no_group_texts", "--train_file", file)
+        argv = ["--no_group_texts", "--train_file", file, "--data_cache", tmp_path / "cache"]
+        read_data(tiny.arguments(tmp_path, "causal-lm", *argv))
     texts[-1] = "w3 w4"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert len(both(tmp_path, "causal-lm", "--no_group_texts", "--train_file", file)[1]) == 8
