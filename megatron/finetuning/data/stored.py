@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron.finetuning.data.batches import Rows
 from megatron.finetuning.data.files import File, pieces_of
 
-PIECE = 1000
+PIECE = 250
 """The number of samples that are converted at once."""
 
 MOST_NOTES = 3
