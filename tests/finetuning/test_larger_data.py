@@ -1,6 +1,7 @@
 """Rows that are several times larger than the memory that a run may take."""
 
 import json
+import os
 import resource
 from pathlib import Path
 from unittest import mock
@@ -13,9 +14,11 @@ from megatron.finetuning.data.batches import Rows
 from tests import workers
 from tests.finetuning import cases
 
+pytest.importorskip("datasets")
+
 CASE = "tests.finetuning.test_larger_data:limited"
-ROWS, TOKENS = 64_000, 1024
-MORE = 300 * 2**20
+ROWS, TOKENS = 48_000, 1024
+MORE = 250 * 2**20
 """Bytes of private memory for all that a run needs: capture, training, and the conversion of samples."""
 
 
@@ -30,6 +33,7 @@ def in_memory(cache, decides, parts) -> Rows:
 def limited(folder: Path, task: str, *, limit: int | None, **options) -> cases.Outcome:
     """A run that may take `limit` more bytes of private memory than its process has at the start (as `ulimit -d`
     counts them); None: one with all rows in memory."""
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the usual one reserves a GiB of addresses
     if limit is None:
         with mock.patch.object(samples, "cached_rows", in_memory):
             return cases.finetune(folder, task, **options)
@@ -46,7 +50,7 @@ def limited(folder: Path, task: str, *, limit: int | None, **options) -> cases.O
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_data_larger_than_memory(tmp_path):
-    """A gigabyte of rows with 300 MiB for everything: the losses and the model of a run with all rows in memory."""
+    """750 MiB of rows with 250 MiB for everything: the losses and the model of a run with all rows in memory."""
     texts = [f"w{at % 40} w{at // 40 % 40} w{at // 1600 % 40}" for at in range(ROWS)]
     file = tmp_path / "many.jsonl"
     file.write_text("".join(json.dumps({"source": text, "target": text}) + "\n" for text in texts))
@@ -57,10 +61,17 @@ def test_data_larger_than_memory(tmp_path):
     outcomes = {}
     for name, limit in (("files", MORE), ("memory", None)):
         outcomes[name], *_ = workers.run(
-            2, CASE, folder=tmp_path, task="text-to-text", argv=tuple(map(str, argv)), name=name, limit=limit
+            2,
+            CASE,
+            folder=tmp_path,
+            task="text-to-text",
+            argv=tuple(map(str, argv)),
+            name=name,
+            limit=limit,
+            timeout=400,
         )
     [kept] = (tmp_path / "cache").glob("*/rows.arrow")
-    assert kept.stat().st_size > 3 * MORE
+    assert kept.stat().st_size >= 3 * MORE
     files, memory = outcomes["files"], outcomes["memory"]
     assert files.losses == memory.losses and len(set(files.losses)) == 4
     assert all(torch.equal(tensor, memory.weights[name]) for name, tensor in files.weights.items())

@@ -32,6 +32,7 @@ def close(found: cases.Outcome, expected: cases.Outcome) -> None:
         torch.testing.assert_close(weights, expected.weights[name], rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("task", "schedule", "ranks", "argv"),
     [
@@ -54,7 +55,7 @@ def test_shorter_rows_train_what_full_ones_train(folder, task, schedule, ranks, 
         )
     full, shorter = outcomes
     close(shorter, full)
-    assert shorter.evaluation().items() > {}.items()
+    # Losses, and the metrics of an evaluation of 7 rows, whose microbatches have several widths, too.
     values = [{name: value for name, value in each.evaluation().items() if "time" not in name} for each in outcomes]
     assert values[1] == pytest.approx(values[0], rel=1e-6)
     if schedule == "flush":
