@@ -47,7 +47,18 @@ setup(
     install_requires=requirements("runtime"),
     extras_require={
         name: requirements(name)
-        for name in ("core", "test", "tensorboard", "tokenizers", "metis", "parquet", "datasets", "peft", "generation")
+        for name in (
+            "core",
+            "test",
+            "tensorboard",
+            "tokenizers",
+            "metis",
+            "parquet",
+            "datasets",
+            "digits",
+            "peft",
+            "generation",
+        )
     },
     zip_safe=False,
 )

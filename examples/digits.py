@@ -1,6 +1,6 @@
 """Images of handwritten digits for pretrain_vision_classify.py, from scikit-learn; nothing is downloaded.
 
-    python examples/digits.py --classes 0-4 --folder DATA/first        # pip install .[datasets]
+    python examples/digits.py --classes 0-4 --folder DATA/first        # pip install .[digits]
     python examples/digits.py --classes 5-9 --folder DATA/second
 
 `load_digits` has 1,797 images of 8 x 8 pixels. Those of the classes that are asked for become `train.npz`,
@@ -30,7 +30,7 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     except ImportError:
-        parser.error("scikit-learn is not installed; pip install .[datasets]")
+        parser.error("scikit-learn is not installed; pip install .[digits]")
     digits = load_digits()
     write(digits.images, digits.target, classes, options)
     return 0

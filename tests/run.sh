@@ -28,7 +28,7 @@ elif [ "${1:-}" = "--full" ]; then
     name="all tests"
 fi
 
-prepare_environment core test tensorboard tokenizers metis parquet peft
+prepare_environment core test tensorboard tokenizers metis parquet datasets peft
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # jobs start hundreds of processes, which need not compile the sources each
 

@@ -56,6 +56,8 @@ class Captured:
         persistent: names of the buffers that checkpoints contain.
         loss: the node that makes the loss.
         kept: name -> the node that makes a result that is kept beside the loss.
+        guards: called with the batch's tensors, it raises AssertionError if another graph is needed for their shapes;
+            None without `dynamic_sequence`.
     """
 
     model_name: str
@@ -68,6 +70,7 @@ class Captured:
     persistent: frozenset[str]
     loss: fx.Node
     kept: dict[str, fx.Node]
+    guards: Callable[..., None] | None = None
 
     @property
     def all_names(self) -> frozenset[str]:
@@ -79,6 +82,16 @@ class Captured:
         first = (draw,) if self.num_random else ()
         loss, *kept = self.graph_module(*first, *(batch[name] for name in self.inputs))
         return loss, dict(zip(self.kept, kept, strict=True))
+
+    def refused_shapes(self, batch: Mapping[str, Tensor]) -> str | None:
+        """The condition on the shapes of a batch, of 2 samples or more, that the graph needs and `batch` breaks; None
+        if there is none."""
+        assert self.guards is not None, "captured for one length"
+        try:
+            self.guards(*(batch[name] for name in self.inputs))
+        except AssertionError as error:
+            return str(error).removeprefix("Guard failed: ")
+        return None
 
     def sizes_of(self, batch: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
         """The symbolic sizes of the graph with their values for `batch`, as `EdgeTensor.shape_at` takes them."""
@@ -125,7 +138,7 @@ def capture(
     if not model.training:
         model.train()
     try:
-        graph_module = _exported(wrapper, dict(batch), dynamic_sequence)
+        graph_module, guards = _exported(wrapper, dict(batch), dynamic_sequence)
     finally:
         for module, training in was_training.items():
             module.training = training
@@ -142,22 +155,24 @@ def capture(
     _flatten_results(graph)
     names = _share_names(graph_module, model)
     graph_module = fx.GraphModule(graph_module, graph)  # drops the hooks that compare batches with the capture's batch
-    return _described(model, graph_module, tuple(batch), tuple(keep), names, num_random)
+    return _described(model, graph_module, tuple(batch), tuple(keep), names, num_random, guards)
 
 
-def _exported(wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: bool) -> fx.GraphModule:
+def _exported(
+    wrapper: LossOnly, batch: dict[str, Tensor], dynamic_sequence: bool
+) -> tuple[fx.GraphModule, Callable[..., None] | None]:
     dynamic = torch.export.Dim.DYNAMIC
     shapes = {
         name: {0: dynamic, 1: dynamic} if dynamic_sequence and tensor.dim() == 2 else {0: dynamic}
         for name, tensor in batch.items()
     }
 
-    def exported() -> fx.GraphModule:
+    def exported() -> tuple[fx.GraphModule, Callable[..., None] | None]:
         said = io.StringIO()  # when it fails, torch.export prints all operators so far, which would hide the error
         with contextlib.redirect_stderr(said), standing_in(wrapper.model):
             program = torch.export.export(wrapper, (), kwargs=batch, dynamic_shapes=shapes, strict=False)
         sys.stderr.write(said.getvalue())
-        return program.module(check_guards=False)
+        return program.module(check_guards=False), program.module()._guards_fn if dynamic_sequence else None
 
     try:
         return exported()
@@ -208,7 +223,7 @@ def _share_names(graph_module: fx.GraphModule, model: torch.nn.Module) -> dict[s
     return used
 
 
-def _described(model, graph_module, inputs, keep, names, num_random) -> Captured:
+def _described(model, graph_module, inputs, keep, names, num_random, guards) -> Captured:
     nodes = tuple(node for node in graph_module.graph.nodes if node.op == "call_function")
     loss, *kept = graph_module.graph.output_node().args[0]
     targets = dict.fromkeys(
@@ -232,6 +247,7 @@ def _described(model, graph_module, inputs, keep, names, num_random) -> Captured
         persistent=frozenset(model.state_dict(keep_vars=True)).difference(dict(model.named_parameters())),
         loss=loss,
         kept=dict(zip(keep, kept, strict=True)),
+        guards=guards,
     )
 
 

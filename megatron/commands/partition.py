@@ -33,6 +33,7 @@ from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table
 from megatron.finetuning.adapter_arguments import validate_adapter
 from megatron.finetuning.arguments import add_adapters, add_data, add_microbatch, changed, settle_precision
+from megatron.finetuning.row_arguments import validate_rows
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 
 GIB = 2**30
@@ -89,6 +90,7 @@ def _run_model(options: argparse.Namespace) -> int:
             raise ValueError(f"a MODEL is profiled on real data: give --{name}")
     settle_precision(options)
     validate_adapter(options)
+    validate_rows(options)
     from megatron import backend
 
     backend.install()

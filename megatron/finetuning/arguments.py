@@ -20,6 +20,7 @@ from megatron.finetuning.data.task_arguments import add_task, validate_task
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
 from megatron.finetuning.preference_arguments import PREFERENCE, add_preference, validate_preference
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
+from megatron.finetuning.row_arguments import add_rows, validate_rows
 from megatron.pipeline.runtime.failure.errors import environment_ranks
 
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
@@ -140,6 +141,7 @@ def validate(args: argparse.Namespace) -> None:
             "--packing puts several samples into a row for --task chat and for causal-lm with --no_group_texts, and "
             f"--task is {args.task}; {otherwise}"
         )
+    validate_rows(args)
     args.rank, args.world_size, _ = environment_ranks()
     if args.devices is not None and args.devices != args.world_size and not args.dry_run:
         raise ValueError(
@@ -349,6 +351,7 @@ def add_data(group, *, required: bool) -> None:
     add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
     add_preference(add, within=_within)
     add_task(add, within=_within)
+    add_rows(add, count=_count)
     add("--max_train_samples", type=_count, help="number of the file's first samples to use")
     add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,10 +28,12 @@ from megatron.capture.tensors import load_stage
 from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.batches import Feed
+from megatron.finetuning.data.lengths import Widths
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -166,8 +169,9 @@ def build_pipeline(
     versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
     stages = [
         GraphModuleStage(
-            module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]), versions=versions[index],
-            data=feed, has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index),
+            module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]),
+            edges_at=edges_by_microbatch(plan, cut_stages[index], feed), versions=versions[index], data=feed,
+            has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index),
             loss_scale=scale_of, device=device,
         )
         for index, module in modules.items()
@@ -223,16 +227,30 @@ def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None
             stage.get_submodule(path)._parameters[last] = frozen.setdefault(name, parameter)
 
 
-def edges_of_stage(plan: RunPlan, stage: CapturedStage) -> dict[int, EdgeTensors]:
-    """The other stage -> the tensors that a microbatch sends between it and `stage`."""
+def edges_of_stage(plan: RunPlan, stage: CapturedStage, widths: Widths | None = None) -> dict[int, EdgeTensors]:
+    """The other stage -> the tensors that a microbatch sends between it and `stage`.
+
+    `widths`: the tokens to which the microbatch is padded; None: the most.
+    """
+    sizes = plan.sizes_at(widths)
     return {
         other: EdgeTensors(
-            [TensorSpec(tensor.shape_at(plan.sizes), tensor.dtype) for tensor in tensors],
+            [TensorSpec(tensor.shape_at(sizes), tensor.dtype) for tensor in tensors],
             [tensor.owner for tensor in tensors],
             [tensor.has_gradient for tensor in tensors],
         )
         for other, tensors in (*stage.sources.items(), *stage.targets.items())
     }
+
+
+def edges_by_microbatch(
+    plan: RunPlan, stage: CapturedStage, feed: Feed
+) -> Callable[[Microbatch], Mapping[int, EdgeTensors]] | None:
+    """Microbatch -> `edges_of_stage`; None if all microbatches have one shape."""
+    if plan.lengths is None:
+        return None
+    at = cache(lambda widths: edges_of_stage(plan, stage, widths))
+    return lambda microbatch: at(feed.widths(microbatch))
 
 
 def initial_tensors(

@@ -68,6 +68,8 @@ class Decoder:
     Raises ValueError for a model or a setting under which answers would not be those of transformers' `generate`.
     """
 
+    lengths = None  # rows have all padding
+
     def __init__(self, args: argparse.Namespace, model: nn.Module, prompts: Prompts, pad: int) -> None:
         self._model, self._prompts, self._pad = model, prompts, pad
         self._size, self._has_encoder = args.per_device_train_batch_size, bool(model.config.is_encoder_decoder)

@@ -23,12 +23,12 @@ from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.decoding import Generation
 from megatron.finetuning.merge import require_mergeable, save_merged
-from megatron.finetuning.plan import RunPlan, first_lines, make_plan
+from megatron.finetuning.plan import RunPlan, first_lines, make_plan, shorter_lines
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
-from megatron.finetuning.samples import Data, read_data, require_whole_microbatches
+from megatron.finetuning.samples import Data, epochs_of, read_data, require_whole_microbatches
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
@@ -44,7 +44,7 @@ from megatron.trainer.start_up import initialize
 
 KEPT = (
     "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
-    "load_in_4bit", "load_in_8bit",
+    "load_in_4bit", "load_in_8bit", "pad_to_multiple_of", "group_by_length",
 )  # fmt: skip
 """Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
 
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
     of_answers = [] if generation is None else generation.decoder.notes
     notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes, *of_answers]]
-    for line in (*lines, *notes):
+    for line in (*lines, *shorter_lines(plan, args, data), *notes):
         report.say(line)
     if num_pairs:
         report.say(f"reference: log-probabilities of {num_pairs} pairs in the model that the run began with")
@@ -225,11 +225,7 @@ def relay_peaks(pipeline: BuiltPipeline) -> str:
 
 def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
     """The run's batches in order. Raises ValueError if the schedule cannot run one of their numbers of microbatches."""
-    batches = Epochs(
-        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
-        drop_last=args.dataloader_drop_last,
-    )  # fmt: skip
+    batches = epochs_of(args, data.training)
     num_of, epoch = Share(0, args.data_parallel_size).num_of, list(islice(batches.batches(), batches.batches_per_epoch))
     size, replicas = args.per_device_train_batch_size, args.data_parallel_size
     if plan.counted and any(len(batch) % replicas or min(map(len, batch)) < size for batch in epoch):

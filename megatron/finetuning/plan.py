@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapter_config import adapter_config
 from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.arguments import has_masters
+from megatron.finetuning.data.lengths import Lengths, Widths
 from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
 from megatron.finetuning.partitioning import (
     PlannedMachine,
@@ -41,7 +43,7 @@ from megatron.finetuning.partitioning import (
 )
 from megatron.finetuning.pretrained import capture_model, open_model
 from megatron.finetuning.relay_arguments import RELAY, residency_of
-from megatron.finetuning.samples import Data, read_data
+from megatron.finetuning.samples import Data, epochs_of, read_data
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
@@ -90,6 +92,8 @@ class RunPlan:
         crossing: what crosses between stages, and which stages have which parameters.
         batch: a microbatch of real samples.
         save_merged_rest: the same for the model with the adapter merged in.
+        lengths: the lengths of the rows, if microbatches are padded to several widths; `batch` and `sizes` are of the
+            longest.
     """
 
     model: torch.nn.Module
@@ -106,6 +110,11 @@ class RunPlan:
     crossing: Crossings
     batch: Mapping[str, torch.Tensor]
     save_merged_rest: Callable[[Path], None]
+    lengths: Lengths | None = None
+
+    def sizes_at(self, widths: Widths | None) -> Mapping[sympy.Symbol, int]:
+        """`sizes` for microbatches of these widths; None: for the longest."""
+        return self.sizes if widths is None else self.captured.sizes_of(self.lengths.cut(self.batch, widths))
 
     @property
     def counted(self) -> frozenset[str]:
@@ -177,6 +186,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         save_merged_rest=lambda folder: _save_rest(folder, opened._replace(adapter=None), data, args),
         crossing=crossing,
         batch=batch,
+        lengths=next(iter(data.lengths), None),
     )
 
 
@@ -212,7 +222,8 @@ def captured_model(args: argparse.Namespace, data: Data) -> tuple[Captured, dict
             )
     batch = data.example(args.per_device_train_batch_size)
     found = OpenedModel(model, Adapter(opened(), adapter_config(args)) if has_adapter(args) else None)
-    return capture_model(found.trained, batch, data.task.keep, data.forward), batch, found
+    captured = capture_model(found.trained, batch, data.task.keep, data.forward, lengths=data.lengths)
+    return captured, batch, found
 
 
 def require_causal(model: torch.nn.Module, folder: str) -> None:
@@ -301,7 +312,8 @@ def run_dry(args: argparse.Namespace) -> None:
     if args.rank:
         return
     try:
-        plan = make_plan(args, read_data(args))
+        data = read_data(args)
+        plan = make_plan(args, data)
     except ValueError as error:
         raise SameEverywhere(str(error)) from error
     out = console(150, highlight=True)
@@ -321,6 +333,8 @@ def run_dry(args: argparse.Namespace) -> None:
     )
     each = "" if args.data_parallel_size == 1 else f" on each of {args.data_parallel_size} replicas"
     out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch{each}")
+    for line in shorter_lines(plan, args, data, seconds):
+        out.print(line)
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
@@ -366,6 +380,21 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
             "it again with this run's --optim, --bf16 and --fp16"
         )
     return lines
+
+
+def shorter_lines(plan: RunPlan, args: argparse.Namespace, data: Data, seconds: float | None = None) -> list[str]:
+    """What shorter microbatches save, in a sentence; none if all have one length.
+
+    `seconds`: simulated time of the longest microbatch. Time is taken to grow as the number of tokens.
+    """
+    if plan.lengths is None or data.training is None:
+        return []
+    epochs = epochs_of(args, data.training)
+    epoch = [indices for batch in islice(epochs.batches(), epochs.batches_per_epoch) for indices in batch]
+    share = data.training.lengths.share(epoch)
+    longest = " and ".join(map(str, plan.lengths.longest))
+    mean = "" if seconds is None else f", so about {1000 * share * seconds:.2f} ms a microbatch in the mean"
+    return [f"memory and times are of microbatches of {longest} tokens; an epoch has {100 * share:.1f}% of these{mean}"]
 
 
 def adapter_line(plan: RunPlan) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron.capture.export import Captured, capture
 from megatron.capture.tensors import FolderTensors, Wanted, fake_parameters, tensor_files
+from megatron.finetuning.data.lengths import Lengths
 
 OPTIONAL = "pooler", "add_pooling_layer"
 """A module of the inner model that counts as part of the head, and the argument that leaves it out of the model."""
@@ -101,18 +102,38 @@ def capture_model(
     batch: Mapping[str, Tensor],
     keep: Sequence[str],
     forward: Callable[[torch.nn.Module, Mapping[str, Tensor]], object] | None = None,
+    *,
+    lengths: Sequence[Lengths] = (),
 ) -> Captured:
     """The graph of a model, captured with a microbatch; a single sample is doubled, so that the batch size is symbolic.
 
     Args:
         keep: fields of the model's output that evaluations need besides the loss.
         forward: computes the output with its loss, as `capture` takes it.
+        lengths: the lengths of all rows if microbatches are padded to several widths; `batch` is padded to the longest.
 
-    Raises ValueError if `capture` does.
+    Raises ValueError if `capture` does, and if the graph is not the same for all widths.
     """
     if next(iter(batch.values())).shape[0] == 1:
         batch = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
-    return capture(model, batch, keep=keep, forward=forward)
+    if not lengths:
+        return capture(model, batch, keep=keep, forward=forward)
+    kind = type(model).__name__
+    try:
+        captured = capture(model, batch, keep=keep, forward=forward, dynamic_sequence=True)
+    except ValueError as error:
+        raise ValueError(
+            f"the graph of {kind} cannot take sequences of several lengths; leave out --pad_to_multiple_of ({error})"
+        ) from error
+    for widths in sorted({widths for each in lengths for widths in each.all_widths()}):
+        broken = captured.refused_shapes(lengths[0].cut(batch, widths))
+        if broken is not None:
+            raise ValueError(
+                f"the graph of {kind} is another for {' and '.join(map(str, widths))} tokens than for "
+                f"{' and '.join(map(str, lengths[0].longest))} (it needs {broken[:100]}); give another "
+                "--pad_to_multiple_of, or leave it out"
+            )
+    return captured
 
 
 def first_line(error: Exception) -> str:

@@ -25,6 +25,7 @@ from megatron.finetuning.assembly import (
     Results,
     StageModule,
     Summary,
+    edges_by_microbatch,
     edges_of_stage,
     initial_tensors,
     make_optimizer,
@@ -96,8 +97,8 @@ def build_relay(
     runs = [
         GraphModuleStage(
             module, index=index, graph=schedule.graph, edges=edges_of_stage(plan, stages[index]),
-            versions=update.weights.of_stage(index), data=feed, has_loss=stages[index].has_loss,
-            recompute=schedule.recomputes(index), device=device,
+            edges_at=edges_by_microbatch(plan, stages[index], feed), versions=update.weights.of_stage(index), data=feed,
+            has_loss=stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
         )
         for index, module in modules.items()
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from megatron.capture.estimate import Roofline, estimate
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
-from megatron.finetuning.plan import RunPlan, adapter_line, make_plan
+from megatron.finetuning.plan import RunPlan, adapter_line, make_plan, shorter_lines
 from megatron.finetuning.relay import packed_names, packing_of
 from megatron.finetuning.samples import read_data
 from megatron.finetuning.trainer import EVALUATED_TOGETHER
@@ -232,11 +232,12 @@ def run_dry(args: argparse.Namespace) -> None:
     try:
         if unknown := [name for name in args.dry_run_gpus if name not in DEVICES]:
             raise ValueError(f"--dry_run_gpus {unknown[0]} is not known; give some of {', '.join(DEVICES)}")
-        plan = make_plan(args, read_data(args))
+        data = read_data(args)
+        plan = make_plan(args, data)
     except ValueError as error:
         raise SameEverywhere(str(error)) from error
     out = console(150)
-    for line in relay_lines(plan, args):
+    for line in (*relay_lines(plan, args), *shorter_lines(plan, args, data)):
         out.print(line)
     out.print(_table(plan, args))
 

@@ -6,11 +6,14 @@ import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.finetuning.arguments import add_data
 from megatron.finetuning.data import (
     chat,
     classification,
@@ -26,8 +29,10 @@ from megatron.finetuning.data import (
     speech_to_text,
     token_classification,
 )
-from megatron.finetuning.data.batches import Rows
-from megatron.finetuning.data.files import File, read_file
+from megatron.finetuning.data.batches import Epochs, Rows
+from megatron.finetuning.data.files import File, read_file, stream_file
+from megatron.finetuning.data.lengths import Lengths
+from megatron.finetuning.data.stored import cached_rows, in_parts, states
 from megatron.finetuning.data.task import Forward, Prompts, Task
 from megatron.finetuning.pretrained import check_folder, first_line, read_config, require_transformers
 
@@ -85,9 +90,19 @@ class Data:
         return tuple(note for source in sources if source is not None for note in source.notes)
 
     def example(self, size: int) -> dict[str, Tensor]:
-        """A microbatch of `size` real samples."""
-        rows = self.training or self.validation
-        return rows.batch([number % len(rows) for number in range(size)], size)
+        """A microbatch of `size` real samples, with all padding."""
+        return self.rows.batch([number % len(self.rows) for number in range(size)], size, whole=True)
+
+    @property
+    def rows(self) -> Rows:
+        """The rows to train on, or else those to evaluate."""
+        return self.training or self.validation
+
+    @property
+    def lengths(self) -> tuple[Lengths, ...]:
+        """The lengths of all rows, where microbatches are padded to several widths."""
+        found = [rows.lengths for rows in (self.training, self.validation) if rows is not None]
+        return tuple(each for each in found if each is not None and each.multiple is not None)
 
 
 def read_data(args: argparse.Namespace) -> Data:
@@ -96,7 +111,8 @@ def read_data(args: argparse.Namespace) -> Data:
     processor = _processor(args.model_name_or_path, task.auto_processor)
     training = validation = None
     if args.train_file is not None and (args.do_train or not args.do_eval):
-        training = read_file(args.train_file, limit=args.max_train_samples)
+        read = read_file if args.data_cache is None else stream_file
+        training = read(args.train_file, limit=args.max_train_samples)
     if args.validation_file is not None and args.do_eval:
         validation = read_file(args.validation_file, limit=args.max_eval_samples)
     prepared = task.prepare(args, processor, training or validation, classes)
@@ -104,8 +120,14 @@ def read_data(args: argparse.Namespace) -> Data:
     def rows(file: File | None) -> Rows | None:
         if file is None:
             return None
-        made = prepared.rows(file)
+        if file is training and args.data_cache is not None:
+            parts = partial(in_parts, file, prepared.rows_of_pieces)
+            made = cached_rows(Path(args.data_cache), _deciding(args, prepared.changes), parts)
+        else:
+            made = prepared.rows(file)
         made.convert(getattr(torch, args.dtype))
+        if args.pad_to_multiple_of is not None or args.group_by_length:
+            made.measure(args.pad_to_multiple_of)
         return made
 
     generates = validation is not None and args.predict_with_generate
@@ -133,6 +155,36 @@ def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
                 f"{len(rows)} samples would change: they are no multiple of --per_device_train_batch_size {size}; give "
                 f"{remedy}"
             )
+
+
+_ELSEWHERE = {"validation_file", "max_eval_samples", "data_cache", "pad_to_multiple_of", "group_by_length"}
+"""Flags of data that decide nothing of the rows to train on."""
+
+
+def _deciding(args: argparse.Namespace, changes: Mapping[str, object]) -> dict[str, object]:
+    """Everything that decides the rows to train on: data, flags, the tokenizer's files, and versions of packages."""
+    import tokenizers
+
+    parser = argparse.ArgumentParser()
+    add_data(parser.add_argument_group(), required=False)
+    flags = {action.dest for action in parser._actions} - _ELSEWHERE - {"help"}
+    folder = Path(args.model_name_or_path)
+    small = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")]
+    templates = [Path(args.chat_template)] if args.chat_template else []
+    return {
+        "form": 1, "flags": {name: getattr(args, name) for name in flags},
+        "files": states([Path(args.train_file), *templates, *small]), "classes": repr(sorted(changes.items())),
+        "versions": [require_transformers().__version__, tokenizers.__version__],
+    }  # fmt: skip
+
+
+def epochs_of(args: argparse.Namespace, rows: Rows) -> Epochs:
+    """The order of the rows to train on. Raises ValueError if `Epochs` does."""
+    return Epochs(
+        num_samples=len(rows), micro_batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps * args.data_parallel_size, seed=args.seed,
+        drop_last=args.dataloader_drop_last, lengths=rows.lengths.of_rows[:, 0] if args.group_by_length else None,
+    )  # fmt: skip
 
 
 def _classes(folder: str) -> dict[str, int]:

@@ -211,7 +211,7 @@ def forward(
     for name in {name for _, kept in gathered for name in kept}:
         parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
         real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
-        predictions[name] = torch.cat(real)
+        predictions[name] = torch.cat(real) if rows.lengths is None else rows.joined(real)
     return losses, predictions
 
 

@@ -20,11 +20,10 @@ from megatron.capture.export import signature
 from megatron.finetuning import job
 from megatron.finetuning.arguments import changed, has_masters, parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler
-from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.plan import captured_model, decaying
 from megatron.finetuning.pretrained import open_model
-from megatron.finetuning.samples import read_data
+from megatron.finetuning.samples import epochs_of, read_data
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import tiny
@@ -169,10 +168,7 @@ def plain(folder: Path, task: str, *, argv: Sequence[object] = ()) -> Outcome:
     for own, made in zip(model.parameters(), opened.parameters(), strict=True):
         own.requires_grad_(made.requires_grad)  # from_pretrained forgets what the model's code freezes (Whisper)
     optimizer = make_optimizer(dict(masters.named_parameters()), args, decays=decays)
-    epochs = Epochs(
-        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
-        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
-    )  # fmt: skip
+    epochs = epochs_of(args, data.training)
     num_steps = int(args.num_train_epochs * epochs.batches_per_epoch)
     scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
     options = {"return_loss": True} if data.task.couples_rows else {}

@@ -5,7 +5,7 @@ Every rank holds all rows and knows their order, so no sample travels between ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.capture.cut import StageData
 from megatron.capture.randomness import Draw
+from megatron.finetuning.data.lengths import Lengths, Widths, order_of
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 
 T = TypeVar("T")
@@ -30,14 +31,24 @@ Microbatches = tuple[tuple[int, ...], ...]
 
 
 class Evaluated(Protocol):
-    """What an evaluation runs forward, by row numbers."""
+    """What an evaluation runs forward, by row numbers.
+
+    Attributes:
+        lengths: the lengths of the rows; None if all have all padding.
+    """
+
+    lengths: Lengths | None
 
     def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
         """The rows with the numbers `indices` as the tensors of a microbatch, filled up to `size` rows."""
 
 
+MEASURED_TOGETHER = 4096
+"""The number of rows whose lengths are found at once."""
+
+
 class Rows:
-    """Samples as tensors of one shape, all in memory.
+    """Samples as tensors of one shape, in memory. After `measure` a microbatch may leave out padding.
 
     Args:
         tensors: name -> [rows, ...], as the model's forward takes them.
@@ -45,7 +56,13 @@ class Rows:
         num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
         notes: sentences for the user on what became of the samples.
+        targets: names of tensors of labels, [rows, tokens], whose tokens are not those of the inputs.
+
+    Attributes:
+        lengths: the lengths of the rows; None before `measure`.
     """
+
+    lengths: Lengths | None = None
 
     def __init__(
         self,
@@ -55,23 +72,61 @@ class Rows:
         num_terms: Tensor,
         metrics: Metrics = lambda predictions, loss: {},
         notes: Sequence[str] = (),
+        targets: Collection[str] = (),
     ) -> None:
         self._tensors, self._ignored, self._num_terms, self.metrics = dict(tensors), ignored, num_terms, metrics
-        self.notes = tuple(notes)
+        self.notes, self._targets = tuple(notes), tuple(targets)
 
     def __len__(self) -> int:
         return len(self._num_terms)
 
-    def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int], size: int, *, whole: bool = False) -> dict[str, Tensor]:
         """The rows with the numbers `indices`, filled up to `size` with copies of the last row with ignored labels.
 
-        Row r has the number r + e x the number of rows in epoch e.
+        Row r has the number r + e x the number of rows in epoch e. `whole`: with all padding.
         """
-        chosen = torch.tensor([*indices, *[indices[-1]] * (size - len(indices))]) % len(self)
-        batch = {name: tensor[chosen] for name, tensor in self._tensors.items()}
+        filled = [*indices, *[indices[-1]] * (size - len(indices))]
+        batch = self._take([number % len(self) for number in filled])
         for name, value in self._ignored.items():
             batch[name][len(indices) :] = value
-        return batch
+        return batch if self.lengths is None or whole else self.lengths.cut(batch, self.lengths.widths(indices))
+
+    def _take(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Copies of the rows with these numbers. Whoever keeps rows elsewhere overrides this."""
+        chosen = torch.tensor(indices)
+        return {name: tensor[chosen] for name, tensor in self._tensors.items()}
+
+    def measure(self, multiple: int | None) -> None:
+        """Find the length of each row; `multiple`: as `Lengths` takes it.
+
+        Raises ValueError for rows without a mask of padding, and with padding before their tokens.
+        """
+        first = self._take([0])
+        if "attention_mask" not in first:
+            raise ValueError(
+                "--pad_to_multiple_of and --group_by_length need the length of each row, and the tokenizer makes no "
+                "attention_mask; name it in the tokenizer's model_input_names"
+            )
+        found = []
+        for start in range(0, len(self), MEASURED_TOGETHER):
+            part = self._take(range(start, min(start + MEASURED_TOGETHER, len(self))))
+            if not part["attention_mask"][:, 0].all():
+                raise ValueError(
+                    "--pad_to_multiple_of and --group_by_length are for padding behind the tokens, and the tokenizer "
+                    'puts it before them; set "padding_side": "right" in its tokenizer_config.json'
+                )
+            counted = [part["attention_mask"], *(part[name] != self._ignored[name] for name in self._targets)]
+            found.append(torch.stack([each.sum(1) for each in counted], 1))
+        place_of = {name: int(name in self._targets) for name, tensor in first.items() if tensor.dim() == 2}
+        longest = tuple(first[name].shape[1] for name in ("attention_mask", *self._targets))
+        self.lengths = Lengths(torch.cat(found), place_of, longest, multiple=multiple)
+
+    def joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The outputs of all microbatches of an evaluation, [rows, ...], as for rows with all padding."""
+        if self.lengths is not None and outputs[0].dim() > 1:
+            place = len(self._targets)  # outputs are of the targets' tokens, if there are any
+            outputs = [self.lengths.padded(output, place) for output in outputs]
+        return torch.cat(list(outputs))
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert floating-point tensors except labels, such as images, to the dtype of the model."""
@@ -90,15 +145,18 @@ class Epochs:
     The numbers of rows go on from epoch to epoch, as `Rows.batch` takes them, so that data may differ between epochs.
 
     A batch has `accumulation` microbatches of `micro_batch_size` rows, over all replicas. The last batch of an epoch
-    has the remaining rows; with `drop_last` a short last batch is left out.
+    has the remaining rows; with `drop_last` a short last batch is left out. `lengths`: int64 [rows]; rows of similar
+    lengths make a batch; None: the order does not depend on lengths.
 
     Raises ValueError if there are too few rows for any batch.
     """
 
     def __init__(
-        self, *, num_samples: int, micro_batch_size: int, accumulation: int, seed: int, drop_last: bool
-    ) -> None:
+        self, *, num_samples: int, micro_batch_size: int, accumulation: int, seed: int, drop_last: bool,
+        lengths: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self._num_samples, self._micro_batch_size, self._seed = num_samples, micro_batch_size, seed
+        self._lengths = lengths
         self._batch_size = micro_batch_size * accumulation
         self.batches_per_epoch = num_samples // self._batch_size if drop_last else -(-num_samples // self._batch_size)
         if self.batches_per_epoch == 0:
@@ -112,12 +170,17 @@ class Epochs:
         """Yield the batches of a run after its first `done` batches, without end."""
         while True:
             epoch, place = divmod(done, self.batches_per_epoch)
-            order = numpy.random.default_rng((self._seed, epoch)).permutation(self._num_samples)
-            order = (order + epoch * self._num_samples).tolist()
+            order = [number + epoch * self._num_samples for number in self._order(epoch)]
             for first in range(place * self._batch_size, self.batches_per_epoch * self._batch_size, self._batch_size):
                 rows, size = order[first : first + self._batch_size], self._micro_batch_size
                 yield tuple(tuple(rows[start : start + size]) for start in range(0, len(rows), size))
                 done += 1
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = numpy.random.default_rng((self._seed, epoch))
+        if self._lengths is None:
+            return generator.permutation(self._num_samples).tolist()
+        return order_of(self._lengths, self._batch_size, int(generator.integers(2**63)))
 
 
 @dataclass(frozen=True)
@@ -208,6 +271,14 @@ class Feed:
         """
         terms, replicas = self._terms[batch], self.share.replicas
         return sum(terms[: num_microbatches * replicas]) * (len(terms) // replicas) / sum(terms)
+
+    def widths(self, microbatch: Microbatch) -> Widths | None:
+        """The tokens to which a microbatch is padded; None if all are padded alike."""
+        if microbatch.batch == EVALUATION_BATCH:
+            rows, indices = self._evaluated, self._positions[microbatch.position]
+        else:
+            rows, (_, indices) = self._training, self._indices[microbatch.index]
+        return None if rows.lengths is None else rows.lengths.widths(indices)
 
     def evaluate(self, rows: Evaluated, microbatches: Sequence[Sequence[int]]) -> None:
         """Begin an evaluation of `rows`. `microbatches`: the row numbers of each microbatch of this replica."""

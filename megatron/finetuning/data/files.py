@@ -1,7 +1,8 @@
 """Files of samples (JSONL, JSON, CSV, parquet), and the columns that a task reads from them.
 
-The package `datasets` is no substitute. It guesses the type of a CSV column, so that the text "NA" becomes a missing
-value and the labels "01" and "1" become the same; it converts texts that look like dates; and its errors name no line.
+The readers of the package `datasets` are no substitute. They guess the type of a CSV column, so that the text "NA"
+becomes a missing value and the labels "01" and "1" become the same; they convert texts that look like dates; and their
+errors name no line.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -24,6 +27,26 @@ _TOO_MANY = object()
 csv.field_size_limit(2**27)
 
 
+class Stream(Sequence[Sample]):
+    """Samples that are read anew by each iteration, and never kept. `read`: begins to read them."""
+
+    def __init__(self, read: Callable[[], Iterator[Sample]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self._read()
+
+    @cached_property
+    def _length(self) -> int:
+        return sum(1 for _ in self._read())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        return next(islice(self._read(), index, None))
+
+
 @dataclass(frozen=True)
 class File:
     """The samples of a file, and its path. Samples may differ in fields that no task reads."""
@@ -31,10 +54,15 @@ class File:
     path: str
     samples: Sequence[Sample]
 
+    @cached_property
+    def _num_with(self) -> Counter[str]:
+        """Field -> the number of samples that have it, in the order in which fields first occur."""
+        return Counter(name for sample in self.samples for name in sample)
+
     @property
     def fields(self) -> list[str]:
         """The fields that any sample has, in the order in which they first occur."""
-        return list(dict.fromkeys(name for sample in self.samples for name in sample))
+        return list(self._num_with)
 
     def column(self, given: str | None, known: Sequence[str], what: str) -> str:
         """The name of a column that every sample has: `given`, or else the first of `known` that any sample has.
@@ -57,7 +85,7 @@ class File:
                 f"{self.path} has no column {name!r} for the {what}; it has {_list(there)}: add it, or name another "
                 f"with {flag}"
             )
-        for number, sample in enumerate(self.samples, start=1):
+        for number, sample in enumerate(self.samples if self._num_with[name] < len(self.samples) else (), start=1):
             if name not in sample:
                 raise ValueError(
                     f"{self.path}, sample {number}: no field {name!r} for the {what}; it has {_list(sample)}: add it, "
@@ -80,24 +108,45 @@ class File:
 def read_file(path: str, *, limit: int | None = None) -> File:
     """Read all samples of a file, or only the first `limit` samples.
 
+    `path` may also be a folder that `save_to_disk` of the package datasets wrote.
+
     Raises ValueError for a file that cannot be read, a broken line, and a file without samples.
     """
+    samples = list(_samples(path, limit))
+    if not samples:
+        raise ValueError(f"{path} has no samples; give a file that has")
+    return File(path, samples)
+
+
+def stream_file(path: str, *, limit: int | None = None) -> File:
+    """As `read_file`, without keeping the samples in memory. Errors in samples are raised by iterations."""
+    stream = Stream(lambda: _samples(path, limit))
+    if next(iter(stream), None) is None:
+        raise ValueError(f"{path} has no samples; give a file that has")
+    return File(path, stream)
+
+
+def pieces_of(file: File, size: int) -> Iterator[File]:
+    """The samples of a file in files of at most `size` samples each."""
+    samples = iter(file.samples)
+    while piece := list(islice(samples, size)):
+        yield File(file.path, piece)
+
+
+def _samples(path: str, limit: int | None) -> Iterator[Sample]:
     file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; give JSONL, CSV or parquet")
+    if not file.exists():
+        raise ValueError(f"there is no file {path}; give JSONL, CSV, parquet, or a folder of datasets' save_to_disk")
     readers = {".jsonl": _json_lines, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-    reader = readers.get(ending(file))
+    reader = _saved if file.is_dir() else readers.get(ending(file))
     if reader is None or (reader is _parquet and is_compressed(file)):
         raise ValueError(
             f"{path} has an unknown ending; give {', '.join(readers)}, or text with .gz, .bz2 or .xz behind"
         )
     try:
-        samples = list(islice(reader(file), limit))
+        yield from islice(reader(file), limit)
     except (OSError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read ({error}); mend it") from error
-    if not samples:
-        raise ValueError(f"{path} has no samples; give a file that has")
-    return File(path, samples)
 
 
 def _list(names: Iterable[str]) -> str:
@@ -164,3 +213,17 @@ def _parquet(file: Path) -> Iterator[Sample]:
             yield from batch.to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{file} is no parquet file ({error}); mend it") from error
+
+
+def _saved(folder: Path) -> Iterator[Sample]:
+    """The samples of a folder that `Dataset.save_to_disk` wrote, which are read from its files as they are needed."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        raise ValueError(f"{folder} has the splits {_list(splits)}; give one of them, as {folder / splits[0]}")
+    if not (folder / "state.json").is_file():
+        raise ValueError(f"{folder} is no folder that save_to_disk of the package datasets wrote; give a file")
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"{folder} needs the package datasets; pip install .[datasets]")
+    import datasets
+
+    yield from datasets.load_from_disk(str(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,14 +31,32 @@ def _prepare_continuation(args: argparse.Namespace, tokenizer: Any, file: File, 
                 raise ValueError(f"{file.path}, sample {short[0]}: {_TOO_SHORT}; leave it out")
             return rows_of(sequences, args, tokenizer, lambda labels: perplexity)
         if args.no_group_texts:
-            tensors = padded(tokenizer, texts, length=args.max_seq_length)
-        else:
-            tensors = _grouped(tokenizer, texts, args, file.path)
-        labels = _labels(tensors)
-        predicted = labels[:, 1:]
-        return _rows(file, tensors, labels, predicted, perplexity, _TOO_SHORT)
+            return continued(file, padded(tokenizer, texts, length=args.max_seq_length))
+        return next(grouped([file]))
 
-    return Prepared(rows)
+    def continued(file: File, tensors: Mapping[str, Tensor]) -> Rows:
+        labels = _labels(tensors)
+        return _rows(file, tensors, labels, labels[:, 1:], perplexity, _TOO_SHORT)
+
+    def grouped(files: Iterable[File]) -> Iterator[Rows]:
+        """Rows cut from all texts, joined with end tokens; a remainder that fills no row is left out."""
+        ids: list[int] = []
+        length, num_rows = args.max_seq_length, 0
+        for file in files:
+            for text in tokenizer(file.texts(name, "text"))["input_ids"]:
+                ids += _ended(text, tokenizer.eos_token_id)
+            if whole := len(ids) // length * length:
+                num_rows += whole // length
+                tokens = torch.tensor(ids[:whole]).view(-1, length)
+                yield continued(file, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)})
+                del ids[:whole]
+        if not num_rows:
+            raise ValueError(
+                f"{file.path} has {len(ids)} tokens, which fill no sequence of {length}; give a smaller "
+                "--max_seq_length"
+            )
+
+    return Prepared(rows, pieces=None if args.no_group_texts else grouped)
 
 
 def _labels(encoded: Mapping[str, Tensor]) -> Tensor:
@@ -47,26 +65,15 @@ def _labels(encoded: Mapping[str, Tensor]) -> Tensor:
 
 
 def _rows(
-    file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str
-) -> Rows:
-    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token."""
+    file: File, encoded: Mapping[str, Tensor], labels: Tensor, predicted: Tensor, metrics: Metrics, fault: str,
+    targets: Sequence[str] = (),
+) -> Rows:  # fmt: skip
+    """Rows of encoded texts. `fault`: what is said of a row without a `predicted` token. `targets`: as of `Rows`."""
     terms = (predicted != IGNORED).sum(1)
     if not terms.all():
         raise ValueError(f"{file.path}, sample {int((terms == 0).nonzero()[0]) + 1}: {fault}; leave it out")
     tensors = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"], "labels": labels}
-    return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=metrics)
-
-
-def _grouped(tokenizer: Any, texts: list[str], args: argparse.Namespace, path: str) -> dict[str, Tensor]:
-    """The tensors of rows cut from all texts, joined with end tokens; a remainder that fills no row is left out."""
-    ids = [token for text in tokenizer(texts)["input_ids"] for token in _ended(text, tokenizer.eos_token_id)]
-    length = args.max_seq_length
-    if len(ids) < length:
-        raise ValueError(
-            f"{path} has {len(ids)} tokens, which fill no sequence of {length}; give a smaller --max_seq_length"
-        )
-    tokens = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return Rows(tensors, ignored={"labels": IGNORED}, num_terms=terms, metrics=metrics, targets=targets)
 
 
 def _ended(text: list[int], end: int | None) -> list[int]:
@@ -104,7 +111,7 @@ def _prepare_targets(args: argparse.Namespace, tokenizer: Any, file: File, class
             return_tensors="pt",
         )  # fmt: skip
         labels = _labels(made)
-        return _rows(file, tensors, labels, labels, matches(labels), "the target has no token")
+        return _rows(file, tensors, labels, labels, matches(labels), "the target has no token", ["labels"])
 
     def prompts(file: File) -> Prompts:
         texts = sources(file)

@@ -40,7 +40,7 @@ class MaskedRows(Rows):
         super().__init__(tensors, ignored={}, num_terms=one_each, metrics=perplexity)
         self._special, self._offsets, self._collator, self._seed = special, offsets, collator, seed
 
-    def batch(self, indices: Sequence[int], size: int) -> dict[str, Tensor]:
+    def batch(self, indices: Sequence[int], size: int, *, whole: bool = False) -> dict[str, Tensor]:
         batch = super().batch(indices, size)
         hidden = [self._hidden(number) for number in indices]
         batch["input_ids"][: len(indices)] = torch.stack([ids for ids, _ in hidden])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,12 +43,18 @@ class Prepared:
         changes: changes to the model's configuration.
         prompts: makes the prompts of a file with the same columns; None: the task has none.
         forward: (model, microbatch) -> the model's output with its loss; None: the model computes its own loss.
+        pieces: makes the same rows of a file that comes in pieces; None: those of each piece by itself.
     """
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
     prompts: Callable[[File], Prompts] | None = None
     forward: Forward | None = None
+    pieces: Callable[[Iterable[File]], Iterator[Rows]] | None = None
+
+    def rows_of_pieces(self, files: Iterable[File]) -> Iterator[Rows]:
+        """The rows of a file that comes in pieces."""
+        return map(self.rows, files) if self.pieces is None else self.pieces(files)
 
 
 @dataclass(frozen=True)

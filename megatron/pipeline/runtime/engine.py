@@ -291,7 +291,6 @@ class PipelineEngine:
         assert self._drained, "what is in flight has the shapes of before"
         for stage in self._stages:
             stage.edges = dict(edges[stage.index])
-        self._channels.change_specs(self._stages)
 
     def trace(self) -> RankTrace:
         """Return the trace of the last batches on this rank, for `trace.gather_traces` and `trace.timeline`.

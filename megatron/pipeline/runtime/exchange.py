@@ -114,6 +114,7 @@ class Exchange:
         self._shared = SharedParameters(graph, weights)
         self._values: dict[tuple[int, int, int], Tensor] = {}  # (from, to, place on the edge) -> shared parameter
         # (from, to, microbatch) -> a result that waits for its SEND, or for a stage of this rank.
+        # What a stage of a graph sends has its form beside it: by its SEND the microbatch may be forgotten.
         self._handed: dict[tuple[int, int, int], Any] = {}
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
@@ -164,6 +165,7 @@ class Exchange:
         gradients.
         """
         peers, handed, on_boundary = self._graph.takers(kind.row.sends, index), self._handed, self._on_boundary
+        stages = self._stages
 
         def give_alone(instruction: Instruction, made: Tensor | None) -> None:
             on_boundary(made)
@@ -178,7 +180,9 @@ class Exchange:
             for peer, tensors in made.items():
                 if peer in sharing:
                     tensors = self._as_of_now(index, peer, instruction.microbatch, tensors)
-                handed[index, peer, instruction.microbatch] = tensors
+                here = peer in stages
+                form = None if here else self._shaped(index, peer, instruction.microbatch)
+                handed[index, peer, instruction.microbatch] = tensors if here else (form, tensors)
                 for tensor in tensors:
                     on_boundary(tensor)
 
@@ -198,12 +202,10 @@ class Exchange:
             self._channels.post_send(kind, stage, microbatch, tensor)
             return
         peer = self._peer_of(kind, stage, instruction.peer)
-        tensors = self._handed.pop((stage, peer, microbatch))
-        travelling = self._travelling(stage, peer)
-        packed, spec = travelling.pack(tensors), None
-        if travelling.has_shared:
-            spec = travelling.spec_of(tuple(tensor is not None for tensor in tensors))
+        travelling, tensors = self._handed.pop((stage, peer, microbatch))
+        packed = travelling.pack(tensors)
         if packed is not None:
+            spec = travelling.spec_of(tuple(tensor is not None for tensor in tensors))
             self._channels.post_send(kind, stage, microbatch, packed, instruction.peer, spec)
 
     def post_receive(self, instruction: Instruction) -> None:
@@ -212,22 +214,17 @@ class Exchange:
         if stage in self._alone:
             self._channels.post_receive(kind, stage, microbatch)
             return
-        peer, spec = self._peer_of(kind, stage, instruction.peer), None
-        travelling = self._travelling(peer, stage)
-        if travelling.has_shared:
-            spec = travelling.spec_of(self._present(peer, stage, microbatch))
-            if spec is None:
-                return
-        self._channels.post_receive(kind, stage, microbatch, instruction.peer, spec)
+        peer = self._peer_of(kind, stage, instruction.peer)
+        spec = self._shaped(peer, stage, microbatch).spec_of(self._present(peer, stage, microbatch))
+        if spec is not None:
+            self._channels.post_receive(kind, stage, microbatch, instruction.peer, spec)
 
     def _received(self, kind: Kind, instruction: Instruction, peer: int) -> Any:
         """Return the tensors from stage `peer` on another rank, with None for each that has not moved."""
         stage, microbatch = instruction.stage, instruction.microbatch
-        travelling, present = self._travelling(peer, stage), None
-        if travelling.has_shared:
-            present = self._present(peer, stage, microbatch)
-            if not any(present):
-                return (None,) * len(present)
+        travelling, present = self._shaped(peer, stage, microbatch), self._present(peer, stage, microbatch)
+        if not any(present):
+            return (None,) * len(present)
         packed = self._waited_for(kind, self._named(kind, stage, peer), instruction)
         return travelling.unpack(packed, present)
 
@@ -242,6 +239,12 @@ class Exchange:
         """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank."""
         own, other = (source, target) if source in self._stages else (target, source)
         edge = self._stages[own].edges[other]
+        return edge.activations if source < target else edge.gradients
+
+    def _shaped(self, source: int, target: int, microbatch: int) -> TravellingTensors:
+        """As `_travelling`, with the shapes of a microbatch."""
+        own, other = (source, target) if source in self._stages else (target, source)
+        edge = self._stages[own].edges_at(self._about(microbatch))[other]
         return edge.activations if source < target else edge.gradients
 
     def _present(self, source: int, target: int, microbatch: int) -> tuple[bool, ...]:

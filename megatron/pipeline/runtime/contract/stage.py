@@ -251,7 +251,10 @@ class GraphStage(AnyStage, Protocol):
     """
 
     edges: Mapping[int, EdgeTensors]
-    """Other stage -> the tensors that the two exchange, in both directions."""
+    """Other stage -> the tensors that the two exchange, in both directions; shapes may differ by microbatch."""
+
+    def edges_at(self, microbatch: Microbatch) -> Mapping[int, EdgeTensors]:
+        """`edges` with the shapes of a microbatch, which both ends of an edge know."""
 
     def forward(
         self, microbatch: Microbatch, inputs: Mapping[int, tuple[Tensor, ...]]

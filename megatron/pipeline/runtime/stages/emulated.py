@@ -239,6 +239,9 @@ class EmulatedGraphStage(EmulatedStage):
         self._output = dict.fromkeys(targets, (self._payload,))
         self._input_grad = dict.fromkeys(graph.takers(Travelling.GRADIENT, index), (self._payload,))
 
+    def edges_at(self, microbatch: Microbatch) -> Mapping[int, EdgeTensors]:
+        return self.edges
+
     def load_ahead(self, version: int, horizon: int) -> None:
         """Do nothing."""
 

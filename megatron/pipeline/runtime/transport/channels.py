@@ -89,11 +89,10 @@ def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> 
 _Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, other stage (None if the kind has only one)
 
 
-def _spec_of(stage: Stage | GraphStage, peer: int, letter: str) -> TensorSpec:
-    """Return the spec of one transfer between a stage and its peer: activations ("F") or gradients ("B")."""
+def _spec_of(stage: Stage | GraphStage, peer: int) -> TensorSpec | None:
+    """Return the spec of each transfer between a stage and its peer; None for a `GraphStage`, which has several."""
     if isinstance(stage, GraphStage):
-        tensors = stage.edges[peer]
-        return (tensors.activations if letter == "F" else tensors.gradients).whole
+        return None
     return stage.output_spec if peer > stage.index else stage.input_spec
 
 
@@ -148,7 +147,7 @@ class Channels:
         self._report = on_error
         self._error: TransferError | None = None
         self.bytes_sent = 0
-        self._links: dict[_Key, tuple[Link, TensorSpec]] = {}
+        self._links: dict[_Key, tuple[Link, TensorSpec | None]] = {}
         self._peers: dict[_Key, int] = {}
         self._waiting: _Awaited | None = None
         own = {stage.index: stage for stage in stages}
@@ -166,7 +165,7 @@ class Channels:
             own_stage = own.get(source) or own.get(destination)
             if own_stage is not None and (source in own) != (destination in own):
                 peer = destination if own_stage.index == source else source
-                spec = _spec_of(own_stage, peer, letter)
+                spec = _spec_of(own_stage, peer)
                 self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=own)
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
         self.move_link: MoveLink | None = None
@@ -184,13 +183,6 @@ class Channels:
         link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
         self._links[key] = link, spec
         self._peers[key] = peer
-
-    def change_specs(self, stages: Sequence[GraphStage]) -> None:
-        """Change the specs of this rank's transfers. Call it only while no transfer is in flight."""
-        own = {stage.index: stage for stage in stages}
-        for key, (link, _) in self._links.items():
-            kind, stage, _ = key
-            self._links[key] = link, _spec_of(own[stage], self._peers[key], kind.value[-1])
 
     @property
     def waiting(self) -> Instruction | None:
@@ -220,8 +212,8 @@ class Channels:
     ) -> None:
         """Start a send and return at once. The caller may then free `tensor`, but not write to it.
 
-        `peer`: the other stage where the kind has several, else None. `spec`: the spec of this transfer if it differs
-        from the edge's. Raises ValueError if `tensor` does not fit it, TransferError if a send has failed.
+        `peer`: the other stage where the kind has several, else None. `spec`: the spec of this transfer; None: that of
+        a chain's stage. Raises ValueError if `tensor` does not fit it, TransferError if a send has failed.
         """
         if self._error is not None:
             raise self._error

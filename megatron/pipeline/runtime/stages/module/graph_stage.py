@@ -48,6 +48,7 @@ class GraphModuleStage(AnyModuleStage):
         index: the number of the stage.
         graph: the graph of the stages.
         edges: the other stage -> the tensors sent between the two stages.
+        edges_at: microbatch -> `edges` with its shapes; None: all microbatches have the shapes of `edges`.
         versions: the weight versions of the module's parameters, shared with its `ModuleUpdate`; `AheadVersions` if
             forwards use weights ahead.
         data: microbatch -> the first argument of the module.
@@ -68,6 +69,7 @@ class GraphModuleStage(AnyModuleStage):
         index: int,
         graph: StageGraph,
         edges: Mapping[int, EdgeTensors],
+        edges_at: Callable[[Microbatch], Mapping[int, EdgeTensors]] | None = None,
         versions: WeightVersions,
         data: Callable[[Microbatch], object] = lambda microbatch: None,
         has_loss: bool = False,
@@ -90,12 +92,16 @@ class GraphModuleStage(AnyModuleStage):
             recompute=recompute, loss_name=loss_name, device=device,
         )  # fmt: skip
         self.edges = dict(edges)
+        self._edges_at = edges_at
         self._targets = targets
         self._with_gradients = graph.makers(Travelling.GRADIENT, index)  # the stages that send gradients to this stage
         self._wanted = graph.takers(Travelling.GRADIENT, index)  # the stages that receive gradients from this stage
         self._data = data
         self._loss_scale = loss_scale
         self._shared_gradients: dict[int, list[Tensor]] = {}  # source -> sums of gradients of its shared parameters
+
+    def edges_at(self, microbatch: Microbatch) -> Mapping[int, EdgeTensors]:
+        return self.edges if self._edges_at is None else self._edges_at(microbatch)
 
     def load_ahead(self, version: int, horizon: int) -> None:
         self._ahead(Ahead.PREDICTION).load_ahead(version, horizon)
@@ -175,12 +181,13 @@ class GraphModuleStage(AnyModuleStage):
         saved = self.activations[microbatch.index]
         [(source, tensors)] = saved.inputs.items()
         saved.inputs = {}
-        return self.edges[source].activations.pack([tensor.detach() for tensor in tensors])
+        return self.edges_at(microbatch)[source].activations.pack([tensor.detach() for tensor in tensors])
 
     def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
         """Save the inputs again that `release_input` packed."""
         source = self.index - 1
-        self.activations[microbatch.index].inputs = {source: self.edges[source].activations.unpack(input)}
+        travelling = self.edges_at(microbatch)[source].activations
+        self.activations[microbatch.index].inputs = {source: travelling.unpack(input)}
 
     def _run_saving(self, microbatch: Microbatch, saved: _SavedInputs) -> tuple[_Tensors, Loss | None]:
         """Run the forward with a graph whose leaves are detached inputs, and save the inputs and the roots."""
