@@ -216,7 +216,7 @@ class _Kept:
         names = optimizer_order(trained, plan.decays)
         return _Kept(
             folder, tensors | {name: each.detach() for name, each in pipeline.exact.items() if name in tensors},
-            {version: update.versions.tensors(version) for version in update.versions.live()},
+            {at: _copies(update.versions.tensors(at)) for at in update.versions.live()},
             {names[number]: moments for number, moments in state["state"].items()},
             [{name: each for name, each in group.items() if name != "params"} for group in state["param_groups"]],
             update.scheduler.state_dict(), pipeline.statistics(),
@@ -249,3 +249,8 @@ class _Kept:
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, since the new versions take over the memory of the newest ones and are written in another order."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}

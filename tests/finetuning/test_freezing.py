@@ -1,4 +1,4 @@
-"""Captured models of which layers freeze, and train again: against a plain loop, resumed, and what a rank then holds."""
+"""Captured models of which layers freeze, and train again: against a plain loop, resumed, and what a rank holds."""
 
 import dataclasses
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from megatron.capture.layers import stages_of_layers
-from megatron.elastic.freezing import ByGradients, LayerNorms
+from megatron.elastic.freezing import LayerNorms
 from megatron.finetuning.arguments import parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler
+from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.plan import captured_model, decaying
@@ -19,7 +20,7 @@ from tests.finetuning import cases, tiny
 
 NAME = "sequence-classification"
 COMMON = ["--num_train_epochs", 4, "--learning_rate", 0.01, "--gradient_accumulation_steps", 2,
-          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training"]  # fmt: skip
+          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training", "--dataloader_drop_last"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -141,22 +142,23 @@ def test_layers_train_again_when_validation_falls(folder, schedule):
     require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
 
 
-def test_gradients_decide_as_in_one_process(folder):
-    argv = [*COMMON, "--freeze_interval", 2, "--freeze_alpha", 0.6, "--pipeline_schedule", "flush"]
-    rule, norms, expected = ByGradients(2, 0.6), LayerNorms(2), []
+def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder):
+    """Of the two batches since the last decision, over both ranks, of which each has a part of a layer."""
+    argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", "flush", "--save_steps", 5]
+    norms, seen = LayerNorms(2), {}
 
     def decide(step):
-        if step % 2 or step == 16:
-            return None
-        count = rule.decide(norms.take())
-        if count != (expected[-1][1] if expected else 0):
-            expected.append((step, count))
-        return count
+        seen[step] = norms.state_dict()
+        if step % 3 == 0:
+            norms.take()
 
-    oracle = plain(folder, argv, decide, norms)
-    found, *_ = run(folder, "gradients", *argv)
-    assert changes(found) == expected != []
-    require_close(found, oracle)
+    plain(folder, argv, decide, norms)
+    run(folder, "norms", *argv, by_layers=False)
+    saved = SavedProgress.read(folder / "norms" / "checkpoint-5").freezing["norms"]
+    assert [each["count"] for each in saved] == [2, 2] and seen[5]["count"] == 2
+    assert [sum(layer) for layer in zip(*(each["sums"] for each in saved), strict=True)] == pytest.approx(
+        seen[5]["sums"], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(("schedule", "precision"), [("flush", []), ("2bw", ["--bf16"])])
