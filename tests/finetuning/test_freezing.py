@@ -20,7 +20,8 @@ from tests.finetuning import cases, tiny
 
 NAME = "sequence-classification"
 COMMON = ["--num_train_epochs", 4, "--learning_rate", 0.01, "--gradient_accumulation_steps", 2,
-          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training", "--dataloader_drop_last"]  # fmt: skip
+          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training",
+          "--dataloader_drop_last"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
