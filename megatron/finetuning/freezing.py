@@ -234,9 +234,11 @@ class _Kept:
         )
         if names:
             # Of a layer that was frozen, an older version is what it was frozen with.
-            own = update.versions.newest_tensors()
-            live = self.versions if step in self.versions else {step: {}}
-            update.versions.restore({at: own | {n: t for n, t in its.items() if n in own} for at, its in live.items()})
+            own, window = update.versions.newest_tensors(), update.versions.window
+            live = dict.fromkeys(range(max(step - window + 1, 0), step + 1), own)
+            if step in self.versions:
+                live = {at: own | {n: t for n, t in its.items() if n in own} for at, its in self.versions.items()}
+            update.versions.restore(live)
         optimizer = _inner(update.optimizer)
         state = optimizer.state_dict()
         state["state"] = {at: self.moments[name] for at, name in enumerate(names) if name in self.moments}
