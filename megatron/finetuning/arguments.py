@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
-from megatron.finetuning import best, trackers
+from megatron.finetuning import best, freezing_arguments, trackers
 from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
 from megatron.finetuning.data.task_arguments import add_task, validate_task
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
@@ -122,6 +122,7 @@ def validate(args: argparse.Namespace) -> None:
         args.do_train, args.do_eval = True, args.validation_file is not None
     _complete_intervals(args)
     best.settle(args)
+    freezing_arguments.settle(args)
     if args.train_file is None and (args.do_train or not args.do_eval):  # a dry run looks at data, too
         raise ValueError("there is nothing to train on: give --train_file")
     if args.do_eval and args.validation_file is None:
@@ -413,6 +414,7 @@ def _add_pipeline(group) -> None:
     add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
     add_relay(add, count=_count)
+    freezing_arguments.add_freezing(add, count=_count, whole=_whole)
     add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
     add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")

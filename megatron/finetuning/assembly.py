@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import zlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -29,6 +29,7 @@ from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.data.lengths import Widths
+from megatron.finetuning.frozen_rank import FrozenRank
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.pipeline.library.ranks import Groups, Ranks
@@ -111,7 +112,7 @@ class BuiltPipeline:
     engine: PipelineEngine
     modules: dict[int, StageModule]
     versions: dict[int, WeightVersions]
-    updates: dict[int, ModuleUpdate]
+    updates: dict[int, ModuleUpdate | FrozenRank]
     feed: Feed
     results: Results
     exact: dict[str, Tensor]
@@ -143,8 +144,14 @@ def build_pipeline(
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
+    groups: Groups | None = None,
+    observe: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> BuiltPipeline:
     """Cut this rank's stages, load their tensors and connect the ranks; a new head is initialised at random.
+
+    Args:
+        groups: those of a pipeline before, which was closed; None: new ones.
+        observe: as for `ModuleUpdate`.
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
@@ -188,14 +195,19 @@ def build_pipeline(
         return {"optimizer": optimizer, "scheduler": scheduler}
 
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    groups = Groups(ranks, timeout)
+    groups = groups or Groups(ranks, timeout)
     steps = steps_of(weights, of_stage)
-    update, updates = make_updates(
-        steps, versions, {key: stepping(key, own) for key, own in steps.items()}, weights=weights,
-        job_group=groups.reductions, data_parallel_group=groups.replicas, counts_in_norm=ranks.replica == 0,
-        device=device, counts=feed.counts, clip_grad=args.max_grad_norm,
-        scales=scales,
-    )  # fmt: skip
+    made = {key: stepping(key, own) for key, own in steps.items()}
+    common = {"job_group": groups.reductions, "counts_in_norm": ranks.replica == 0, "device": device}
+    if all(map(graph.is_forward_only, modules)):
+        (own,) = set(versions.values())
+        update = FrozenRank(versions=own, **made[TOGETHER], num_replicas=len(ranks.pipelines), **common)
+        updates = {TOGETHER: update}
+    else:
+        update, updates = make_updates(
+            steps, versions, made, weights=weights, data_parallel_group=groups.replicas, counts=feed.counts,
+            clip_grad=args.max_grad_norm, scales=scales, observe=observe, **common,
+        )  # fmt: skip
     engine = PipelineEngine(
         schedule, stages, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
         device=device, tracer=make_tracer(args), first_batch=first_batch, first_microbatch=first_microbatch,
@@ -295,13 +307,22 @@ def make_optimizer(
 
     `decays`: the names of the weights to which --weight_decay applies.
     """
-    ordered = sorted(parameters.items())
     groups = [
-        {"params": [parameter for name, parameter in ordered if name in decays], "weight_decay": args.weight_decay},
-        {"params": [parameter for name, parameter in ordered if name not in decays], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(_groups_of(parameters, decays), (args.weight_decay, 0.0), strict=True)
     ]
     optimizer, options = _OPTIMIZERS[args.optim]
     return optimizer(groups, lr=args.learning_rate, **options(args))
+
+
+def optimizer_order(names: Iterable[str], decays: Set[str]) -> list[str]:
+    """The names of parameters in the order in which the state of `make_optimizer` numbers them."""
+    return [name for group in _groups_of(names, decays) for name in group]
+
+
+def _groups_of(names: Iterable[str], decays: Set[str]) -> tuple[list[str], list[str]]:
+    ordered = sorted(names)
+    return [name for name in ordered if name in decays], [name for name in ordered if name not in decays]
 
 
 def make_scheduler(

@@ -51,6 +51,7 @@ class SavedProgress:
         samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
             over all replicas, so their number may change as long as a batch stays the same.
         best: the state of `Best`; None if the run has none.
+        freezing: the state of `Freezer`; None if no layers freeze.
     """
 
     batches: int
@@ -65,6 +66,7 @@ class SavedProgress:
     batch_size: int | None
     flags: dict[str, float]
     best: dict[str, Any] | None = None
+    freezing: dict[str, Any] | None = None
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:

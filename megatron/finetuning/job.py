@@ -7,7 +7,6 @@ import math
 import os
 import time
 from datetime import timedelta
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
 from megatron.finetuning.decoding import Generation
+from megatron.finetuning.freezing import Freezer
+from megatron.finetuning.freezing_arguments import FREEZING
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan, shorter_lines
 from megatron.finetuning.pretrained import Pretrained
@@ -159,10 +160,17 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
                 plan.adapter, source, used=plan.captured.all_names, seed=args.seed, begun=args.adapter_name_or_path,
                 counted=plan.counted, rounded=rounding_of(plan, args),
             )  # fmt: skip
+    freezer = Freezer.of(args, plan, ranks, done.freezing)
+    weights, options = source, {}
+    if freezer is not None:
+        plan, options = freezer.plan, {"observe": freezer.observe}
+        if freezer.num_frozen:  # frozen weights are in the checkpoint's model alone
+            with agreement.agreed():
+                weights = Pretrained(plan.model, str(args.resumed_from), new_head=data.task.new_head)
     build = build_pipeline if plan.schedule.residency is None else build_relay
     pipeline = build(
-        plan, args, feed=feed, summary=data.task.summary, pretrained=source, ranks=ranks,
-        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches,
+        plan, args, feed=feed, summary=data.task.summary, pretrained=weights, ranks=ranks,
+        num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches, **options,
     )  # fmt: skip
     num_pairs = set_references(pipeline, data, size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
@@ -180,11 +188,14 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
     left_batches = batches.batches(done.batches) if batches else iter(())
     best = _best(args, done)
-    generate = None if generation is None else partial(generation.evaluate, pipeline)
+    generate = None if generation is None else generation.evaluate
     trainer = Trainer(
-        pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best, generate
+        pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best, freezer,
+        data.task.summary, generate,
     )  # fmt: skip
-    if trainer.train():
+    ends = trainer.train()
+    pipeline = trainer.pipeline
+    if ends:
         if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()
         if args.do_train:
@@ -245,6 +256,7 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
 
 def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, object]:
     """The fields of `SavedProgress` that a resumed run must share."""
+    kept = (*KEPT, *FREEZING) if args.freeze_training else KEPT
     return {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -254,7 +266,7 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "batch_size": rows_of_batch(args) if args.do_train else None,
-        "flags": {name: getattr(args, name) for name in KEPT} if args.do_train else {},
+        "flags": {name: getattr(args, name) for name in kept} if args.do_train else {},
     }
 
 

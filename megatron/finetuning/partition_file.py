@@ -26,6 +26,7 @@ from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.order import frozen_chain
 
 FORM = 1
 LENGTHS = {
@@ -230,6 +231,7 @@ def schedule_of(
     residency: Residency | None = None,
     tied: Mapping[str, Sequence[int]] = MappingProxyType({}),
     data_parallel: bool = False,
+    freezes: bool = False,
 ) -> Schedule:
     """The schedule called `name` over the stages of a partition.
 
@@ -241,18 +243,20 @@ def schedule_of(
         residency: of l2l.
         tied: name of a trained parameter -> the stages that have a copy of it (l2l).
         data_parallel: the pipeline has replicas.
+        freezes: layers freeze during the run, so the first stages of a chain may have no backward.
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
-    if any(map(graph.is_forward_only, range(num_stages))):
+    num_frozen = sum(map(graph.is_forward_only, range(num_stages))) if freezes else 0
+    if not freezes and any(map(graph.is_forward_only, range(num_stages))):
         stages = " ".join(str(stage) for stage in range(num_stages) if graph.is_forward_only(stage))
         raise ValueError(
             f"each stage needs a backward, and before all that is trained lies stage {stages}; make a partition with "
             "fewer stages, or train something in each, as with --target_modules all-linear"
         )
-    chain = graph.is_chain
+    chain = graph.is_chain or tuple(edges) == frozen_chain(num_stages, num_frozen)
     if residency is not None:
         for name, stages in tied.items():
             if len(tied) > 1 or tuple(stages) != (0, num_stages - 1):
@@ -282,7 +286,7 @@ def schedule_of(
                 f"{name} runs one stage on each device, and the partition has {num_stages} on "
                 f"{len(set(rank_of_stage))}; partition with --max-stages-per-device 1, or choose ftpipe, flush or gpipe"
             )
-    return Schedule.preset(name, recompute=recompute, norm_decides=norm_decides, **common)
+    return Schedule.preset(name, recompute=recompute, norm_decides=norm_decides, num_frozen=num_frozen, **common)
 
 
 def _has_gradient(captured: Captured, crossing: Crossings, key: fx.Node | str) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -164,13 +164,7 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
             f"{args.partition or 'the partition'} is for {counted(num_devices, 'device')}, and the job has "
             f"{wanted}{each}; start as many processes, or make the partition again"
         )
-    schedule = schedule_of(
-        args.pipeline_schedule, edges_of(captured, crossing), partition,
-        recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
-        predict=args.weight_prediction, provisional=args.provisional_steps, residency=residency_of(args),
-        tied=_tied(captured, crossing),
-        data_parallel=args.data_parallel_size > 1,
-    )  # fmt: skip
+    schedule = _schedule(args, captured, crossing, partition)
     return RunPlan(
         model=opened.model,
         adapter=opened.adapter,
@@ -188,6 +182,29 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         batch=batch,
         lengths=next(iter(data.lengths), None),
     )
+
+
+def with_frozen(plan: RunPlan, args: argparse.Namespace, frozen: Set[str]) -> RunPlan:
+    """The plan of the same stages, in which the parameters named `frozen` alone are not trained.
+
+    Raises ValueError if the schedule cannot run the stages.
+    """
+    captured = plan.captured
+    for name, parameter in captured.parameters.items():
+        parameter.requires_grad_(name not in frozen)
+    crossing = crossings(captured, plan.stage_of_operator)
+    schedule = _schedule(args, captured, crossing, plan.partition)
+    edge_bytes = bytes_of_edges(captured, crossing, plan.sizes)
+    return replace(plan, schedule=schedule, crossing=crossing, edge_bytes=edge_bytes)
+
+
+def _schedule(args: argparse.Namespace, captured: Captured, crossing: Crossings, partition: PartitionFile) -> Schedule:
+    return schedule_of(
+        args.pipeline_schedule, edges_of(captured, crossing), partition,
+        recompute=not args.no_recompute, norm_decides=bool(args.max_grad_norm),
+        predict=args.weight_prediction, provisional=args.provisional_steps, residency=residency_of(args),
+        tied=_tied(captured, crossing), data_parallel=args.data_parallel_size > 1, freezes=args.freeze_training,
+    )  # fmt: skip
 
 
 def _tied(captured: Captured, crossing: Crossings) -> dict[str, tuple[int, ...]]:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.finetuning import checkpoint
-from megatron.finetuning.assembly import BuiltPipeline
+from megatron.finetuning.assembly import BuiltPipeline, Summary
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Evaluated, Rows
+from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.ranks import StopSignal
@@ -47,6 +48,8 @@ class Trainer:
         num_steps: number of batches of the whole run.
         validation: the rows to evaluate; None if there are no evaluations.
         best: the best evaluation so far; None if no flag asks for it.
+        freezer: decides which layers are trained, and changes the pipeline; None if all are.
+        summary: as for `build_pipeline`.
         generate: generates from the prompts of an evaluation, and returns further metrics; None: nothing is generated.
         drains: the last 64 batches before which the pipeline was drained.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
@@ -62,7 +65,9 @@ class Trainer:
     num_steps: int
     validation: Rows | None
     best: Best | None
-    generate: Callable[[], Mapping[str, float]] | None = None
+    freezer: Freezer | None
+    summary: Summary
+    generate: Callable[[BuiltPipeline], Mapping[str, float]] | None = None
     drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     saved_step: int | None = None
     evaluated_step: int | None = None
@@ -74,17 +79,21 @@ class Trainer:
 
         Raises ValueError if the loss or the gradient of a batch is not finite.
         """
-        engine, args = self.pipeline.engine, self.args
-        first = engine.next_batch
-        while engine.next_batch < self.num_steps:
+        args, step = self.args, self.pipeline.engine.next_batch
+        first = step
+        while step < self.num_steps:
             self._batch(next(self.batches))
-            step = engine.next_batch
+            step = self.pipeline.engine.next_batch
             saves = args.save_steps and step % args.save_steps == 0
             evaluates = self.validation is not None and args.eval_steps and step % args.eval_steps == 0
-            if not (saves or evaluates or self._stop_requests):
+            freezes = self.freezer is not None and self.freezer.due(step)
+            if not (saves or evaluates or freezes or self._stop_requests):
                 continue
             self._drain()
-            is_best = evaluates and not self._stop_requests and self._is_best(self.evaluate())
+            found = self.evaluate() if evaluates and not self._stop_requests else None
+            is_best = found is not None and self._is_best(found)
+            if self.freezer is not None and step < self.num_steps:
+                self._freeze(step, found, is_due=freezes)
             if saves or self._stop_requests or (is_best and args.save_strategy == "best"):
                 self._save(first, is_best=is_best)
             if self.best is not None and self.best.ends and not self._stop_requests:
@@ -94,12 +103,25 @@ class Trainer:
                 self.report.say(f"exiting on request after step {step}")
                 return False
         self._drain()
-        if args.save_strategy not in ("no", "best") and self.saved_step != engine.next_batch > first:
+        if args.save_strategy not in ("no", "best") and self.saved_step != step > first:
             self._save(first)
         return True
 
     def _is_best(self, found: dict[str, float]) -> bool:
         return self.best is not None and self.best.judge(found)
+
+    def _freeze(self, step: int, found: dict[str, float] | None, *, is_due: bool) -> None:
+        """Freeze layers at the end of an interval, or train all again if the evaluation `found` has fallen."""
+        freezer = self.freezer
+        if found is not None and (warning := freezer.judge(step, found)):
+            self.report.say(warning)
+        before, num_frozen = freezer.num_frozen, freezer.decide(is_due=is_due)
+        if num_frozen != before:
+            start = time.perf_counter()
+            self.pipeline = freezer.change(
+                self.pipeline, num_frozen, summary=self.summary, num_steps=max(self.num_steps, 1)
+            )
+            self.report.frozen(step, num_frozen, freezer.num_layers, before, time.perf_counter() - start)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the validation rows and report their metrics. Precondition: the pipeline is drained."""
@@ -107,7 +129,7 @@ class Trainer:
         start = time.perf_counter()
         found = evaluate(self.pipeline, self.validation, size=self.args.per_device_train_batch_size)
         if self.generate is not None:
-            found |= self.generate()
+            found |= self.generate(self.pipeline)
         self.report.evaluation(step, found, time.perf_counter() - start)
         self.evaluated_step = step
         return found
@@ -159,7 +181,10 @@ class Trainer:
         if is_best:
             self.best.checkpoint = folder.name
         state = None if self.best is None else self.best.state()
-        progress = SavedProgress(engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state)
+        freezing = None if self.freezer is None else self.freezer.state()
+        progress = SavedProgress(
+            engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state, freezing=freezing
+        )
         checkpoint.save(self.pipeline, folder, self.origin, progress)
         if args.rank == 0:
             if args.overwrite_output_dir and self.saved_step is None:
@@ -273,6 +298,15 @@ class Report:
             self._metrics.write(step=step, **named, eval_time_ms=1000 * seconds)
         if self._trackers is not None:
             self._trackers.show("eval", values, step)
+
+    def frozen(self, step: int, num_frozen: int, num_layers: int, before: int, seconds: float) -> None:
+        """Report that another number of layers is frozen after `step` batches."""
+        self.say(
+            f"frozen layers after step {step}: {num_frozen} of {num_layers} (before {before}), change took "
+            f"{seconds:.2f} s"
+        )
+        if self._metrics is not None:
+            self._metrics.write(step=step, frozen_layers=num_frozen, change_time_ms=1000 * seconds)
 
     def close(self) -> None:
         """Write pending values, and close the files."""

@@ -92,7 +92,7 @@ def finetune(
     return Outcome(read_metrics(str(metrics)), globals()[weights](output, task) if args.do_train else {})
 
 
-def held(folder: Path, task: str, **options: object) -> dict[str, object]:
+def held(folder: Path, task: str, *, weights: str = "adapter_of", **options: object) -> dict[str, object]:
     """What a rank of a run holds at its end, in bytes or names, from what the run itself has built."""
     built = []
 
@@ -102,7 +102,7 @@ def held(folder: Path, task: str, **options: object) -> dict[str, object]:
 
     save_model = job.checkpoint.save_model
     with mock.patch.object(job.checkpoint, "save_model", kept):
-        finetune(folder, task, weights="adapter_of", **options)
+        finetune(folder, task, weights=weights, **options)
     (pipeline,) = built
     updates = pipeline.updates.values()
     slots = [slot for update in updates for slot in update.versions._slots]

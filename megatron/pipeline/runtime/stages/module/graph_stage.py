@@ -18,7 +18,7 @@ from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.activations.captured import RandomState
-from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors
 from megatron.pipeline.runtime.stages.module.stage import AnyModuleStage, Loss, share_of_loss
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
@@ -130,6 +130,13 @@ class GraphModuleStage(AnyModuleStage):
             outputs, loss = self._run_saving(microbatch, saved)
         if self._has_loss:
             self._add_loss(microbatch, loss)
+        return self._handed_on(outputs)
+
+    def forward_only(self, microbatch: Microbatch, input: _Tensors) -> _Tensors:
+        if microbatch.batch == EVALUATION_BATCH:
+            return super().forward_only(microbatch, input)
+        with torch.no_grad():  # a frozen stage, which computes as in training
+            outputs, _ = self._run(microbatch, input)
         return self._handed_on(outputs)
 
     def backward(self, microbatch: Microbatch, output_grads: _Tensors) -> _Tensors:

@@ -16,7 +16,7 @@ version before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,7 @@ class ModuleUpdate(DeviceUpdate):
         counts: gives the count of losses to provisional steps and to steps before the norm.
         scales: the loss scales, by which the gradients are multiplied; `optimizer` is then `MasterWeights`, and the
             norm comes before the step. None: gradients are not scaled.
+        observe: called with the gradients of each batch that is stepped, by name, before they are clipped.
         device: the device of the parameters.
 
     Attributes:
@@ -114,6 +115,7 @@ class ModuleUpdate(DeviceUpdate):
         skips_unused: bool = False,
         counts: Counts = by_microbatches,
         scales: LossScales | None = None,
+        observe: Callable[[Mapping[str, Tensor]], None] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
@@ -136,6 +138,7 @@ class ModuleUpdate(DeviceUpdate):
         self._uniform = provisional_microbatches is not None
         self._skips_unused = skips_unused
         self._counts = counts
+        self._observe = observe
         self.mean_count: float | None = 1.0
         self._predicts = isinstance(versions, PredictedVersions)
         self.last_update = LastUpdate()
@@ -235,6 +238,8 @@ class ModuleUpdate(DeviceUpdate):
         return report
 
     def _write(self, version: int, batch: _Batch, *, with_prediction: bool) -> None:
+        if self._observe is not None:
+            self._observe(batch.buffer.views)
         if self._clip_grad:
             self.clip_factor = clip_factor(self._clip_grad, batch.report.grad_norm)
             if self.clip_factor < 1.0 and self.scales is None:

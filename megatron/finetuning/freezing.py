@@ -1,0 +1,258 @@
+"""Layers of a captured model that freeze during training (PipeTransformer, section 3.2), and train again.
+
+The decisions are those of `megatron.elastic.freezing`. At a change the pipeline is drained, and each rank builds its
+stages anew: a frozen parameter requires no gradient, so it has no gradient buffer, no optimizer's state and no weight
+versions, and no gradient travels before the first trained parameter. A stage without trained parameters at or before
+it computes only forwards. Weights, moments and versions of what goes on training are kept bit for bit.
+
+Frozen layers compute as in training, dropout included, as in a model of which `requires_grad` is switched off. So it
+does not matter whether a layer shares its stage with trained ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.capture.blocks import blocks_of
+from megatron.capture.export import Captured
+from megatron.capture.layers import stages_of_layers
+from megatron.capture.profile import parameters_of
+from megatron.capture.tensors import FolderTensors, Wanted
+from megatron.elastic.freezing import RULES, FreezeRule, FreezeSettings, LayerNorms, Validation, ValidationWatch
+from megatron.finetuning.assembly import BuiltPipeline, build_pipeline, optimizer_order
+from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
+from megatron.finetuning.plan import RunPlan, with_frozen
+from megatron.pipeline.library.ranks import Ranks
+from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
+from megatron.pipeline.runtime.update.optimizer_wrappers import MasterWeights
+
+
+def layers_of_parameters(captured: Captured) -> tuple[dict[str, int], int]:
+    """The layer of each parameter, and the number of layers.
+
+    Embeddings belong to the first layer. A parameter that several layers share belongs to the last of them, and the
+    head to the last layer, which never freezes. Raises ValueError for a model with fewer than two numbered layers.
+    """
+    try:
+        stages = stages_of_layers(captured)
+    except ValueError as error:
+        raise ValueError(
+            f"--freeze_training freezes numbered layers, and {captured.model_name} has fewer than two; leave it out"
+        ) from error
+    found: dict[str, int] = {}
+    for layer, block in zip(stages, blocks_of(captured), strict=True):
+        for name in parameters_of(captured, block):
+            found[name] = max(found.get(name, 0), layer)
+    return found, max(stages) + 1
+
+
+@dataclass
+class Freezer:
+    """The decisions of one run, the same on all ranks.
+
+    Attributes:
+        layer_of: name of a parameter -> its layer.
+        plan: of the pipeline as it is now.
+        num_frozen: number of frozen layers.
+        has_ended: validation has fallen, so no layer freezes any more.
+    """
+
+    args: argparse.Namespace
+    plan: RunPlan
+    ranks: Ranks
+    layer_of: Mapping[str, int]
+    num_layers: int
+    rule: FreezeRule
+    watch: ValidationWatch
+    norms: LayerNorms
+    num_frozen: int = 0
+    has_ended: bool = False
+    _interval: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(args: argparse.Namespace, plan: RunPlan, ranks: Ranks, saved: Mapping[str, Any] | None) -> Freezer | None:
+        """The freezer of the flags, or None, as far as the state `saved` of a checkpoint says.
+
+        Raises ValueError for a pipeline that cannot have frozen stages, numbers of layers that do not fit the model,
+        and a checkpoint with frozen layers without --freeze_training.
+        """
+        if not args.freeze_training:
+            if saved is not None:
+                raise ValueError(f"{args.resumed_from} was made with --freeze_training; give it again")
+            return None
+        schedule = plan.schedule
+        if not schedule.graph.is_chain or schedule.num_ranks < schedule.num_stages:
+            raise ValueError(
+                "--freeze_training needs a chain of stages, one on each device, and the partition has another form; "
+                "partition with --max_stages_per_device 1"
+            )
+        layer_of, num_layers = layers_of_parameters(plan.captured)
+        shared = sorted(key for key in plan.crossing.routes if isinstance(key, str))
+        if early := [name for name in shared if layer_of[name] < num_layers - 1]:
+            raise ValueError(
+                f"--freeze_training would freeze {early[0]}, which several stages share; give another partition, or "
+                "leave it out"
+            )
+        settings = FreezeSettings(num_layers, FREEZE_ALPHA if args.freeze_alpha is None else args.freeze_alpha,
+                                  args.freeze_counts)  # fmt: skip
+        rule = RULES["schedule" if args.freeze_counts else "gradients"](settings)
+        watch = ValidationWatch(args.freeze_watch_validation)
+        made = Freezer(args, plan, ranks, layer_of, num_layers, rule, watch, LayerNorms(num_layers))
+        if saved is not None:
+            made._load(saved)
+        return made
+
+    def _load(self, saved: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(saved["rule"])
+        self.watch.load_state_dict(saved["watch"])
+        self.norms.load_state_dict(saved["norms"][self.ranks.rank])
+        self.num_frozen, self.has_ended = saved["num_frozen"], saved["has_ended"]
+        self.plan = self._plan_of(self.num_frozen)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of it. Collective: every rank must call it."""
+        return {
+            "num_frozen": self.num_frozen, "has_ended": self.has_ended, "rule": self.rule.state_dict(),
+            "watch": self.watch.state_dict(), "norms": self._gathered(),
+        }  # fmt: skip
+
+    def observe(self, gradients: Mapping[str, Tensor]) -> None:
+        """Note the gradients of a batch, the mean over its samples before clipping. Called when a batch is stepped."""
+        squares = [0.0] * self.num_layers
+        for name, gradient in gradients.items():
+            if any(part.isdigit() for part in name.split(".")):  # embeddings and heads have no say
+                squares[self.layer_of[name]] += torch.linalg.vector_norm(gradient, dtype=torch.float64).item() ** 2
+        self.norms.add(squares)
+
+    def due(self, step: int) -> bool:
+        """Whether an interval ends after `step` batches."""
+        since = step - self.args.freeze_start
+        return not self.has_ended and since > 0 and since % self.args.freeze_interval == 0
+
+    def judge(self, step: int, found: Mapping[str, float]) -> str | None:
+        """Take an evaluation; freezing ends if validation has fallen. Returns a warning."""
+        name = "accuracy" if "accuracy" in found else "loss"
+        warning = self.watch.note(Validation(name, found[name], name == "accuracy", step, self.num_frozen))
+        self.has_ended |= self.watch.has_fallen
+        return warning
+
+    def decide(self, *, is_due: bool) -> int:
+        """The number of layers to freeze from now on. Collective where `is_due`."""
+        if self.has_ended:
+            return 0
+        if not is_due:
+            return self.num_frozen
+        gathered, total = self._gathered(), LayerNorms(self.num_layers)
+        sums = [sum(layer) for layer in zip(*(each["sums"] for each in gathered), strict=True)]
+        total.load_state_dict({"sums": sums, "count": max(each["count"] for each in gathered)})
+        self.norms.take()
+        return max(self.num_frozen, self.rule.decide(total.take()))
+
+    def _gathered(self) -> list[dict[str, Any]]:
+        """The norms of each rank of the first replica; gradients are equal on all replicas."""
+        found: list = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, self.norms.state_dict())
+        return [found[rank] for rank in self.ranks.pipelines[0]]
+
+    def _plan_of(self, num_frozen: int) -> RunPlan:
+        return with_frozen(self.plan, self.args, {name for name, at in self.layer_of.items() if at < num_frozen})
+
+    def change(self, pipeline: BuiltPipeline, num_frozen: int, *, summary, num_steps: int) -> BuiltPipeline:
+        """The pipeline with another number of frozen layers, in place of `pipeline`, which is closed.
+
+        Layers that train again have the weights that they had, and an optimizer that begins: nobody has kept their
+        moments, and torch counts the steps of each parameter by itself, so the other layers keep theirs.
+
+        Collective: every rank must call it. Precondition: the pipeline is drained.
+        """
+        plan = self._plan_of(num_frozen)
+        kept = _Kept.of(pipeline, plan, Path(self.args.model_name_or_path))
+        engine = pipeline.engine
+        engine.close()
+        new = build_pipeline(
+            plan, self.args, feed=pipeline.feed, summary=summary, pretrained=kept, ranks=pipeline.ranks,
+            num_steps=num_steps, first_batch=engine.next_batch, first_microbatch=engine.next_microbatch,
+            groups=pipeline.groups, observe=self.observe,
+        )  # fmt: skip
+        kept.hand_over(new, plan, engine.next_batch)
+        self.plan, self.num_frozen = plan, num_frozen
+        return new
+
+
+@dataclass
+class _Kept:
+    """What goes on from one pipeline of this rank to the next; stands where `Pretrained` stands.
+
+    Attributes:
+        tensors: name -> newest value; FP32 where there are masters.
+        versions: version -> name -> weight.
+        moments: name -> the optimizer's state.
+        groups: the options of the optimizer's groups.
+    """
+
+    folder: Path
+    tensors: dict[str, Tensor]
+    versions: dict[int, dict[str, Tensor]]
+    moments: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any]
+    statistics: dict[int, dict[str, Tensor]]
+
+    @staticmethod
+    def of(pipeline: BuiltPipeline, plan: RunPlan, folder: Path) -> _Kept:
+        update, tensors, trained = pipeline.updates[TOGETHER], {}, set()
+        for index, module in pipeline.modules.items():
+            pipeline.versions[index].show_newest()
+            tensors.update(module.stage.state_dict())
+            trained.update(module.parameters_by_name())
+        state = _inner(update.optimizer).state_dict()
+        names = optimizer_order(trained, plan.decays)
+        return _Kept(
+            folder, tensors | {name: each.detach() for name, each in pipeline.exact.items() if name in tensors},
+            {at: _copies(update.versions.tensors(at)) for at in update.versions.live()},
+            {names[number]: moments for number, moments in state["state"].items()},
+            [{name: each for name, each in group.items() if name != "params"} for group in state["param_groups"]],
+            update.scheduler.state_dict(), pipeline.statistics(),
+        )  # fmt: skip
+
+    def read(self, files: FolderTensors, wanted: Mapping[str, Wanted]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of this rank, which has them already."""
+        yield from ((name, self.tensors[name]) for name in wanted)
+
+    def hand_over(self, pipeline: BuiltPipeline, plan: RunPlan, step: int) -> None:
+        """Give a new pipeline the versions, the optimizer's state and the scheduler."""
+        update = pipeline.updates[TOGETHER]
+        names = optimizer_order(
+            {name for module in pipeline.modules.values() for name in module.parameters_by_name()}, plan.decays
+        )
+        if names:
+            # Of a layer that was frozen, an older version is what it was frozen with.
+            own, window = update.versions.newest_tensors(), update.versions.window
+            live = dict.fromkeys(range(max(step - window + 1, 0), step + 1), own)
+            if step in self.versions:
+                live = {at: own | {n: t for n, t in its.items() if n in own} for at, its in self.versions.items()}
+            update.versions.restore(live)
+        optimizer = _inner(update.optimizer)
+        state = optimizer.state_dict()
+        state["state"] = {at: self.moments[name] for at, name in enumerate(names) if name in self.moments}
+        for group, kept in zip(state["param_groups"], self.groups, strict=True):
+            group.update(kept)
+        optimizer.load_state_dict(state)
+        update.scheduler.load_state_dict(self.scheduler)
+        pipeline.load_statistics(self.statistics)
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, since the new versions take over the memory of the newest ones and are written in another order."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,221 @@
+"""Captured models of which layers freeze, and train again: against a plain loop, resumed, and what a rank holds."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.capture.layers import stages_of_layers
+from megatron.elastic.freezing import LayerNorms
+from megatron.finetuning.arguments import parse_args
+from megatron.finetuning.assembly import make_optimizer, make_scheduler
+from megatron.finetuning.checkpoint import SavedProgress
+from megatron.finetuning.data.batches import Epochs
+from megatron.finetuning.partition_file import PartitionFile
+from megatron.finetuning.plan import captured_model, decaying
+from megatron.finetuning.pretrained import open_model
+from megatron.finetuning.samples import read_data
+from tests import workers
+from tests.finetuning import cases, tiny
+
+NAME = "sequence-classification"
+COMMON = ["--num_train_epochs", 4, "--learning_rate", 0.01, "--gradient_accumulation_steps", 2,
+          "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training",
+          "--dataloader_drop_last"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("freezing")
+
+
+def layer_of(name: str) -> int:
+    """Of the tiny BERT: two layers, embeddings before them, and a head behind."""
+    if "embeddings" in name:
+        return 0
+    return int(name.split("layer.")[1].split(".")[0]) if "layer." in name else 1
+
+
+def plain(folder, argv, frozen_after, norms=None, *, delay=0):
+    """The same in one process with torch alone.
+
+    `frozen_after`: step -> the number of frozen layers from then on; None: as before. `delay`: 1 under 2bw.
+    """
+    args = parse_args(tiny.command(folder, NAME, *map(str, argv)))
+    data = read_data(args)
+    torch.manual_seed(args.seed)
+    model = cases.loaded(tiny.model_folder(folder, NAME), NAME).train()
+    decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
+    named = dict(model.named_parameters())
+    optimizer = make_optimizer(named, args, decays=decays)
+    epochs = Epochs(
+        num_samples=len(data.training), micro_batch_size=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps, seed=args.seed, drop_last=args.dataloader_drop_last,
+    )  # fmt: skip
+    num_steps = int(args.num_train_epochs * epochs.batches_per_epoch)
+    scheduler = make_scheduler(optimizer, args, num_steps=num_steps)
+    losses, older = [], {name: each.detach().clone() for name, each in named.items()}
+    for step, batch in zip(range(1, num_steps + 1), epochs.batches(), strict=False):
+        terms = [data.training.num_terms(indices) for indices in batch]
+        found, newest = [], {name: each.detach().clone() for name, each in named.items()}
+        for name, each in named.items() if delay else ():
+            if each.requires_grad:
+                each.data.copy_(older[name])
+        for indices, count in zip(batch, terms, strict=True):
+            loss = model(**data.training.batch(indices, len(indices))).loss * (count * len(batch) / sum(terms))
+            (loss / len(batch)).backward()
+            found.append(loss.item())
+        losses.append(sum(found) / len(found))
+        for name, each in named.items():
+            each.data.copy_(newest[name])
+        older = newest
+        if norms is not None:
+            squares = [0.0, 0.0]
+            for name, each in named.items():
+                if "layer." in name and each.grad is not None:
+                    squares[layer_of(name)] += each.grad.double().square().sum().item()
+            norms.add(squares)
+        torch.nn.utils.clip_grad_norm_([each for each in named.values() if each.grad is not None], args.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        model.zero_grad()
+        if (count := frozen_after(step)) is not None:
+            for name, each in named.items():
+                each.requires_grad_(layer_of(name) >= count)
+                if not each.requires_grad:
+                    optimizer.state.pop(each, None)
+    return losses, {name: each.detach() for name, each in model.state_dict().items()}
+
+
+def partition(folder, ranks, *, by_layers):
+    """A stage for each rank: of as many blocks each, or of the layers of the model."""
+    path = cases.partition(folder, NAME, tuple(range(ranks)))
+    if not by_layers:
+        return path
+    args = tiny.arguments(folder, NAME)
+    captured, *_ = captured_model(args, read_data(args))
+    file, first = PartitionFile.read(path), len(captured.inputs)
+    stages = dict(enumerate(stages_of_layers(captured), start=first))
+    path = folder / "by-layers.json"
+    dataclasses.replace(file, stage_of_node=dict.fromkeys(range(first), 0) | stages).write(path)
+    return path
+
+
+def run(folder, name, *argv, ranks=2, by_layers=True, case="finetune", **options):
+    argv = (*map(str, argv), "--partition", str(partition(folder, ranks, by_layers=by_layers)))
+    return workers.run(
+        ranks, f"tests.finetuning.cases:{case}", folder=folder, task=NAME, argv=argv, name=name, **options
+    )
+
+
+def require_close(found, expected):
+    losses, weights = expected
+    assert found.losses == pytest.approx(losses, rel=1e-6)
+    for name, value in weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def changes(found):
+    return [(line["step"], line["frozen_layers"]) for line in found.lines if "frozen_layers" in line]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "by_layers"), [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True)]
+)
+def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ranks, by_layers):
+    """Frozen layers are a part of a stage, or the first stage."""
+    argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "0,1", "--pipeline_schedule", schedule]
+    found, *_ = run(folder, f"{schedule}-{ranks}", *argv, ranks=ranks, by_layers=by_layers)
+    assert changes(found) == [(6, 1)]
+    require_close(found, plain(folder, argv, {6: 1}.get, delay=int(schedule == "2bw")))
+    rates = [line["learning_rate"] for line in found.lines if "learning_rate" in line]
+    assert rates == pytest.approx([0.01 * (1 - step / len(rates)) for step in range(len(rates))])
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_layers_train_again_when_validation_falls(folder, schedule):
+    """A tolerance below 0 that no evaluation meets: the first one with frozen layers ends freezing."""
+    argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, "--do_train",
+            "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 4, "--eval_strategy", "steps",
+            "--freeze_watch_validation", -10]  # fmt: skip
+    found, *_ = run(folder, f"again-{schedule}", *argv)
+    assert changes(found) == [(3, 1), (8, 0)]
+    require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
+
+
+def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder):
+    """Of the two batches since the last decision, over both ranks, of which each has a part of a layer."""
+    argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", "flush", "--save_steps", 5]
+    norms, seen = LayerNorms(2), {}
+
+    def decide(step):
+        seen[step] = norms.state_dict()
+        if step % 3 == 0:
+            norms.take()
+
+    plain(folder, argv, decide, norms)
+    run(folder, "norms", *argv, by_layers=False)
+    saved = SavedProgress.read(folder / "norms" / "checkpoint-5").freezing["norms"]
+    assert [each["count"] for each in saved] == [2, 2] and seen[5]["count"] == 2
+    assert [sum(layer) for layer in zip(*(each["sums"] for each in saved), strict=True)] == pytest.approx(
+        seen[5]["sums"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize(("schedule", "precision"), [("flush", []), ("2bw", ["--bf16"])])
+def test_a_run_resumed_with_frozen_layers_is_the_run(folder, schedule, precision):
+    argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, *precision,
+            "--save_steps", 5]  # fmt: skip
+    whole, *_ = resumable(folder, f"whole-{schedule}", argv)
+    saved = folder / f"whole-{schedule}" / "checkpoint-5"
+    rest, *_ = resumable(folder, f"rest-{schedule}", [*argv, "--resume_from_checkpoint", saved])
+    assert rest.losses == whole.losses[5:] != []
+    for name, each in whole.weights.items():
+        assert torch.equal(each, rest.weights[name]), name
+
+
+def resumable(folder, name, argv):
+    cut = cases.partition(folder, NAME, (0, 1), *argv, dropout=0.1)
+    argv = (*map(str, argv), "--partition", str(cut))
+    return workers.run(2, "tests.finetuning.cases:finetune", folder=folder, task=NAME, argv=argv, name=name,
+                       dropout=0.1)  # fmt: skip
+
+
+def test_frozen_layers_have_no_gradients_moments_versions_or_traffic(folder):
+    argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", "2bw"]
+    first, last = run(folder, "held", *argv, case="held", weights="weights_of")
+    assert not first["trained"] and first["frozen"] and not first["with_gradients"]
+    assert first["states"] == sum(first["slots"]) == sum(first["buffers"]) == 0
+    assert first["sent"][0, 1][0] > 0 and first["sent"][0, 1][1] == 0  # activations, and no gradients
+    trained = sum(last["trained"].values())
+    assert last["states"] == 2 * trained and last["slots"] == [trained] * 2 and set(last["buffers"]) == {trained}
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--freeze_interval", 3], "needs --freeze_training"),
+        (["--freeze_training"], "needs --freeze_interval"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "ftpipe"], "step together"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "l2l"], "weights on the device"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--fp16"], "loss scale"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--lora_r", 2], "adapter"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--freeze_schedule", "a"],
+         "no list"),
+        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--freeze_watch_validation",
+          0.01], "evaluations during training"),
+    ],
+)  # fmt: skip
+def test_what_freezing_cannot_do_is_refused(folder, argv, reason):
+    with pytest.raises(ValueError, match=reason):
+        tiny.arguments(folder, NAME, *argv)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "counts", "reason"), [((0, 0), "1", "one on each device"), ((0,), "2", "of 2 layers")]
+)
+def test_a_pipeline_or_a_number_that_cannot_be_is_refused(folder, ranks, counts, reason):
+    argv = ["--pipeline_schedule", "flush", "--freeze_training", "--freeze_interval", "3", "--freeze_schedule", counts,
+            "--partition", str(cases.partition(folder, NAME, ranks))]  # fmt: skip
+    found, *_ = workers.run(1, "tests.finetuning.cases:refused", folder=folder, argv=argv)
+    assert reason in found
