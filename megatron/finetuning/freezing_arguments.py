@@ -59,8 +59,8 @@ def settle(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} does not go with --freeze_training: {why}; leave one out")
     if args.task == PREFERENCE:
         raise ValueError(
-            f"--task {PREFERENCE} does not go with --freeze_training: a resumed run would compute its reference with the "
-            "frozen layers of the checkpoint; leave --freeze_training out"
+            f"--task {PREFERENCE} does not go with --freeze_training: a resumed run would compute its reference with "
+            "the frozen layers of the checkpoint; leave --freeze_training out"
         )
     if args.freeze_schedule is not None:
         if args.freeze_alpha is not None:
