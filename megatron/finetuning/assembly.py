@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.loss_scales import DynamicScaler, LossScales
+from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -303,7 +304,7 @@ _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[[argparse.Nam
 def make_optimizer(
     parameters: Mapping[str, nn.Parameter], args: argparse.Namespace, *, decays: Set[str]
 ) -> torch.optim.Optimizer:
-    """The optimizer of a stage's parameters; `parameters` may be empty.
+    """The optimizer of a stage's parameters; `parameters` may be empty. Only l2l has moments in BF16.
 
     `decays`: the names of the weights to which --weight_decay applies.
     """
@@ -312,6 +313,8 @@ def make_optimizer(
         for names, decay in zip(_groups_of(parameters, decays), (args.weight_decay, 0.0), strict=True)
     ]
     optimizer, options = _OPTIMIZERS[args.optim]
+    if args.l2l_moments == "bfloat16":
+        optimizer = partial(NarrowMoments, dtypes=(torch.bfloat16, torch.bfloat16), dithers=True)
     return optimizer(groups, lr=args.learning_rate, **options(args))
 
 

@@ -262,7 +262,9 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "stages": plan.stages_digest,
         "schedule": args.pipeline_schedule,
         "seed": args.seed,
-        "optim": args.optim + (" with FP32 masters" if has_masters(args) else ""),
+        "optim": args.optim
+        + (" with FP32 masters" if has_masters(args) else "")
+        + (" with BF16 moments" if args.l2l_moments == "bfloat16" else ""),
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "batch_size": rows_of_batch(args) if args.do_train else None,

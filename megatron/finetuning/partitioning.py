@@ -78,8 +78,8 @@ class Candidate:
 
 
 def state_bytes(args: argparse.Namespace) -> int:
-    """Bytes of the optimizer's state for a parameter, where it is FP32."""
-    return _STATE_BYTES[args.optim]
+    """Bytes of the optimizer's state for a parameter, where parameter or master is FP32."""
+    return _STATE_BYTES[args.optim] // (2 if args.l2l_moments == "bfloat16" else 1)
 
 
 def weight_bytes(args: argparse.Namespace) -> float:

@@ -14,8 +14,12 @@ RELAY = "l2l"
 PRICED = ["RTX3090", "RTX4090", "RTX5090", "A6000", "L40S", "H100-PCIe"]
 """GPUs on which a dry run prices l2l, unless others are given."""
 
-ELSEWHERE = {"l2l_resident_stages": 2, "l2l_update": "auto", "l2l_stash": "host"}
+ELSEWHERE = {"l2l_resident_stages": 2, "l2l_update": "auto", "l2l_stash": "host", "l2l_moments": "float32"}
 """Flags without effect under other schedules -> their defaults."""
+
+
+NARROW = ("adamw", "adamw_torch_fused")
+"""Optimizers whose moments may be narrower than FP32."""
 
 
 def add_relay(add: Callable[..., argparse.Action], *, count: Callable[[str], float]) -> None:
@@ -26,6 +30,8 @@ def add_relay(add: Callable[..., argparse.Action], *, count: Callable[[str], flo
         help="the host steps a layer at once, or after the norm by which gradients are clipped (l2l)")  # fmt: skip
     add("--l2l_stash", choices=("host", "device"), default=ELSEWHERE["l2l_stash"],
         help="where inputs of layers wait (l2l)")  # fmt: skip
+    add("--l2l_moments", choices=("float32", "bfloat16"), default=ELSEWHERE["l2l_moments"],
+        help="the optimizer's moments on the host (l2l, adamw)")  # fmt: skip
     add("--load_in_4bit", action="store_true", help="frozen weights are NF4 on the host and over the link (l2l)")
     add("--load_in_8bit", action="store_true", help="the same with 8 bits")
     add("--dry_run_gpus", nargs="+", metavar="GPU", default=PRICED, help="GPUs on which --dry_run prices l2l")
@@ -54,6 +60,12 @@ def validate_relay(args: argparse.Namespace) -> None:
         raise ValueError(
             "--optim adafactor does not step each element by itself, and replicas under l2l step shares of each layer; "
             "give adamw, adam or sgd"
+        )
+    if args.l2l_moments == "bfloat16" and (args.optim not in NARROW or (args.dtype == "bfloat16" and not args.bf16)):
+        asked = f"--optim {args.optim}" if args.optim not in NARROW else "--dtype bfloat16"
+        raise ValueError(
+            f"--l2l_moments bfloat16 is for {' and '.join(NARROW)} beside weights or masters in FP32, not for {asked}; "
+            "leave one out, or give --bf16"
         )
     if packs and not has_adapter(args):
         raise ValueError(f"{packs[0]} packs frozen weights, and all are trained; give --lora_r")

@@ -11,6 +11,7 @@ memory     Device bytes over the depth of models, by an independent meter; and `
 compute    Seconds a batch of `flush` with full recompute over those of the relay, on one core and on two; and of FSDP2
            and DeepSpeed, which offload, too; with device bytes, bytes moved and losses.
 optimizer  Nanoseconds a parameter of the host's AdamW, by kernel and threads, beside the memory's bandwidth.
+moments    The loss of a small language model whose AdamW has moments of 16 bits, beside that with FP32.
 
 The exit status is 1 if a requirement is violated; a sentence is printed for each violation.
 """
@@ -28,6 +29,7 @@ PARTS = {
     "memory": "device bytes over depth, and flush beside the relay under a limit on private memory",
     "compute": "real computation over flush with full recompute, beside FSDP2 and DeepSpeed",
     "optimizer": "nanoseconds a parameter of the host's AdamW, beside the memory's bandwidth",
+    "moments": "the loss with moments of 16 bits, beside that with FP32",
 }
 """Subcommand -> its help text. The module of its name adds flags (`add_arguments`), measures rows (`measure`), prints
 them (`show`) and returns violated requirements (`complaints`)."""

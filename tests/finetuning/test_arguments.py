@@ -64,6 +64,14 @@ def test_clipping_follows_the_schedule():
         ("--pipeline_schedule l2l --no_recompute", "--no_recompute: l2l recomputes"),
         ("--pipeline_schedule l2l --load_in_4bit", "--load_in_4bit packs frozen weights, and all are trained"),
         ("--pipeline_schedule l2l --load_in_4bit --load_in_8bit", "--load_in_4bit and --load_in_8bit are two forms"),
+        (
+            "--pipeline_schedule l2l --l2l_moments bfloat16 --optim sgd",
+            "masters in FP32, not for --optim",
+        ),
+        (
+            "--pipeline_schedule l2l --l2l_moments bfloat16 --dtype bfloat16",
+            "not for --dtype bfloat16; leave one",
+        ),
         ("--load_in_8bit", "--load_in_8bit packs weights that live on the host; give --pipeline_schedule l2l"),
         ("--pipeline_schedule l2l --l2l_update eager", "--max_grad_norm is 1; give --max_grad_norm 0, or leave"),
         (

@@ -35,6 +35,8 @@ CLASSES = "sequence-classification"
     [
         (CLASSES, 1, ["--gradient_accumulation_steps", 4, "--max_grad_norm", 0.1, "--weight_decay", 0.1]),
         (CLASSES, 2, ["--gradient_accumulation_steps", 2, "--optim", "adamw_torch_fused"]),
+        (CLASSES, 1, ["--gradient_accumulation_steps", 4, "--l2l_moments", "bfloat16", "--max_grad_norm", 0]),
+        (CLASSES, 2, ["--optim", "adamw_torch_fused", "--l2l_moments", "bfloat16", "--adam_epsilon", 1e-4]),
         ("text-to-text", 2, ["--gradient_accumulation_steps", 2, "--max_grad_norm", 0.1]),
         ("causal-lm", 1, ["--gradient_accumulation_steps", 2, "--max_grad_norm", 0, "--l2l_stash", "device"]),
         ("causal-lm", 2, ["--optim", "sgd", "--learning_rate", 0.1, "--gradient_accumulation_steps", 2]),
@@ -44,7 +46,7 @@ CLASSES = "sequence-classification"
 def test_a_relay_trains_what_one_process_trains(folder, task, ranks, argv):
     argv = [*argv, "--num_train_epochs", 2, "--pipeline_schedule", "l2l"]
     expected = cases.plain(folder, task, argv=argv)
-    found = run(folder, f"{task}-{ranks}", *argv, task=task, ranks=ranks)
+    found = run(folder, f"{task}-{ranks}-{argv.count('bfloat16')}", *argv, task=task, ranks=ranks)
     assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len(found.losses) > 2
     same(found, expected, exactly=False)
 
@@ -104,8 +106,8 @@ DEEP = {
 }  # fmt: skip
 
 
-def device_peak(folder: Path, kind: str, layers: int, evaluates: bool) -> tuple[int, int, int]:
-    """The most bytes of two batches on the device; what was planned of them; and bytes on the host."""
+def device_peak(folder: Path, kind: str, layers: int, evaluates: bool, *flags: str) -> tuple[int, int, int, int]:
+    """The most bytes of two batches on the device; what was planned of them; bytes on the host; and those planned."""
     task, model, config, options = DEEP[kind]
     shape = {"hidden_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
     if kind == "t5":
@@ -122,28 +124,47 @@ def device_peak(folder: Path, kind: str, layers: int, evaluates: bool) -> tuple[
         return kept[0][0]
 
     argv = ["--model_name_or_path", path, "--max_steps", 2, "--gradient_accumulation_steps", 4, "--pipeline_schedule",
-            "l2l", "--num_train_epochs", 9, "--do_train"]  # fmt: skip
+            "l2l", "--num_train_epochs", 9, "--do_train", *flags]  # fmt: skip
     if evaluates:
         argv += ["--do_eval", "--validation_file", tiny.data_file(folder, task, num_samples=100, seed=3)]
     with mock.patch.object(job, "build_relay", keep), mock.patch.object(job, "relay_peaks", lambda pipeline: ""):
         cases.finetune(folder, task, argv=[str(each) for each in argv], name=path.name)
     [(pipeline, planned)] = kept
     ledger = pipeline.updates[TOGETHER].ledger
-    return ledger.take_device_peak(), planned.device - planned.layer, ledger.host_bytes
+    return ledger.take_device_peak(), planned.device - planned.layer, ledger.host_bytes, planned.host
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind == "t5" else pytest.param(kind, marks=pytest.mark.full) for kind in DEEP]
 )
 @pytest.mark.parametrize("evaluates", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_device_does_not_grow_with_depth(folder, kind, evaluates):
-    """Three times as deep, the same bytes on the device, which are at most those planned; the host holds the rest."""
-    (few, planned, on_host), (many, planned_again, more_on_host) = (
-        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=layers, evaluates=evaluates)[0]
-        for layers in (8, 24)
+@pytest.mark.parametrize("layers", [24, pytest.param(96, marks=pytest.mark.full)])
+def test_the_device_does_not_grow_with_depth(folder, kind, evaluates, layers):
+    """Three or twelve times as deep, the same bytes on the device, which are at most those planned; the host holds the
+    rest."""
+    (few, planned, on_host, _), (many, planned_again, more_on_host, _) = (
+        workers.run(1, f"{__name__}:device_peak", folder=folder, kind=kind, layers=depth, evaluates=evaluates)[0]
+        for depth in (8, layers)
     )
     assert few == many <= planned == planned_again
-    assert few > 0.7 * planned and more_on_host > 2 * on_host
+    assert few > 0.7 * planned and more_on_host > layers / 12 * on_host
+
+
+def host_bytes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Bytes on the host and those planned, with moments in FP32 and in BF16."""
+    return {
+        moments: device_peak(folder, "llama", 8, False, "--bf16", "--l2l_moments", moments)[2:]
+        for moments in ("float32", "bfloat16")
+    }
+
+
+def test_the_host_has_ten_bytes_a_parameter(folder):
+    """Besides the gradient: weight, master and moments, of 2, 4 and twice 2 bytes, as planned but for the padding of
+    small tensors."""
+    [found] = workers.run(1, f"{__name__}:host_bytes", folder=folder)
+    (wide, planned_wide), (narrow, planned_narrow) = found["float32"], found["bfloat16"]
+    assert planned_narrow / planned_wide == pytest.approx((2 + 10) / (2 + 14), abs=0.01)
+    assert planned_wide < wide < 1.12 * planned_wide and planned_narrow < narrow < 1.12 * planned_narrow
 
 
 def rounded(base: Path, folder: Path, bits: int) -> Path:

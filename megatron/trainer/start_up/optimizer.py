@@ -13,9 +13,6 @@ For a tensor x with gradient g, at step t, as Adam:
 and then, with the norms of the whole tensor, x = x - lr |x| / |r| r. (The algorithm's phi is the identity here.) Where
 a norm is 0, as of a bias that begins there, the ratio counts as 1.
 
-AdamW with moments in bf16 computes as torch's in FP32, from moments that were rounded behind the step before.
-(Transformer Engine's FusedAdam does the same in one kernel, in another order of operations.)
-
 Muon steps the matrices of the layers, and AdamW the rest (`megatron.pipeline.runtime.update.muon`). The groups say
 which parameters are whose.
 
@@ -27,15 +24,13 @@ which a checkpoint brings along, so it is chosen after loading.
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from megatron.backend.cpu import optimizers_on_host
 from megatron.core import parallel_state
@@ -44,92 +39,17 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.pipeline.runtime.stages.megatron.optimizers import Owners, is_dense, optimizers_of
 from megatron.pipeline.runtime.update.muon import COLUMNS, QKV, ROWS, WHOLE, Muon, Orthogonalization
+from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments, OneByOne
 from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.models import core_config
 
-# --- LAMB, and AdamW with narrow moments ------------------------------------------------------------------------------
-
-
-class _OneByOne(torch.optim.Optimizer, ABC):
-    """Steps each parameter by itself. Its state is Adam's: `step`, `exp_avg`, `exp_avg_sq`.
-
-    Args:
-        params: as of any torch optimizer.
-        lr, betas, eps, weight_decay: as of Adam; of a group where that says them.
-    """
-
-    adams_state = True  # for megatron.backend.fixes, which completes it before a load
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient. `closure`: computes them, and the loss that is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(parameter, self.state[parameter], group)
-        return loss
-
-    @abstractmethod
-    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Step one parameter in place."""
+# --- LAMB -------------------------------------------------------------------------------------------------------------
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class NarrowMoments(_OneByOne):
-    """AdamW whose moments have types of their own between steps.
-
-    Args:
-        dtypes: of `exp_avg` and of `exp_avg_sq`.
-    """
-
-    def __init__(self, params: Iterable[dict[str, Any]], *, dtypes: tuple[torch.dtype, torch.dtype], **options) -> None:
-        super().__init__(params, **options)
-        self._dtypes = dict(zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True))
-
-    def make_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Make the state of a parameter, where it has none."""
-        state = self.state[parameter]
-        state.setdefault("step", torch.tensor(0.0))
-        for name, dtype in self._dtypes.items():
-            if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=dtype)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. torch gives loaded moments the type of their parameter, which here is taken back."""
-        super().load_state_dict(state_dict)
-        for state in self.state.values():
-            state.update({name: state[name].to(dtype) for name, dtype in self._dtypes.items() if name in state})
-
-    def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        self.make_state(parameter, group)
-        mean, size = (state[name].float() for name in self._dtypes)
-        beta1, beta2 = group["betas"]
-        adamw(
-            [parameter], [parameter.grad], [mean], [size], [], [state["step"]], foreach=False, amsgrad=False,
-            beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
-            maximize=False,
-        )  # fmt: skip
-        for name, moment in zip(self._dtypes, (mean, size), strict=True):
-            state[name].copy_(moment)
-
-
-class Lamb(_OneByOne):
+class Lamb(OneByOne):
     """LAMB, as the module says."""
 
     def _step(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -234,7 +154,8 @@ def build_optimizer(
             shared = Owners(chunks, _bytes_of_muon)
     elif args.use_precision_aware_optimizer:
         dtypes = DTYPES[args.exp_avg_dtype], DTYPES[args.exp_avg_sq_dtype]
-        own = partial(NarrowMoments, dtypes=dtypes)
+        fused = args.optimizer_kernel == "fused"
+        own = partial(NarrowMoments, dtypes=dtypes, dithers=on_host, fused=fused)
     if own is not None:
         wanted = replace(wanted, optimizer="adam")
     nothing = contextlib.nullcontext()

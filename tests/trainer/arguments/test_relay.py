@@ -52,7 +52,7 @@ def test_a_layer_is_a_stage_unless_the_flags_say_otherwise(flags, world_size, ra
         (f"{L2L} --2bw-single-gradient-buffer", "--2bw-single-gradient-buffer needs --pipeline-schedule 2bw"),
         (f"{L2L} --2bw-provisional stage", "goes with the weights of --pipeline-schedule 2bw, not l2l"),
         (f"{L2L} --l2l-resident-stages 0", "--l2l-resident-stages 0 must be greater than 0"),
-        (f"{L2L} --use-precision-aware-optimizer", "--use-precision-aware-optimizer"),
+        (f"{L2L} --use-precision-aware-optimizer --optimizer sgd", "does not go with --optimizer sgd; use adam"),
         (f"{L2L} --optimizer-cpu-offload", "--optimizer-cpu-offload"),
         (
             f"{L2L} --num-virtual-stages-per-pipeline-rank 5",

@@ -1,6 +1,7 @@
 """The optimizer of a run: on the host, where megatron.core has found a GPU's kernels; LAMB; its kernels."""
 
 import copy
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +15,7 @@ from megatron import backend
 backend.install()
 
 from megatron.core import optimizer as core
-from megatron.trainer.start_up.optimizer import Lamb, NarrowMoments, choose_kernel
+from megatron.trainer.start_up.optimizer import Lamb, choose_kernel
 from tests import workers
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.checkpoint.test_stages import check_cut, saved  # noqa: F401  a fixture
@@ -237,31 +238,7 @@ def test_what_has_one_kernel_is_left_alone():
 
 # --- AdamW with moments in bf16 ---------------------------------------------------------------------------------------
 
-BF16, FP32 = torch.bfloat16, torch.float32
 NARROW = f"{UNTIED} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16"
-
-
-@pytest.mark.parametrize("dtypes", [(BF16, BF16), (FP32, BF16)])
-def test_moments_are_rounded_behind_each_step(dtypes):
-    """Bit-equal to torch's AdamW whose moments a plain loop rounds; also from a state that was saved and loaded."""
-    generator = torch.Generator().manual_seed(5)
-    begin = torch.randn(5, 7, generator=generator)
-    mine, plain = (torch.nn.Parameter(begin.clone()) for _ in range(2))
-    options = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    optimizer, expected = NarrowMoments([mine], dtypes=dtypes, **options), torch.optim.AdamW([plain], **options)
-    for step in range(4):
-        mine.grad = torch.randn(begin.shape, generator=generator)
-        plain.grad = mine.grad.clone()
-        optimizer.step()
-        expected.step()
-        for name, dtype in zip(("exp_avg", "exp_avg_sq"), dtypes, strict=True):
-            rounded = expected.state[plain][name].to(dtype)
-            assert optimizer.state[mine][name].dtype is dtype and torch.equal(optimizer.state[mine][name], rounded)
-            expected.state[plain][name] = rounded.float()
-        assert torch.equal(mine, plain)
-        if step == 1:
-            state, optimizer = optimizer.state_dict(), NarrowMoments([mine], dtypes=dtypes, **options)
-            optimizer.load_state_dict(state)
 
 
 def dtypes_of_moments(run) -> Callable[[], set]:
@@ -283,3 +260,31 @@ def test_runs_keep_moments_in_bf16(tmp_path):
     assert all(torch.equal(each, weights[name]) for name, each in joined_weights(resumed).items())
     others = joined_weights(train(2, f"{UNTIED} --bf16 --use-distributed-optimizer {two} --no-save-optim"))
     assert not all(torch.equal(each, weights[name]) for name, each in others.items())
+
+
+RELAYED = f"{UNTIED} --clip-grad 0.5 --bf16 --pipeline-schedule l2l --use-precision-aware-optimizer"
+RELAYED += " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+
+
+def on_hosts_of_their_own(*, flags):
+    """A run in which each rank is told to be on a host of its own, so that replicas share no store."""
+    with mock.patch.dict(os.environ, {"PIPELINE_HOST_NAME": f"host {os.environ['RANK']}"}):
+        return train_case(flags)
+
+
+@pytest.mark.parametrize("more", ["", pytest.param(" --optimizer-kernel fused", marks=pytest.mark.full)])
+def test_a_relay_keeps_moments_in_bf16(tmp_path, more):
+    """On the host, of stages on one rank and two, and on replicas that share a store; from a checkpoint the same."""
+    flags = f"{RELAYED}{more}"
+    expected = train(1, f"{flags} {P1} --save {tmp_path} --save-interval 3", watch=f"{__name__}:dtypes_of_moments")
+    assert expected[0]["watched"] == {("torch.bfloat16",) * 2}
+    whole = joined_weights(expected)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    for found in (
+        train(2, f"{flags} --pipeline-model-parallel-size 2"),
+        train(1, f"{flags} {P1} --load {tmp_path}"),
+    ):
+        assert all(torch.equal(each, whole[name]) for name, each in joined_weights(found).items())
+    shared = joined_weights(train(2, f"{flags} {P1}"))
+    own = joined_weights(train(2, f"{flags} {P1}", function=f"{__name__}:on_hosts_of_their_own"))
+    assert shared.keys() == own.keys() and all(torch.equal(each, own[name]) for name, each in shared.items())

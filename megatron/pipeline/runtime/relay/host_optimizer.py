@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, HostStage, HostStore
 from megatron.pipeline.runtime.update.elementwise_step import RULES
+from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
 from megatron.pipeline.runtime.update.optimizer_wrappers import (
     HOOKS,
     copied,
@@ -75,7 +76,7 @@ class HostOptimizer:
         self._stands_for = dict(stands_for or {})
         stage_of = {store.parameters[name]: stage for stage, place in store.stages.items() for name in place.weights}
         self._name_of = {parameter: name for name, parameter in store.parameters.items()}
-        if store.is_shared and type(optimizer) not in RULES:
+        if store.is_shared and type(optimizer) not in (*RULES, NarrowMoments):
             raise ValueError(
                 f"replicas on {store.replicas.host} share one store, of which each steps a part, and "
                 f"{type(optimizer).__name__} may not step each element by itself; use Adam, AdamW or SGD of "

@@ -118,7 +118,7 @@ class Regularization:
     adam_eps: float = option(1e-8, "Epsilon of Adam and LAMB.")
     use_precision_aware_optimizer: bool = switch(
         "Adam with moments of --exp-avg-dtype and --exp-avg-sq-dtype, which steps in FP32. Needs "
-        "--use-distributed-optimizer."
+        "--use-distributed-optimizer, or --pipeline-schedule l2l."
     )
     exp_avg_dtype: str = option("fp32", "Type of the first moment: fp32 or bf16.", choices=_OF_MOMENTS)
     exp_avg_sq_dtype: str = option("fp32", "Type of the second moment: fp32 or bf16.", choices=_OF_MOMENTS)

@@ -127,10 +127,12 @@ def _precision_aware(args: argparse.Namespace) -> None:
     choice = choice_of(args)
     for name, (is_asked, remedy) in {
         f"--optimizer {args.optimizer}": (args.optimizer != "adam", "use adam"),
-        "a run without --use-distributed-optimizer": (not args.use_distributed_optimizer, "add it"),
+        "a run without --use-distributed-optimizer": (
+            not args.use_distributed_optimizer and choice.residency is None,
+            "add it",
+        ),
         "--grad-reduce-in-bf16": (args.grad_reduce_in_bf16, "leave it out, since gradients are FP32"),
-        "--optimizer-kernel fused": (args.optimizer_kernel == "fused", "leave it out"),
-        choice.flag: (choice.residency is not None, "use another schedule: the host steps in FP32"),
+        "--optimizer-kernel fused": (args.optimizer_kernel == "fused" and choice.residency is None, "leave it out"),
         f"--2bw-provisional {args.pipeline_2bw_provisional}": (
             args.pipeline_2bw_provisional != "off" and args.pipeline_2bw_provisional_microbatches != 0,
             "use --2bw-provisional off: predictions read moments in FP32",
