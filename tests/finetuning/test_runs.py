@@ -53,8 +53,8 @@ def same(one: cases.Outcome, other: cases.Outcome, *, exactly: bool = True) -> N
         ("audio-classification", "flush", ["--weight_decay", 0.1]),
         ("ctc", "gpipe", ["--gradient_accumulation_steps", 3]),
         ("speech-to-text", "flush", ["--gradient_accumulation_steps", 2]),
-        ("contrastive-image-text", "flush", ["--dataloader_drop_last", "--gradient_accumulation_steps", 2]),
         # What shifts all logits changes no loss: the large epsilon lets the noise of its gradients stay noise.
+        ("contrastive-image-text", "flush", ["--dataloader_drop_last", "--adam_epsilon", 1e-5]),
         ("question-answering", "gpipe", ["--optim", "adam", "--adam_epsilon", 1e-5]),
     ],
 )
