@@ -107,7 +107,8 @@ def held(folder: Path, task: str, *, weights: str = "adapter_of", **options: obj
     updates = pipeline.updates.values()
     slots = [slot for update in updates for slot in update.versions._slots]
     states = [state for update in updates for state in update.optimizer.state.values()]
-    buffers = [buffer for update in updates for buffer in update._gradients._free]  # all: the run has drained
+    with_buffers = [update for update in updates if hasattr(update, "_gradients")]  # a frozen rank has none
+    buffers = [buffer for update in with_buffers for buffer in update._gradients._free]  # all: the run has drained
     parameters = [pair for module in pipeline.modules.values() for pair in module.stage.named_parameters()]
     frozen = {name: each for name, each in parameters if not each.requires_grad}
     return {
