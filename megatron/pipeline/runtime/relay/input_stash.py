@@ -98,9 +98,13 @@ class RelayLedger:
         weakref.finalize(storage, self._forget, address, num_bytes).atexit = False
 
     def note_on_host(self, buffer: Tensor) -> None:
-        """Count a buffer on the host that is kept for the whole run."""
+        """Count a buffer on the host until `note_dropped`."""
         with self._lock:
             self._buffer_bytes += buffer.nbytes
+
+    def note_dropped(self, buffer: Tensor) -> None:
+        with self._lock:
+            self._buffer_bytes -= buffer.nbytes
 
     def _forget(self, address: int, num_bytes: int) -> None:
         with self._lock:
@@ -134,8 +138,8 @@ class InputStash:
         self._device = torch.device(device)
         self._make = streams_of(self._device).host_buffer
         self._ledger = ledger
-        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}  # free host buffers
-        self._away: dict[_Key, Tensor] = {}  # the host buffers of offloaded inputs
+        self._free: list[Tensor] = []  # free host buffers, of bytes
+        self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # of offloaded inputs: host buffer, and its part in use
         # Each input on the device is in its own list, and a copy refers to the list. So the main thread frees an input
         # by emptying the list, even while the thread of a lane still refers to the copy.
         self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # inputs being offloaded, in the order of the lane
@@ -144,7 +148,9 @@ class InputStash:
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
         """Take the input of a microbatch from the stage. Return the copy to the host, to be called in its lane."""
         key, input = (stage.index, microbatch.index), stage.release_input(microbatch)
-        buffer = self._away[key] = self._take(input)
+        whole = self._take(input.nbytes)
+        buffer = whole[: input.nbytes].view(input.dtype).view(input.shape)
+        self._away[key] = whole, buffer
         place = [input]
         self._leaving.append((key, place))
         self.num_offloaded += 1
@@ -156,7 +162,7 @@ class InputStash:
         """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
         key = stage.index, microbatch.index
         assert key in self._away, f"the input of microbatch {key[1]} has never left stage {key[0]}"
-        buffer = self._away[key]
+        _, buffer = self._away[key]
         self._saved.add(stage.index)
         place = self._coming[key] = [torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)]
         if self._ledger is not None:
@@ -182,23 +188,32 @@ class InputStash:
         key = stage.index, microbatch.index
         place = self._coming.pop(key, None)
         if place is not None:
-            buffer = self._away.pop(key)
-            self._free[buffer.shape, buffer.dtype].append(buffer)
+            self._free.append(self._away.pop(key)[0])
             stage.restore_input(microbatch, place.pop())
 
     def require_empty(self) -> None:
         """Assert that no input is on the host or being copied. Called while drained."""
         assert not (self._away or self._leaving or self._coming), f"inputs {list(self._away)} are still away"
 
-    def _take(self, input: Tensor) -> Tensor:
-        free = self._free.setdefault((input.shape, input.dtype), [])
-        if not free:
-            self.num_buffers += 1
-            buffer = self._make(tuple(input.shape), input.dtype)
+    def _take(self, num_bytes: int) -> Tensor:
+        """Return a host buffer of at least `num_bytes`.
+
+        A new one takes the place of a free one that is too small, so there are never more than inputs on the host at
+        once, and none is larger than the largest input.
+        """
+        large = [place for place, buffer in enumerate(self._free) if buffer.nbytes >= num_bytes]
+        if large:
+            return self._free.pop(min(large, key=lambda place: self._free[place].nbytes))
+        self.num_buffers += 1
+        if self._free:
+            self.num_buffers -= 1
+            dropped = self._free.pop()
             if self._ledger is not None:
-                self._ledger.note_on_host(buffer)
-            return buffer
-        return free.pop()
+                self._ledger.note_dropped(dropped)
+        buffer = self._make((num_bytes,), torch.uint8)
+        if self._ledger is not None:
+            self._ledger.note_on_host(buffer)
+        return buffer
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch
-from megatron.pipeline.runtime.relay.input_stash import InputStash
+from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 
 
 class Inputs:
@@ -31,10 +31,16 @@ class Rank:
         self.saved = SavedMicrobatches([1])
         self.stash, self.stage = InputStash(self.saved), Inputs()
 
-    def forward(self, index):
+    def forward(self, index, size=3):
         self.saved.add(1)
-        self.stage.inputs[index] = torch.full((3,), float(index))
+        self.stage.inputs[index] = torch.full((size,), float(index))
         return self.microbatch(index)
+
+    def there_and_back(self, index):
+        self.stash.reload(self.stage, self.microbatch(index))()
+        self.stash.note_awaited(Instruction.parse(f"1RELOAD{index}"))
+        self.stash.restore(self.stage, self.microbatch(index))
+        return self.stage.inputs[index].tolist()
 
     def microbatch(self, index):
         return Microbatch(index, 0, index, 4)
@@ -82,3 +88,18 @@ def test_what_has_not_left_cannot_come_back():
     rank = Rank()
     with pytest.raises(AssertionError, match="the input of microbatch 0 has never left stage 1"):
         rank.stash.reload(rank.stage, rank.forward(0))
+
+
+def test_inputs_of_several_sizes_share_buffers():
+    """There are as many buffers as inputs away at once, and none is larger than the largest input."""
+    rank, ledger = Rank(), RelayLedger(always_on_device=0, on_host=lambda: 0)
+    rank.stash = InputStash(rank.saved, ledger=ledger)
+    for round, sizes in enumerate([(2, 5), (5, 2), (9, 3), (1, 9), (4, 4)]):
+        indices = [2 * round, 2 * round + 1]
+        for index, size in zip(indices, sizes, strict=True):
+            rank.stash.offload(rank.stage, rank.forward(index, size))()
+        for index, size in zip(indices, sizes, strict=True):
+            assert rank.there_and_back(index) == [float(index)] * size
+        assert rank.stash.num_buffers == 2
+        assert ledger.host_bytes <= 2 * 4 * max(9 if round > 1 else 5, *sizes)
+    assert ledger.host_bytes >= 4 * 9
