@@ -208,6 +208,7 @@ def test_a_killed_job_restarts_by_itself(tmp_path):
     assert again.returncode == 0 and "0 of 400 batches to train" in output, output
 
 
+@pytest.mark.full
 def test_sound_from_files_to_a_model(tmp_path):
     """WAV files through the program: a stage that is cut here, an evaluation, and a model that
     transformers opens with its feature extractor."""

@@ -62,6 +62,7 @@ def test_shorter_rows_train_what_full_ones_train(folder, task, schedule, ranks, 
         close(shorter, cases.plain(folder, task, argv=[*argv, *PADDED]))
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_the_same_order_of_lengths(folder):
     """Rows of similar lengths together, two replicas with microbatches of different shapes at a time: what one process
     trains. Resumed from its checkpoint, the run has the same numbers to the last bit; with other padding it is refused.

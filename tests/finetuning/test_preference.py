@@ -47,7 +47,7 @@ class Plain:
     def rewards(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = []
         for side in ("chosen", "rejected"):
-            ids, first = tokens_of(self.samples[number], side, self._length)
+            ids, first = tokens_of(self.samples[number % len(self.samples)], side, self._length)
             with torch.no_grad():
                 reference = log_probability(self._reference, ids, first)
             found.append(BETA * (log_probability(self.policy, ids, first) - reference))

@@ -75,7 +75,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
         )  # fmt: skip
 
     changes = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "ctc_loss_reduction": "mean"}
-    return Prepared(rows, changes, forward)
+    return Prepared(rows, changes, forward=forward)
 
 
 def _require_fit(tokens: Sequence[int], num_frames: int, most: int, where: str) -> None:

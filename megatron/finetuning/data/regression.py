@@ -60,7 +60,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     names = {number: f"LABEL_{number}" for number in range(count)}
     changes = {"num_labels": count, "id2label": names, "label2id": {name: number for number, name in names.items()}}
     changes |= {"problem_type": "regression", "pad_token_id": tokenizer.pad_token_id}
-    return Prepared(rows, changes, forward)
+    return Prepared(rows, changes, forward=forward)
 
 
 def _numbers(value: object, where: str) -> list[float]:

@@ -93,7 +93,9 @@ def assigned(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
-COMPLETED_IN = ("finetuning/arguments.py", "finetuning/best.py", "finetuning/trackers.py")
+COMPLETED_IN = (
+    "finetuning/arguments.py", "finetuning/best.py", "finetuning/freezing_arguments.py", "finetuning/trackers.py",
+)  # fmt: skip
 """Where the command line of fine-tuning is parsed and completed."""
 
 
