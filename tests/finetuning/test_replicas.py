@@ -7,7 +7,7 @@ import torch
 
 from megatron.pipeline.simulate.timeline import Timeline
 from tests.finetuning import cases, tiny
-from tests.finetuning.test_runs import CLASSES, run
+from tests.finetuning.test_runs import CLASSES, run, same
 
 TASK = "text-to-text"
 
@@ -97,3 +97,22 @@ def test_dropout_is_that_of_the_microbatch(folder):
         rest = run(folder, f"rest-{number}", *argv, *own, *start, dropout=0.1, ranks=ranks)
         rest.lines = whole[1].lines[:2] + rest.lines
         close(rest, whole[1])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("task", "argv"),
+    [
+        ("masked-lm", []), ("regression", []), ("ctc", []), ("speech-to-text", []), ("audio-classification", []),
+        ("multiple-choice", ["--adam_epsilon", 1e-5]),
+        ("contrastive-image-text", ["--adam_epsilon", 1e-5, "--dataloader_drop_last"]),
+    ],
+)  # fmt: skip
+def test_replicas_of_every_task(folder, task, argv):
+    """Two replicas of one stage train what plain transformers trains with twice the microbatches."""
+    argv = [*argv, "--num_train_epochs", 2, "--pipeline_schedule", "flush"]
+    expected = cases.plain(folder, task, argv=[*argv, "--gradient_accumulation_steps", 4])
+    argv += ["--gradient_accumulation_steps", 2, "--data_parallel_size", 2]
+    found = run(folder, task, *argv, "--partition", cases.partition(folder, task, (0,)), task=task)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5) and len(found.losses) > 1
+    same(found, expected, exactly=False)

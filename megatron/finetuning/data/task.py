@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,6 +48,7 @@ class Prepared:
 
     rows: Callable[[File], Rows]
     changes: Mapping[str, object] = field(default_factory=dict)
+    _: KW_ONLY
     prompts: Callable[[File], Prompts] | None = None
     forward: Forward | None = None
     pieces: Callable[[Iterable[File]], Iterator[Rows]] | None = None
