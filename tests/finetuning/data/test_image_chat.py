@@ -110,3 +110,18 @@ def test_packing_is_refused(tmp_path):
         ValueError, match=r"--packing puts several samples .* --task is image-text-to-text; leave it out"
     ):
         parse_args(tiny.command(tmp_path, TASK, "--packing"))
+
+
+def test_marked_answers_of_a_template_that_writes_the_first_token(tmp_path):
+    """The tokenizer adds no second one then, as in transformers; the template is a file that marks answers."""
+    config = tiny.model_folder(tmp_path, TASK) / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "bos_token": "[CLS]"}))
+    template = tmp_path / "marks.jinja"
+    template.write_text(
+        "[CLS] {% for message in messages %}{% for part in message.content %}{% if part.type == 'image' %}<image> "
+        "{% elif message.role == 'user' %}{{ part.text }} {% else %}{% generation %}{{ part.text }}{% endgeneration %}"
+        "{% endif %}{% endfor %}{% endfor %}"
+    )
+    batch = read(tmp_path, ONE, argv=("--chat_template", template)).training.batch([0], 1)
+    assert batch["input_ids"][0, :9].tolist() == [2, 44, 44, 44, 44, 5, 6, 7, 8]
+    assert batch["labels"][0].tolist() == [-100] * 7 + [7, 8] + [-100] * 15
