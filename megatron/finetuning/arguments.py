@@ -29,8 +29,11 @@ SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomia
 TASKS = (
     "text-to-text", "sequence-classification", "causal-lm", "chat", PREFERENCE, "masked-lm", "multiple-choice",
     "regression", "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
-    "speech-to-text", "contrastive-image-text",
+    "speech-to-text", "contrastive-image-text", "image-text-to-text",
 )  # fmt: skip
+CHATS = ("chat", "image-text-to-text")
+"""Tasks whose samples are conversations."""
+
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
@@ -133,8 +136,8 @@ def validate(args: argparse.Namespace) -> None:
     validate_task(args)
     validate_generation(args)
     for name in ("messages_column", "chat_template", "train_on_prompt"):
-        if getattr(args, name) and args.task not in ("chat", *[PREFERENCE] * (name == "chat_template")):
-            raise ValueError(f"--{name} is for --task chat, and --task is {args.task}; leave it out")
+        if getattr(args, name) and args.task not in (*CHATS, *[PREFERENCE] * (name == "chat_template")):
+            raise ValueError(f"--{name} is for --task {' or '.join(CHATS)}, and --task is {args.task}; leave it out")
     validate_preference(args)
     if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
         otherwise = "give --no_group_texts" if args.task == "causal-lm" else "leave it out"
@@ -340,7 +343,7 @@ def add_data(group, *, required: bool) -> None:
     add("--question_column", help="column of the question")
     add("--context_column", help="column of the context")
     add("--answers_column", help="column of the answers")
-    add("--messages_column", help="column of the messages of a conversation (chat)")
+    add("--messages_column", help="column of the messages of a conversation (chat, image-text-to-text)")
     add("--source_prefix", default="", help="put before each text (T5)")
     add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=_count, default=128,
         help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
@@ -348,8 +351,9 @@ def add_data(group, *, required: bool) -> None:
     add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
-    add("--chat_template", metavar="FILE", help="a template in place of the tokenizer's (chat, dpo)")
-    add("--train_on_prompt", action="store_true", help="all tokens count in the loss, not only answers' (chat)")
+    add("--chat_template", metavar="FILE", help="a template in place of the model's (chat, dpo, image-text-to-text)")
+    add("--train_on_prompt", action="store_true",
+        help="all tokens count in the loss, not only answers' (chat, image-text-to-text)")  # fmt: skip
     add_preference(add, within=_within)
     add_task(add, within=_within)
     add_rows(add, count=_count)

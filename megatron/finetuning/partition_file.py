@@ -33,6 +33,7 @@ LENGTHS = {
     "max_seq_length": (
         "text-to-text", "sequence-classification", "causal-lm", "chat", "dpo", "masked-lm", "multiple-choice",
         "regression", "token-classification", "question-answering", "contrastive-image-text",
+        "image-text-to-text",
     ),
     "max_target_length": ("text-to-text", "ctc", "speech-to-text"),
 }  # fmt: skip

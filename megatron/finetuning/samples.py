@@ -20,6 +20,7 @@ from megatron.finetuning.data import (
     contrastive,
     ctc,
     generation,
+    image_chat,
     masked,
     multiple_choice,
     preference,
@@ -50,6 +51,7 @@ TASKS: dict[str, Task] = {
     "image-classification": classification.IMAGES,
     "audio-classification": sound.CLASSES,
     "contrastive-image-text": contrastive.TASK,
+    "image-text-to-text": image_chat.TASK,
     "ctc": ctc.TASK,
     "speech-to-text": speech_to_text.TASK,
 }

@@ -103,7 +103,10 @@ def test_clipping_follows_the_schedule():
         ("--no_such_flag", "unrecognized arguments: --no_such_flag"),
         ("--packing", "--packing puts several samples into a row .* and --task is causal-lm; give --no_group_texts"),
         ("--task text-to-text --packing", "and --task is text-to-text; leave it out"),
-        ("--train_on_prompt", "--train_on_prompt is for --task chat, and --task is causal-lm; leave it out"),
+        (
+            "--train_on_prompt",
+            "--train_on_prompt is for --task chat or image-text-to-text, and --task is causal-lm; leave it out",
+        ),
         ("--chat_template t.jinja", "--chat_template is for --task chat"),
     ],
 )

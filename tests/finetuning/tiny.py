@@ -39,6 +39,12 @@ TEMPLATE = (
 )
 """A chat template: the user's messages begin with [CLS], answers with w39, and [SEP] ends both."""
 
+PARTS_TEMPLATE = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% for part in message.content %}{{ '<image> ' if part.type == 'image' else part.text }}{% endfor %}",
+)
+"""The same for messages of parts, which are images or texts."""
+
 
 def _bert(cls: type, dropout: float, **labels: object):
     config = transformers.BertConfig(
@@ -113,6 +119,13 @@ def _clip():
     return transformers.CLIPModel(config)
 
 
+def _llava():
+    text = {"model_type": "llama", "vocab_size": 45, **_SHAPE, "max_position_embeddings": 32, "pad_token_id": 0}
+    vision = {"model_type": "clip_vision_model", **_SHAPE, "image_size": 8, "patch_size": 4}
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=44)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
 def _whisper(dropout: float):
     config = transformers.WhisperConfig(
         vocab_size=44, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
@@ -128,6 +141,7 @@ MODELS |= {
     "ctc": lambda dropout: _wav2vec2(transformers.Wav2Vec2ForCTC, dropout, ctc_loss_reduction="mean"),
     "speech-to-text": _whisper,
     "contrastive-image-text": lambda dropout: _clip(),
+    "image-text-to-text": lambda dropout: _llava(),
 }
 
 
@@ -154,6 +168,14 @@ def save_processor(folder: Path, task: str) -> None:
         sides = {"height": 8, "width": 8}
         transformers.CLIPImageProcessorPil(size=sides, crop_size=sides).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
+    elif task == "image-text-to-text":
+        sides = {"height": 8, "width": 8}
+        images, own = transformers.CLIPImageProcessorPil(size=sides, crop_size=sides), tokenizer()
+        own.add_special_tokens({"additional_special_tokens": ["<image>"]})
+        transformers.LlavaProcessor(
+            images, own, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            chat_template=PARTS_TEMPLATE,
+        ).save_pretrained(folder)  # fmt: skip
     elif task != "image-classification":
         own = tokenizer()
         own.mask_token = "[UNK]" if task == "masked-lm" else None
@@ -204,11 +226,11 @@ def sample(task: str, choose: random.Random) -> dict:
         texts = [word[1:] for word in words[:2]] if task == "ctc" else words[:2]
         label = {"label": choose.randrange(2)} if task == "audio-classification" else {"text": " ".join(texts)}
         return {"audio": wave, "sampling_rate": 8000 if task == "speech-to-text" else 100, **label}
-    if task == "contrastive-image-text":
-        return {
-            "text": text,
-            "image": [[[choose.randrange(256) for _ in range(3)] for _ in range(8)] for _ in range(8)],
-        }
+    if task in ("contrastive-image-text", "image-text-to-text"):
+        image = [[[choose.randrange(256) for _ in range(3)] for _ in range(8)] for _ in range(8)]
+        if task == "contrastive-image-text":
+            return {"text": text, "image": image}
+        return {"prompt": " ".join(words[:2]), "completion": words[2], "image": image}
     return {"image": [[choose.random() for _ in range(8)] for _ in range(8)], "label": choose.randrange(3)}
 
 

@@ -30,7 +30,7 @@ Message = dict[str, object]
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
-    columns = _columns(args, file)
+    columns = columns_of(args, file)
     template = Template(args, tokenizer)
 
     def rows(file: File) -> Rows:
@@ -59,7 +59,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
             )
             if count
         ]
-        return rows_of(sequences, args, tokenizer, _metrics, notes)
+        return rows_of(sequences, args, tokenizer, answer_metrics, notes)
 
     def prompts(file: File) -> Prompts:
         texts, references, num_left_out = [], [], 0
@@ -89,7 +89,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     return Prepared(rows, prompts=prompts)
 
 
-def _metrics(labels: Tensor) -> Metrics:
+def answer_metrics(labels: Tensor) -> Metrics:
     """A function that computes the perplexity and the share of correct tokens, each predicted from the true ones
     before it. `labels`: int64 [rows, tokens]."""
     expected = labels[:, 1:]
@@ -105,7 +105,7 @@ def _metrics(labels: Tensor) -> Metrics:
 # --- conversations of a file
 
 
-def _columns(args: argparse.Namespace, file: File) -> dict[str, str]:
+def columns_of(args: argparse.Namespace, file: File) -> dict[str, str]:
     """The columns of conversations, name -> purpose: one of messages, or one of prompts and one of completions.
 
     Raises ValueError if the file has neither.
@@ -182,8 +182,8 @@ class Template:
             )
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(
-                "--task chat has to know which characters a token is, and the model's tokenizer does not say; give its "
-                "folder a tokenizer.json"
+                f"--task {args.task} has to know which characters a token is, and the model's tokenizer does not "
+                "say; give its folder a tokenizer.json"
             )
         self._tokenizer, self._all = tokenizer, args.train_on_prompt
 
@@ -192,7 +192,7 @@ class Template:
 
         Raises ValueError if the template refuses the conversation, or does not show where answers are.
         """
-        text = self._rendered(messages, tools, where)
+        text = self.rendered(messages, tools, where)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = list(encoded["input_ids"])
         if self._all:
@@ -208,14 +208,14 @@ class Template:
 
     def prompt(self, messages: list[Message], tools: object, where: str) -> str:
         """What stands before the answer to a conversation. Raises ValueError if the template refuses it."""
-        return self._rendered(messages, tools, where, add_generation_prompt=True)
+        return self.rendered(messages, tools, where, add_generation_prompt=True)
 
     def completion(self, prompt: list[Message], answer: list[Message], tools: object, where: str) -> Tokens:
         """The tokens of a prompt and an answer to it, of which the answer's count.
 
         Raises ValueError if the template refuses them, or writes the prompt in another way once the answer follows.
         """
-        before, text = self.prompt(prompt, tools, where), self._rendered([*prompt, *answer], tools, where)
+        before, text = self.prompt(prompt, tools, where), self.rendered([*prompt, *answer], tools, where)
         if not text.startswith(before):
             raise ValueError(
                 f"{where}: the chat template writes the prompt in another way once its answer follows, so it does not "
@@ -227,7 +227,8 @@ class Template:
             list(encoded["input_ids"]), [token if end > len(before) else IGNORED for token, (_, end) in pairs]
         )
 
-    def _rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
+    def rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
+        """A conversation as a text. Raises ValueError if the template refuses it."""
         try:
             return self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except Exception as error:  # templates raise errors of any class
@@ -247,8 +248,8 @@ class Template:
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT or number == 0:
                 continue
-            before = self._rendered(messages[:number], tools, where, add_generation_prompt=True)
-            after = self._rendered(messages[: number + 1], tools, where)
+            before = self.rendered(messages[:number], tools, where, add_generation_prompt=True)
+            after = self.rendered(messages[: number + 1], tools, where)
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"{where}: the chat template writes what stands before message {number + 1} or its answer in "

@@ -7,7 +7,7 @@ masks in which a token attends only to tokens of its own sequence. What is left 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ def rows_of(
     tokenizer: Any,
     metrics: Callable[[torch.Tensor], Metrics] = lambda labels: lambda predictions, loss: {},
     notes: Sequence[str] = (),
+    others: Mapping[str, torch.Tensor] | None = None,
 ) -> Rows:
     """Rows of `args.max_seq_length` tokens; with `args.packing` of several sequences each, otherwise of one.
 
@@ -55,7 +56,9 @@ def rows_of(
 
     Args:
         metrics: makes the function for the metrics from the labels, int64 [rows, tokens].
+        others: further inputs of the model, [rows, ...], for rows of one sequence each.
     """
+    assert not (others and args.packing)
     give_padding(tokenizer)
     length = args.max_seq_length
     bins = best_fit([len(each.ids) for each in sequences], length) if args.packing else (
@@ -78,6 +81,6 @@ def rows_of(
         notes = [*notes, f"--packing: {len(sequences)} sequences in {len(bins)} rows"]
     return Rows(
         {"input_ids": ids, **({"position_ids": positions} if args.packing else {"attention_mask": mask}),
-         "labels": labels},
+         **(others or {}), "labels": labels},
         ignored={"labels": IGNORED}, num_terms=(labels != IGNORED).sum(1), metrics=metrics(labels), notes=notes,
     )  # fmt: skip
