@@ -1,8 +1,9 @@
 """Other systems that keep a model's state on the host, with torch's fused AdamW.
 
-The model is that of `model.py` or of `captured.py`. Each layer is a unit of its own and recomputed from its input. The
-systems run on a CPU with gloo and one rank, so private memory stands for both their device and their host. Their device
-bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never offload.
+The model is that of `model.py`, or for FSDP2 that of `captured.py`. Each layer is a unit of its own and recomputed from
+its input. The systems run on a CPU with gloo and one rank, so private memory stands for both their device and their
+host. Their device bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never
+offload.
 """
 
 from __future__ import annotations
@@ -15,17 +16,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from papers.l2l.model import Model
+
 
 class PeerModel(Protocol):
-    """A model that peers train.
-
-    Attributes:
-        microbatch_size: the number of rows of a microbatch.
-        layer_parameters: the number of a layer's parameters, known after `recomputed`.
-    """
-
-    microbatch_size: int
-    layer_parameters: int
+    """A model that peers train."""
 
     def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
         """Make the module, whose layers are recomputed. `wrap` is called with each unit."""
@@ -125,7 +120,7 @@ class FullyShard(Peer):
 class Zero(Peer):
     """DeepSpeed's ZeRO with offload: stage 2 with optimizer and gradients on the host, or stage 3 with weights, too."""
 
-    def __init__(self, model: PeerModel, stage: int) -> None:
+    def __init__(self, model: Model, stage: int) -> None:
         super().__init__(model)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         one_rank()
@@ -155,7 +150,7 @@ class Zero(Peer):
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=model.optimizer(module), config=self._config)
 
     def run(self, num_microbatches: int) -> float:
-        self._engine.set_train_batch_size(num_microbatches * self.model.microbatch_size)
+        self._engine.set_train_batch_size(num_microbatches * self._config["train_micro_batch_size_per_gpu"])
         return super().run(num_microbatches)
 
     def train(self, microbatch: int, num_microbatches: int) -> float:
