@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -71,11 +72,11 @@ def metered(contender, num_microbatches: int) -> dict:
     return {"made": meter.peak, "state": contender.device_state_bytes, "moved": moved}
 
 
-def work() -> None:
+def work(contenders: Mapping[str, Callable], make_model: Callable) -> None:
     """Train one contender by commands on standard input, `MICROBATCHES BATCHES` or `meter MICROBATCHES`.
 
     Each line is answered with one line of JSON. Before that, one line says that the contender is ready, or why it
-    cannot run here.
+    cannot run here. The arguments of the process are the contender's name and the keywords of `make_model`, as JSON.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries goes to standard error
@@ -86,7 +87,7 @@ def work() -> None:
     name, extent = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
-        contender = CONTENDERS[name](Model(**extent))
+        contender = contenders[name](make_model(**extent))
     except Exception as error:
         answer(failed=f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return
@@ -116,13 +117,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Worker:
-    """The process of one contender. `failed`: the reason why it cannot run here, or None."""
+    """The process of one contender. `failed`: the reason why it cannot run here, or None.
 
-    def __init__(self, name: str, extent: dict, cores: int, num_microbatches: int) -> None:
+    Args:
+        program: the module that the process runs, which calls `work`.
+    """
+
+    def __init__(
+        self, name: str, extent: dict, cores: int, num_microbatches: int, program: str = __spec__.name
+    ) -> None:
         self.num_microbatches = num_microbatches
         chosen = set(sorted(os.sched_getaffinity(0))[:cores])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, name, json.dumps(extent)], stdin=subprocess.PIPE,
+            [sys.executable, "-m", program, name, json.dumps(extent)], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment(OMP_NUM_THREADS=str(cores)),
             preexec_fn=lambda: os.sched_setaffinity(0, chosen),
         )  # fmt: skip
@@ -159,27 +166,31 @@ def started(names: list[str], extent: dict, cores: int, m: int) -> dict[str, Wor
 
 
 def compare(names: list[str], extent: dict, cores: int, args: argparse.Namespace) -> list[Row]:
-    """Run all rounds. Returns a row for each contender; `over_flush`: for each round, its speed over flush's."""
     workers = started(names, extent, cores, args.microbatches)
+    return take_turns(workers, cores, rounds=args.rounds, batches=args.batches)
+
+
+def take_turns(workers: Mapping[str, Worker], cores: int, *, rounds: int, batches: int = 1) -> list[Row]:
+    """Run all rounds. Returns a row for each contender; `over_flush`: for each round, its speed over flush's."""
     running = {name: worker for name, worker in workers.items() if worker.failed is None}
-    rounds = {name: [] for name in running}
+    trained = {name: [] for name in running}
     first = {name: worker.train(1)["losses"] for name, worker in running.items()}  # memory, moments
     order = random.Random(0)
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for name in order.sample(list(running), len(running)):
-            rounds[name].append(running[name].train(args.batches))
+            trained[name].append(running[name].train(batches))
     metered = {name: worker.ask("meter", worker.num_microbatches) for name, worker in running.items()}
     rows: list[Row] = []
     for name, worker in workers.items():
         row = {"contender": name, "cores": cores, "microbatches": worker.num_microbatches, "failed": worker.failed}
         if worker.failed is None:
-            seconds = [each["seconds"] for each in rounds[name]]
-            flush = [each["seconds"] for each in rounds["flush"]]
+            seconds = [each["seconds"] for each in trained[name]]
+            flush = [each["seconds"] for each in trained["flush"]]
             row |= {
                 "seconds": seconds,
                 "over_flush": [theirs / own for theirs, own in zip(flush, seconds, strict=True)],
-                "losses": first[name] + [loss for each in rounds[name] for loss in each["losses"]],
-                "threads": {key: [each[key] for each in rounds[name]] for key in ("ran", "waited")},
+                "losses": first[name] + [loss for each in trained[name] for loss in each["losses"]],
+                "threads": {key: [each[key] for each in trained[name]] for key in ("ran", "waited")},
                 **metered[name],
             }
             worker.end()
@@ -235,4 +246,4 @@ def show(rows: list[Row]) -> None:
 
 
 if __name__ == "__main__":
-    work()
+    work(CONTENDERS, Model)

@@ -7,6 +7,7 @@ alike, and losses can be compared to the last bit.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,16 @@ class Model:
     @property
     def tokens_per_microbatch(self) -> int:
         return self.microbatch_size * self.sequence
+
+    def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
+        return Recomputed(*(wrap(stage_module(self, index)) for index in range(self.layers)))
+
+    def loss(self, module: nn.Module, microbatch: int) -> Tensor:
+        tokens, labels = tokens_of(self, microbatch)
+        return loss_of(module(tokens), labels)
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(module.parameters())
 
 
 class Layer(nn.Module):
@@ -173,7 +184,7 @@ class Flush(Training):
     `--recompute-granularity full`."""
 
     def __init__(self, model: Model) -> None:
-        module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
+        module = model.recomputed()
         parameters = dict(module.named_parameters())
         schedule = Schedule.preset("flush", num_stages=1)
         versions = WeightVersions(parameters, window=1)
@@ -218,14 +229,18 @@ class Relay(Training):
 
     @property
     def num_bytes_moved(self) -> int:
-        """The bytes of fetched weights, and of each stage's gradients, stored once in each batch."""
-        gradients = sum(stage.gradient_layout.num_bytes for stage in self.store.stages.values())
-        return self.update.weights.num_bytes_fetched + self.num_batches * gradients
+        return bytes_moved(self.update, self.num_batches)
 
     @property
     def host_bytes(self) -> int:
         """The bytes of weights, gradients and moments."""
         return self.store.num_bytes + self.moments
+
+
+def bytes_moved(update: ModuleRelayUpdate, num_batches: int) -> int:
+    """The bytes of fetched weights, and of each stage's gradients, stored once in each batch."""
+    gradients = sum(stage.gradient_layout.num_bytes for stage in update.store.stages.values())
+    return update.weights.num_bytes_fetched + num_batches * gradients
 
 
 def moments_on_host(optimizer: torch.optim.Optimizer, store: HostStore) -> int:

@@ -1,19 +1,35 @@
-"""Other systems that keep a model's state on the host, with the model of `model.py` and torch's fused AdamW.
+"""Other systems that keep a model's state on the host, with torch's fused AdamW.
 
-Each layer is a unit of its own and recomputed from its input. The systems run on a CPU with gloo and one rank, so
-private memory stands for both their device and their host. Their device bytes are the bytes that a batch makes in
-addition to existing memory, and the bytes that they never offload.
+The model is that of `model.py`, or for FSDP2 that of `captured.py`. Each layer is a unit of its own and recomputed from
+its input. The systems run on a CPU with gloo and one rank, so private memory stands for both their device and their
+host. Their device bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never
+offload.
 """
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from papers.l2l.model import Model, Recomputed, loss_of, make_optimizer, stage_module, tokens_of
+from papers.l2l.model import Model
+
+
+class PeerModel(Protocol):
+    """A model that peers train."""
+
+    def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
+        """Make the module, whose layers are recomputed. `wrap` is called with each unit."""
+
+    def loss(self, module: nn.Module, microbatch: int) -> Tensor:
+        """The mean loss of a microbatch, by its number in the run."""
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Make the optimizer of the module's parameters."""
 
 
 class Peer(ABC):
@@ -27,21 +43,20 @@ class Peer(ABC):
 
     num_bytes_moved: int | None = None
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         self.model = model
         self._next = 0
 
     def run(self, num_microbatches: int) -> float:
         total = 0.0
         for _ in range(num_microbatches):
-            tokens, labels = tokens_of(self.model, self._next)
+            total += self.train(self._next, num_microbatches)
             self._next += 1
-            total += self.train(tokens, labels, num_microbatches)
         self.step()
         return total / num_microbatches
 
     @abstractmethod
-    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
+    def train(self, microbatch: int, num_microbatches: int) -> float:
         """Run forward and backward of a microbatch. Returns its loss."""
 
     def step(self) -> None:  # noqa: B027  DeepSpeed's engine steps in `train`
@@ -58,12 +73,12 @@ class Peer(ABC):
 class FullyShard(Peer):
     """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`. Weights leave the device after each forward."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: PeerModel) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         super().__init__(model)
-        _one_rank()
+        one_rank()
         self.num_bytes_moved = 0
         self._count_moves()
         shards = {
@@ -71,12 +86,11 @@ class FullyShard(Peer):
             "offload_policy": CPUOffloadPolicy(pin_memory=False),
             "reshard_after_forward": True,  # otherwise a top-level unit keeps its weights until its backward
         }
-        stages = [stage_module(model, index) for index in range(model.layers)]
-        self._module = Recomputed(*(fully_shard(stage, **shards) for stage in stages))
-        self._optimizer = make_optimizer(self._module.parameters())
+        self._module = model.recomputed(lambda unit: fully_shard(unit, **shards))
+        self._optimizer = model.optimizer(self._module)
 
-    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
-        loss = loss_of(self._module(tokens), labels)
+    def train(self, microbatch: int, num_microbatches: int) -> float:
+        loss = self.model.loss(self._module, microbatch)
         (loss / num_microbatches).backward()
         return loss.item()
 
@@ -109,11 +123,11 @@ class Zero(Peer):
     def __init__(self, model: Model, stage: int) -> None:
         super().__init__(model)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        _one_rank()
+        one_rank()
         import deepspeed
 
         self._stage = stage
-        module = Recomputed(*(stage_module(model, index) for index in range(model.layers)))
+        module = model.recomputed()
         host = {"device": "cpu"}
         bucket = model.layer_parameters  # the default buckets take gigabytes
         zero = {"stage": stage, "offload_optimizer": host, "reduce_bucket_size": bucket}
@@ -133,16 +147,14 @@ class Zero(Peer):
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
         }
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=make_optimizer(module.parameters()), config=self._config
-        )
+        self._engine, *_ = deepspeed.initialize(model=module, optimizer=model.optimizer(module), config=self._config)
 
     def run(self, num_microbatches: int) -> float:
-        self._engine.set_train_batch_size(num_microbatches * self.model.microbatch_size)
+        self._engine.set_train_batch_size(num_microbatches * self._config["train_micro_batch_size_per_gpu"])
         return super().run(num_microbatches)
 
-    def train(self, tokens: Tensor, labels: Tensor, num_microbatches: int) -> float:
-        loss = loss_of(self._engine(tokens), labels)
+    def train(self, microbatch: int, num_microbatches: int) -> float:
+        loss = self.model.loss(self._engine, microbatch)
         self._engine.backward(loss)
         self._engine.step()  # steps only after the batch's last microbatch
         return loss.item()
@@ -156,7 +168,8 @@ def _bytes_of(group) -> int:
     return sum(each.sharded_param.numel() * each.sharded_param.element_size() for each in group.fsdp_params)
 
 
-def _one_rank() -> None:
+def one_rank() -> None:
+    """Join a gloo group of this process alone."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
     os.environ["MASTER_PORT"] = str(store.port)

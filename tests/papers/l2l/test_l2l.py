@@ -1,5 +1,6 @@
 """What papers/l2l computes: closed forms, and tables of runs that are the program. No times."""
 
+import shlex
 import statistics
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.simulate import Costs, simulate
-from papers.l2l import compute, lanes, memory, optimizer
+from papers.l2l import captured, compute, lanes, memory, optimizer
 from papers.l2l import model as models
 from tests.benchmarks.test_emulated import rows_of
 from tests.draws import draws
@@ -213,3 +214,46 @@ def test_losses_decide_what_is_compared():
     assert "to the last bit" in complaints([flush, {**relay, "losses": [5.0, 4.000001]}])[0]
     assert "not those of flush" in complaints([flush, {**peer, "losses": [5.0, 4.1]}])[0]
     assert "0.940 of the speed" in complaints([flush, {**relay, "over_flush": [0.94]}])[0]
+
+
+@pytest.mark.full
+def test_a_captured_llama_beside_flush_and_fsdp(tmp_path):
+    """The rows and files of one run: relays with the losses of flush to the last bit, FSDP2 with activation
+    checkpointing within 1e-5. Inputs that wait on the host cross twice, and everything else is equal. FSDP2 moves
+    weights twice for each microbatch and gradients once. (How fast depends on the machine.)
+    """
+    names = ["l2l", "l2l, inputs on the device", "FSDP2, CPUOffloadPolicy"]
+    arguments = f"captured --contenders {' '.join(map(shlex.quote, names))} --rounds 1 --layers 4 --hidden 32"
+    rows = rows_of("papers.l2l", f"{arguments} --sequence 16 --microbatches 3", tmp_path, statuses=(0, 1))
+    assert [(row["contender"], row["failed"]) for row in rows] == [(name, None) for name in ("flush", *names)]
+    flush, hosted, kept, fsdp = rows
+    assert hosted["losses"] == kept["losses"] == flush["losses"] and len(set(flush["losses"])) == 2
+    assert fsdp["losses"] == pytest.approx(flush["losses"], rel=1e-5)
+    layer, ends = 4 * 32**2 + 3 * 4 * 32**2 + 2 * 32, 2 * captured.VOCABULARY * 32 + 32
+    assert flush["state"] == 16 * (4 * layer + ends)
+    boundary = 4 * 2 * 16 * 32
+    assert 0 < hosted["moved"] - kept["moved"] <= 2 * 4 * 3 * boundary
+    assert (hosted["moved"] - kept["moved"]) % (2 * 3 * boundary) == 0
+    assert fsdp["moved"] == 3 * 4 * (3 * 4 * layer + 2 * ends + ends)
+    assert hosted["moved"] < fsdp["moved"] / 2
+
+
+def test_a_peer_that_is_ahead_is_a_complaint():
+    complaints, fsdp_name = captured.complaints, captured.PEER
+    row = {"failed": None, "losses": [5.0, 4.0], "seconds": [1.0, 1.0], "state": 10, "made": 10, "moved": 10}
+    flush = {**row, "contender": "flush", "moved": 0}
+    relay = {**row, "contender": "l2l"}
+    fsdp = {**row, "contender": fsdp_name, "seconds": [1.2, 1.1], "losses": [5.0, 4.00001]}
+    assert complaints(captured.with_peer([flush, relay, fsdp])) == []
+    for change, words in (
+        ({"seconds": [0.9, 0.9]}, "l2l: 0.900 of the speed"),
+        ({"made": 9}, "l2l: 20 bytes on the device, and FSDP2, CPUOffloadPolicy has 19"),
+        ({"moved": 9}, "l2l: 10 bytes moved"),
+        ({"losses": [5.0, 4.1]}, "not those of flush"),
+    ):
+        (sentence,) = complaints(captured.with_peer([flush, relay, {**fsdp, **change}]))
+        assert words in sentence
+    (sentence,) = complaints(captured.with_peer([flush, {**relay, "losses": [5.0, 4.000001]}, fsdp]))
+    assert "l2l: its losses" in sentence
+    found = captured.with_peer([flush, relay, fsdp])
+    assert found[1]["over_fsdp"] == [1.2, 1.1] and captured.with_peer([{**flush}])[0]["over_fsdp"] is None
