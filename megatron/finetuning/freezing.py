@@ -59,6 +59,7 @@ class Freezer:
 
     Attributes:
         layer_of: name of a parameter -> its layer.
+        fixed: the parameters that the model never trains, such as Whisper's positions.
         plan: of the pipeline as it is now.
         num_frozen: number of frozen layers.
         has_ended: validation has fallen, so no layer freezes any more.
@@ -68,6 +69,7 @@ class Freezer:
     plan: RunPlan
     ranks: Ranks
     layer_of: Mapping[str, int]
+    fixed: frozenset[str]
     num_layers: int
     rule: FreezeRule
     watch: ValidationWatch
@@ -104,7 +106,8 @@ class Freezer:
                                   args.freeze_counts)  # fmt: skip
         rule = RULES["schedule" if args.freeze_counts else "gradients"](settings)
         watch = ValidationWatch(args.freeze_watch_validation)
-        made = Freezer(args, plan, ranks, layer_of, num_layers, rule, watch, LayerNorms(num_layers))
+        fixed = frozenset(name for name, each in plan.captured.parameters.items() if not each.requires_grad)
+        made = Freezer(args, plan, ranks, layer_of, fixed, num_layers, rule, watch, LayerNorms(num_layers))
         if saved is not None:
             made._load(saved)
         return made
@@ -162,7 +165,8 @@ class Freezer:
         return [found[rank] for rank in self.ranks.pipelines[0]]
 
     def _plan_of(self, num_frozen: int) -> RunPlan:
-        return with_frozen(self.plan, self.args, {name for name, at in self.layer_of.items() if at < num_frozen})
+        frozen = {name for name, at in self.layer_of.items() if at < num_frozen}
+        return with_frozen(self.plan, self.args, frozen | self.fixed)
 
     def change(self, pipeline: BuiltPipeline, num_frozen: int, *, summary, num_steps: int) -> BuiltPipeline:
         """The pipeline with another number of frozen layers, in place of `pipeline`, which is closed.

@@ -35,9 +35,9 @@ from megatron.planner.job.devices import DEVICES, Device
 
 GIB = 2**30
 LAUNCH_MICROSECONDS = 5.0
-STEPPED_BYTES = 28
-"""Bytes that Adam on the host reads and writes for a parameter: gradient, weight and moments, of 4 bytes each, or with
---bf16 the gradient and the weight of 2 bytes, and the master."""
+STEPPED_BYTES = 12
+"""Bytes that the host reads and writes for a parameter besides the optimizer's state, which it reads and writes:
+gradient and weight of 4 bytes each, or with --bf16 the gradient and the weight of 2 bytes, and the master."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,8 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     to_host = 1e9 * device.host_bandwidth
     weights = [each.fetched / to_host for each in found]
     gradients = [each.gradients / (to_host * args.data_parallel_size) for each in found]  # each replica stores a share
-    update = [STEPPED_BYTES * each.trained * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH) for each in found]
+    stepped = (STEPPED_BYTES + 2 * state_bytes(args)) * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH)
+    update = [stepped * each.trained for each in found]
     ring = 2 * (1 - 1 / args.data_parallel_size) / (1e9 * device.link_bandwidth)
     edges = [plan.edge_bytes[edge.source, edge.target].activations for edge in schedule.graph.edges]
     inputs = [0.0, *(each / to_host for each in edges)]

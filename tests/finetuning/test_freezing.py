@@ -11,8 +11,9 @@ from megatron.finetuning.arguments import parse_args
 from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.data.batches import Epochs
+from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.partition_file import PartitionFile
-from megatron.finetuning.plan import captured_model, decaying
+from megatron.finetuning.plan import captured_model, decaying, make_plan
 from megatron.finetuning.pretrained import open_model
 from megatron.finetuning.samples import read_data
 from tests import workers
@@ -219,3 +220,18 @@ def test_a_pipeline_or_a_number_that_cannot_be_is_refused(folder, ranks, counts,
             "--partition", str(cases.partition(folder, NAME, ranks))]  # fmt: skip
     found, *_ = workers.run(1, "tests.finetuning.cases:refused", folder=folder, argv=argv)
     assert reason in found
+
+
+def test_what_the_model_never_trains_stays_so(folder):
+    """A parameter without a gradient in the model's own code has none after layers freeze, and after they thaw."""
+    argv = ["--pipeline_schedule", "flush", "--freeze_training", "--freeze_interval", 3, "--freeze_schedule", "1"]
+    args = tiny.arguments(folder, NAME, *argv, "--partition", cases.partition(folder, NAME, (0,)))
+    plan = make_plan(args, read_data(args))
+    parameters = plan.captured.parameters
+    fixed = next(name for name in parameters if "layer.1" in name)
+    parameters[fixed].requires_grad_(False)
+    freezer = Freezer.of(args, plan, None, None)
+    for num_frozen in (1, 0):
+        freezer._plan_of(num_frozen)
+        found = {name for name, each in parameters.items() if not each.requires_grad}
+        assert found == {fixed} | {name for name in parameters if layer_of(name) < num_frozen}

@@ -13,6 +13,7 @@ from megatron.finetuning.data.lengths import Lengths, order_of
 from megatron.finetuning.pretrained import capture_model
 from megatron.finetuning.samples import read_data
 from tests.finetuning import cases, tiny
+from tests.finetuning.test_replicas import close
 from tests.finetuning.test_runs import CLASSES, run, same
 
 PADDED = ["--pad_to_multiple_of", 3]
@@ -22,14 +23,6 @@ GROUPED = [*PADDED, "--group_by_length"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lengths")
-
-
-def close(found: cases.Outcome, expected: cases.Outcome) -> None:
-    """Losses, and weights after all steps, within 1e-6."""
-    assert len(set(found.losses)) == len(found.losses) > 2
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    for name, weights in found.weights.items():
-        torch.testing.assert_close(weights, expected.weights[name], rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.sample(2)

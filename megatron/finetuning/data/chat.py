@@ -15,7 +15,7 @@ from megatron.documents.files import require_characters
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.generation import perplexity
-from megatron.finetuning.data.packing import Tokens, rows_of
+from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
 from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -41,24 +41,13 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
             where = f"{file.path}, sample {number}"
             found = template.tokens(_messages(sample, list(columns), where), sample.get("tools") or None, where)
             num_cut += len(found.ids) > args.max_seq_length
-            kept = Tokens(found.ids[: args.max_seq_length], found.labels[: args.max_seq_length])
+            kept = found.cut(args.max_seq_length)
             if kept.num_counted:
                 sequences.append(kept)
             else:
                 num_left_out += 1
-        if not sequences:
-            raise ValueError(
-                f"{file.path}: no conversation has an answer within --max_seq_length {args.max_seq_length}; give a "
-                "larger --max_seq_length, or conversations in which the assistant answers"
-            )
-        notes = [
-            f"{file.path}: {counted(count, 'conversation')} of {len(file.samples)} {what}"
-            for count, what in (
-                (num_cut, f"cut to --max_seq_length {args.max_seq_length}"),
-                (num_left_out, "left out, without an answer in what is left"),
-            )
-            if count
-        ]
+        require_some(sequences, file, args.max_seq_length)
+        notes = notes_on(file, "conversation", args.max_seq_length, num_cut=num_cut, num_left_out=num_left_out)
         return rows_of(sequences, args, tokenizer, answer_metrics, notes)
 
     def prompts(file: File) -> Prompts:

@@ -19,7 +19,7 @@ from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.chat import ASSISTANT, Message, Template, answer_metrics, columns_of, messages_of
 from megatron.finetuning.data.classification import IMAGE, image_of
 from megatron.finetuning.data.files import File, Sample
-from megatron.finetuning.data.packing import Tokens, rows_of
+from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
 from megatron.finetuning.data.task import Prepared, Task, most_likely, parts_of
 
 _INPUTS = {"input_ids", "attention_mask", "pixel_values"}
@@ -51,7 +51,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
                     "give a larger --max_seq_length"
                 )
             num_cut += len(found.ids) > args.max_seq_length
-            kept = Tokens(found.ids[: args.max_seq_length], found.labels[: args.max_seq_length])
+            kept = found.cut(args.max_seq_length)
             if not kept.num_counted:
                 num_left_out += 1
                 continue
@@ -62,19 +62,8 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
                 )
             sequences.append(kept)
             pixels.append(own)
-        if not sequences:
-            raise ValueError(
-                f"{file.path}: no conversation has an answer within --max_seq_length {args.max_seq_length}; give a "
-                "larger --max_seq_length, or conversations in which the assistant answers"
-            )
-        notes = [
-            f"{file.path}: {counted(count, 'conversation')} of {len(file.samples)} {what}"
-            for count, what in (
-                (num_cut, f"cut to --max_seq_length {args.max_seq_length}"),
-                (num_left_out, "left out, without an answer in what is left"),
-            )
-            if count
-        ]
+        require_some(sequences, file, args.max_seq_length)
+        notes = notes_on(file, "conversation", args.max_seq_length, num_cut=num_cut, num_left_out=num_left_out)
         return rows_of(sequences, args, tokenizer, answer_metrics, notes, {"pixel_values": torch.cat(pixels)})
 
     return Prepared(rows)

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron.documents import counted
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
+from megatron.finetuning.data.files import File
 from megatron.finetuning.data.task import give_padding
 from megatron.trainer.files.conversations import best_fit
 
@@ -35,10 +37,35 @@ class Tokens:
         if self.labels:
             self.labels[0] = IGNORED  # nothing in the sequence predicts its first token
 
+    def cut(self, length: int) -> Tokens:
+        """The first `length` tokens."""
+        return Tokens(self.ids[:length], self.labels[:length])
+
     @property
     def num_counted(self) -> int:
         """The number of tokens that count in the loss."""
         return sum(label != IGNORED for label in self.labels)
+
+
+def notes_on(file: File, kind: str, length: int, *, num_cut: int, num_left_out: int) -> list[str]:
+    """Sentences on how many samples of a kind, such as conversations, were cut or left out; none for a number of 0."""
+    return [
+        f"{file.path}: {counted(count, kind)} of {len(file.samples)} {what}"
+        for count, what in (
+            (num_cut, f"cut to --max_seq_length {length}"),
+            (num_left_out, "left out, without an answer in what is left"),
+        )
+        if count
+    ]
+
+
+def require_some(sequences: Sequence[Tokens], file: File, length: int) -> None:
+    """Raise ValueError if no conversation of a file is left."""
+    if not sequences:
+        raise ValueError(
+            f"{file.path}: no conversation has an answer within --max_seq_length {length}; give a larger "
+            "--max_seq_length, or conversations in which the assistant answers"
+        )
 
 
 def rows_of(

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from megatron.documents import counted
 from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.chat import ASSISTANT, PROMPT, Message, Template, messages_of
 from megatron.finetuning.data.files import File, Sample
-from megatron.finetuning.data.packing import Tokens, rows_of
+from megatron.finetuning.data.packing import notes_on, rows_of
 from megatron.finetuning.data.task import Prepared, Task
 
 ANSWERS = ("chosen", "rejected")
@@ -81,7 +80,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
             before, answers = _split(sample, prompt, list(columns), where)
             found = [template.completion(before, answer, sample.get("tools") or None, where) for answer in answers]
             num_cut += any(len(each.ids) > length for each in found)
-            kept = [Tokens(each.ids[:length], each.labels[:length]) for each in found]
+            kept = [each.cut(length) for each in found]
             if all(each.num_counted for each in kept):
                 pairs.append(kept)
             else:
@@ -90,14 +89,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
             raise ValueError(
                 f"{file.path}: no pair has both answers within --max_seq_length {length}; give a larger one"
             )
-        notes = [
-            f"{file.path}: {counted(count, 'pair')} of {len(file.samples)} {what}"
-            for count, what in (
-                (num_cut, f"cut to --max_seq_length {length}"),
-                (num_left_out, "left out, without an answer's token in what is left"),
-            )
-            if count
-        ]
+        notes = notes_on(file, "pair", length, num_cut=num_cut, num_left_out=num_left_out)
         chosen, rejected = (rows_of(side, args, tokenizer) for side in zip(*pairs, strict=True))
         return Pairs(chosen, rejected, beta, notes)
 

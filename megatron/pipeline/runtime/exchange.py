@@ -181,7 +181,7 @@ class Exchange:
                 if peer in sharing:
                     tensors = self._as_of_now(index, peer, instruction.microbatch, tensors)
                 here = peer in stages
-                form = None if here else self._shaped(index, peer, instruction.microbatch)
+                form = None if here else self._travelling(index, peer, instruction.microbatch)
                 handed[index, peer, instruction.microbatch] = tensors if here else (form, tensors)
                 for tensor in tensors:
                     on_boundary(tensor)
@@ -215,14 +215,14 @@ class Exchange:
             self._channels.post_receive(kind, stage, microbatch)
             return
         peer = self._peer_of(kind, stage, instruction.peer)
-        spec = self._shaped(peer, stage, microbatch).spec_of(self._present(peer, stage, microbatch))
+        spec = self._travelling(peer, stage, microbatch).spec_of(self._present(peer, stage, microbatch))
         if spec is not None:
             self._channels.post_receive(kind, stage, microbatch, instruction.peer, spec)
 
     def _received(self, kind: Kind, instruction: Instruction, peer: int) -> Any:
         """Return the tensors from stage `peer` on another rank, with None for each that has not moved."""
         stage, microbatch = instruction.stage, instruction.microbatch
-        travelling, present = self._shaped(peer, stage, microbatch), self._present(peer, stage, microbatch)
+        travelling, present = self._travelling(peer, stage, microbatch), self._present(peer, stage, microbatch)
         if not any(present):
             return (None,) * len(present)
         packed = self._waited_for(kind, self._named(kind, stage, peer), instruction)
@@ -235,21 +235,23 @@ class Exchange:
         self._on_boundary(tensor)
         return tensor
 
-    def _travelling(self, source: int, target: int) -> TravellingTensors:
-        """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank."""
-        own, other = (source, target) if source in self._stages else (target, source)
-        edge = self._stages[own].edges[other]
-        return edge.activations if source < target else edge.gradients
+    def _travelling(self, source: int, target: int, microbatch: int | None = None) -> TravellingTensors:
+        """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank.
 
-    def _shaped(self, source: int, target: int, microbatch: int) -> TravellingTensors:
-        """As `_travelling`, with the shapes of a microbatch."""
+        `microbatch`: the one whose shapes they have; None: where only their number and owners matter.
+        """
         own, other = (source, target) if source in self._stages else (target, source)
-        edge = self._stages[own].edges_at(self._about(microbatch))[other]
+        stage = self._stages[own]
+        edge = (stage.edges if microbatch is None else stage.edges_at(self._about(microbatch)))[other]
         return edge.activations if source < target else edge.gradients
 
     def _present(self, source: int, target: int, microbatch: int) -> tuple[bool, ...]:
         """Return, for each tensor, whether it moves with this microbatch."""
-        about, owners = self._about(microbatch), self._travelling(source, target).owners
+        travelling = self._travelling(source, target)
+        owners = travelling.owners
+        if not travelling.has_shared:
+            return (True,) * len(owners)
+        about = self._about(microbatch)
         if source > target:
             return tuple(owner is None or self._shared.moves_gradient(about) for owner in owners)
         return tuple(owner is None or self._shared.moves_value(owner, about) for owner in owners)

@@ -91,7 +91,7 @@ def test_pairs_that_are_too_long(folder):
     assert len(data.training) == 2
     assert data.notes == (
         f"{path}: 2 pairs of 3 cut to --max_seq_length 12",
-        f"{path}: 1 pair of 3 left out, without an answer's token in what is left",
+        f"{path}: 1 pair of 3 left out, without an answer in what is left",
     )
 
 

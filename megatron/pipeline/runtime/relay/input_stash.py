@@ -138,7 +138,7 @@ class InputStash:
         self._device = torch.device(device)
         self._make = streams_of(self._device).host_buffer
         self._ledger = ledger
-        self._free: list[Tensor] = []  # free host buffers, of bytes
+        self._free: dict[int, list[Tensor]] = {}  # bytes -> free host buffers of as many
         self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # of offloaded inputs: host buffer, and its part in use
         # Each input on the device is in its own list, and a copy refers to the list. So the main thread frees an input
         # by emptying the list, even while the thread of a lane still refers to the copy.
@@ -188,7 +188,8 @@ class InputStash:
         key = stage.index, microbatch.index
         place = self._coming.pop(key, None)
         if place is not None:
-            self._free.append(self._away.pop(key)[0])
+            whole, _ = self._away.pop(key)
+            self._free.setdefault(whole.nbytes, []).append(whole)
             stage.restore_input(microbatch, place.pop())
 
     def require_empty(self) -> None:
@@ -201,15 +202,16 @@ class InputStash:
         A new one takes the place of a free one that is too small, so there are never more than inputs on the host at
         once, and none is larger than the largest input.
         """
-        large = [place for place, buffer in enumerate(self._free) if buffer.nbytes >= num_bytes]
-        if large:
-            return self._free.pop(min(large, key=lambda place: self._free[place].nbytes))
-        self.num_buffers += 1
-        if self._free:
-            self.num_buffers -= 1
-            dropped = self._free.pop()
+        sizes = sorted(size for size, free in self._free.items() if free)
+        fitting = next((size for size in sizes if size >= num_bytes), None)
+        if fitting is not None:
+            return self._free[fitting].pop()
+        if sizes:
+            dropped = self._free[sizes[0]].pop()
             if self._ledger is not None:
                 self._ledger.note_dropped(dropped)
+        else:
+            self.num_buffers += 1
         buffer = self._make((num_bytes,), torch.uint8)
         if self._ledger is not None:
             self._ledger.note_on_host(buffer)
