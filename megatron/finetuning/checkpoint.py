@@ -52,6 +52,7 @@ class SavedProgress:
             over all replicas, so their number may change as long as a batch stays the same.
         best: the state of `Best`; None if the run has none.
         freezing: the state of `Freezer`; None if no layers freeze.
+        owes_evaluation: an evaluation was due here, and a stop request left it out.
     """
 
     batches: int
@@ -67,6 +68,7 @@ class SavedProgress:
     flags: dict[str, float]
     best: dict[str, Any] | None = None
     freezing: dict[str, Any] | None = None
+    owes_evaluation: bool = False
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:

@@ -191,7 +191,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     generate = None if generation is None else generation.evaluate
     trainer = Trainer(
         pipeline, args, report, stop, origin, facts, left_batches, num_steps, data.validation, best, freezer,
-        data.task.summary, generate,
+        data.task.summary, generate, owes_evaluation=args.do_train and done.owes_evaluation,
     )  # fmt: skip
     ends = trainer.train()
     pipeline = trainer.pipeline

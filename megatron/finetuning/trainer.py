@@ -52,6 +52,7 @@ class Trainer:
         summary: as for `build_pipeline`.
         generate: generates from the prompts of an evaluation, and returns further metrics; None: nothing is generated.
         drains: the last 64 batches before which the pipeline was drained.
+        owes_evaluation: a stop request left out an evaluation at the checkpoint from which the run goes on.
         saved_step, evaluated_step: number of finished batches at the last checkpoint and at the last evaluation.
     """
 
@@ -69,6 +70,7 @@ class Trainer:
     summary: Summary
     generate: Callable[[BuiltPipeline], Mapping[str, float]] | None = None
     drains: deque[int] = field(default_factory=lambda: deque(maxlen=64))
+    owes_evaluation: bool = False
     saved_step: int | None = None
     evaluated_step: int | None = None
     _waiting: deque[tuple[int, int, float]] = field(default_factory=deque)  # batch, its first microbatch, seconds
@@ -81,34 +83,60 @@ class Trainer:
         """
         args, step = self.args, self.pipeline.engine.next_batch
         first = step
-        while step < self.num_steps:
+        if self.owes_evaluation:
+            self._make_up(step)
+        while step < self.num_steps and not self._has_ended:
             self._batch(next(self.batches))
             step = self.pipeline.engine.next_batch
-            saves = args.save_steps and step % args.save_steps == 0
-            evaluates = self.validation is not None and args.eval_steps and step % args.eval_steps == 0
-            freezes = self.freezer is not None and self.freezer.due(step)
+            saves, evaluates, freezes = self._due(step)
             if not (saves or evaluates or freezes or self._stop_requests):
                 continue
             self._drain()
-            found = self.evaluate() if evaluates and not self._stop_requests else None
-            is_best = found is not None and self._is_best(found)
-            if self.freezer is not None and step < self.num_steps:
-                self._freeze(step, found, is_due=freezes)
+            owes = evaluates and bool(self._stop_requests)  # whoever asks to stop may not wait for an evaluation
+            is_best = not owes and self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
             if saves or self._stop_requests or (is_best and args.save_strategy == "best"):
-                self._save(first, is_best=is_best)
-            if self.best is not None and self.best.ends and not self._stop_requests:
-                self.report.say(f"ends after step {step}: {self.best.without} evaluations without an improvement")
-                break
+                self._save(first, is_best=is_best, owes_evaluation=owes)
             if self._stop_requests:
                 self.report.say(f"exiting on request after step {step}")
                 return False
+        if self._has_ended:
+            self.report.say(f"ends after step {step}: {self.best.without} evaluations without an improvement")
         self._drain()
         if args.save_strategy not in ("no", "best") and self.saved_step != step > first:
             self._save(first)
         return True
 
-    def _is_best(self, found: dict[str, float]) -> bool:
-        return self.best is not None and self.best.judge(found)
+    @property
+    def _has_ended(self) -> bool:
+        return self.best is not None and self.best.ends
+
+    def _due(self, step: int) -> tuple[bool, bool, bool]:
+        """Whether a checkpoint, an evaluation and the end of an interval of freezing are due after `step` batches."""
+        args = self.args
+        return (
+            bool(args.save_steps) and step % args.save_steps == 0,
+            self.validation is not None and bool(args.eval_steps) and step % args.eval_steps == 0,
+            self.freezer is not None and self.freezer.due(step),
+        )
+
+    def _evaluate_and_freeze(self, step: int, *, evaluates: bool, freezes: bool) -> bool:
+        """Do what is due after `step` batches. Returns whether the evaluation is the best. Precondition: a drain."""
+        found = self.evaluate() if evaluates else None
+        is_best = found is not None and self.best is not None and self.best.judge(found)
+        if self.freezer is not None and step < self.num_steps:
+            self._freeze(step, found, is_due=freezes)
+        return is_best
+
+    def _make_up(self, step: int) -> None:
+        """Evaluate and freeze as the run would have before the checkpoint from which it goes on."""
+        args = self.args
+        saves, evaluates, freezes = self._due(step)
+        is_best = self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
+        if is_best and (saves or args.save_strategy == "best"):
+            if args.resumed_from.resolve() == self._folder().resolve():
+                self.best.checkpoint = args.resumed_from.name
+            else:
+                self._save(step, is_best=True)
 
     def _freeze(self, step: int, found: dict[str, float] | None, *, is_due: bool) -> None:
         """Freeze layers at the end of an interval, or train all again if the evaluation `found` has fallen."""
@@ -169,22 +197,27 @@ class Trainer:
                 + (", or give --bf16" if self.args.fp16 else "")
             )
 
-    def _save(self, first: int, *, is_best: bool = False) -> None:
+    def _folder(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.pipeline.engine.next_batch}"
+
+    def _save(self, first: int, *, is_best: bool = False, owes_evaluation: bool = False) -> None:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
         After the run's first checkpoint, --overwrite_output_dir removes those with more batches than `first`, the batch
-        at which the run began. `is_best`: the newest evaluation is the best.
+        at which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: one that is due was left
+        out.
         """
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
-        output = Path(args.output_dir)
-        folder = output / f"checkpoint-{engine.next_batch}"
+        folder = self._folder()
+        output = folder.parent
         if is_best:
             self.best.checkpoint = folder.name
         state = None if self.best is None else self.best.state()
         freezing = None if self.freezer is None else self.freezer.state()
         progress = SavedProgress(
-            engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state, freezing=freezing
-        )
+            engine.next_batch, self.pipeline.feed.num_microbatches, **self.facts, best=state, freezing=freezing,
+            owes_evaluation=owes_evaluation,
+        )  # fmt: skip
         checkpoint.save(self.pipeline, folder, self.origin, progress)
         if args.rank == 0:
             if args.overwrite_output_dir and self.saved_step is None:

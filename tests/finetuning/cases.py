@@ -74,8 +74,11 @@ def finetune(
     dropout: float = 0.0,
     name: str,
     weights: str = "weights_of",
+    stop_at: int | None = None,
 ) -> Outcome:
-    """One run of all ranks. `weights`: name of the function here that reads what the run has written."""
+    """One run of all ranks. `weights`: name of the function here that reads what the run has written. `stop_at`: number
+    of the batch at whose beginning the last rank is told to stop; then no model is written, and none is read.
+    """
     folder = Path(folder)
     metrics, output = folder / f"{name}.jsonl", folder / name
     ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
@@ -86,10 +89,24 @@ def finetune(
         )  # fmt: skip
         args = changed(args, distributed_backend="gloo", resumed_from=job.checkpoint_to_resume(args))
         dist.barrier()
-        job.run(args, StopSignal())
+        stops = stop_at is not None and dist.get_rank() == dist.get_world_size() - 1
+        job.run(args, StopAt(stop_at) if stops else StopSignal())
     if dist.get_rank():
         return Outcome([])
-    return Outcome(read_metrics(str(metrics)), globals()[weights](output, task) if args.do_train else {})
+    writes = args.do_train and stop_at is None
+    return Outcome(read_metrics(str(metrics)), globals()[weights](output, task) if writes else {})
+
+
+class StopAt:
+    """A `StopSignal` that has received its signal once `batches` batches have asked."""
+
+    def __init__(self, batches: int) -> None:
+        self._left = batches
+
+    @property
+    def received(self) -> bool:
+        self._left -= 1
+        return self._left < 0
 
 
 def held(folder: Path, task: str, *, weights: str = "adapter_of", **options: object) -> dict[str, object]:

@@ -99,6 +99,44 @@ def test_the_best_is_the_model(tmp_path):
     same(again, found)
 
 
+@pytest.mark.parametrize(("schedule", "stop_at"), [("flush", 3), ("2bw", 2)])
+def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
+    """The run saves without it, for a launcher soon kills; the run that goes on evaluates first. So both together have
+    the losses, the evaluations, the best checkpoint and the model of a run that nobody stopped.
+    """
+    validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
+    argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 2, "--save_steps", 2,
+            "--load_best_model_at_end", "--max_steps", 8, "--resume", "auto", "--optim", "sgd", "--learning_rate", 1.0,
+            "--warmup_steps", 8, "--gradient_accumulation_steps", 2, "--dataloader_drop_last",
+            "--pipeline_schedule", schedule, "--partition", cases.partition(tmp_path, CLASSES, (0, 1))]  # fmt: skip
+    whole = run(tmp_path, "whole", *argv)
+    losses = {line["step"]: line["eval_loss"] for line in whole.lines if "eval_loss" in line}
+    stopped = run(tmp_path, "stopped", *argv, stop_at=stop_at)
+    left = SavedProgress.read(tmp_path / "stopped" / "checkpoint-4")
+    assert left.owes_evaluation and [line["step"] for line in stopped.lines if "eval_loss" in line] == [2]
+    rest = run(tmp_path, "stopped", *argv)
+    assert {line["step"]: line["eval_loss"] for line in rest.lines if "eval_loss" in line} == losses
+    same(rest, whole)
+    last = [SavedProgress.read(tmp_path / name / "checkpoint-8") for name in ("stopped", "whole")]
+    assert last[0] == last[1] and not last[0].owes_evaluation and last[0].best["checkpoint"] == "checkpoint-4"
+
+
+def test_a_run_that_has_ended_early_does_not_go_on(tmp_path):
+    """Patience was at its end in the last checkpoint. So a second start writes the same model, and trains nothing."""
+    validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
+    argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 1,
+            "--optim", "sgd", "--save_steps", 1, "--early_stopping_patience", 1, "--early_stopping_threshold", 100, "--max_steps", 8,
+            "--resume", "auto", "--pipeline_schedule", "flush", "--learning_rate", 1.0,
+            "--partition", cases.partition(tmp_path, CLASSES, (0,))]  # fmt: skip
+    found = run(tmp_path, "early", *argv, ranks=1)
+    assert [line["step"] for line in found.lines if "loss" in line] == [1, 2]
+    again = run(tmp_path, "early", *argv, ranks=1)
+    assert [line["step"] for line in again.lines if "loss" in line] == [1, 2]
+    same(again, found)
+    raised = run(tmp_path, "early", *argv, "--early_stopping_patience", 2, ranks=1)
+    assert [line["step"] for line in raised.lines if "loss" in line] == [1, 2, 3]
+
+
 WANDB = """\
 import json
 def note(**call):

@@ -175,11 +175,26 @@ def test_a_run_resumed_with_frozen_layers_is_the_run(folder, schedule, precision
         assert torch.equal(each, rest.weights[name]), name
 
 
-def resumable(folder, name, argv):
+def test_an_evaluation_that_a_stop_left_out_lets_layers_train_again(folder):
+    """A stop at batch 4, where an evaluation is due by which layers train again, and a freezing that it forestalls."""
+    argv = [*COMMON, "--freeze_interval", 2, "--freeze_schedule", "1,1", "--pipeline_schedule", "flush", "--do_train",
+            "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 2, "--eval_strategy", "steps",
+            "--freeze_watch_validation", -10]  # fmt: skip
+    whole, *_ = resumable(folder, "unstopped", argv)
+    assert changes(whole) == [(2, 1), (4, 0)]
+    stopped, *_ = resumable(folder, "stopped", argv, stop_at=3)
+    assert changes(stopped) == [(2, 1)]
+    rest, *_ = resumable(folder, "stopped", [*argv, "--resume_from_checkpoint"])
+    assert changes(rest) == [(2, 1), (4, 0)] and rest.losses == whole.losses
+    for name, each in whole.weights.items():
+        assert torch.equal(each, rest.weights[name]), name
+
+
+def resumable(folder, name, argv, **options):
     cut = cases.partition(folder, NAME, (0, 1), *argv, dropout=0.1)
     argv = (*map(str, argv), "--partition", str(cut))
     return workers.run(2, "tests.finetuning.cases:finetune", folder=folder, task=NAME, argv=argv, name=name,
-                       dropout=0.1)  # fmt: skip
+                       dropout=0.1, **options)  # fmt: skip
 
 
 def test_frozen_layers_have_no_gradients_moments_versions_or_traffic(folder):

@@ -23,9 +23,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def run(folder: Path, name: str, *argv: object, task: str = CLASSES, ranks: int = 2, dropout: float = 0.0):
+def run(folder: Path, name: str, *argv: object, task: str = CLASSES, ranks: int = 2, **options: object):
     outcome, *_ = workers.run(
-        ranks, f"{CASES}:finetune", folder=folder, task=task, argv=tuple(map(str, argv)), dropout=dropout, name=name
+        ranks, f"{CASES}:finetune", folder=folder, task=task, argv=tuple(map(str, argv)), name=name, **options
     )
     return outcome
 
