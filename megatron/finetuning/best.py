@@ -58,6 +58,9 @@ def require_evaluated(args: argparse.Namespace) -> None:
         )
 
 
+_STATE = ("value", "checkpoint", "saved_value", "without")
+
+
 @dataclass
 class Best:
     """The best evaluation so far.
@@ -69,6 +72,7 @@ class Best:
         threshold: what an improvement has to exceed.
         value: of the best evaluation; None before the first.
         checkpoint: the name of the best checkpoint's folder; None if there is none.
+        saved_value: of the evaluation before that checkpoint; a later, better one may have been without a checkpoint.
         without: number of evaluations since the last improvement.
     """
 
@@ -78,6 +82,7 @@ class Best:
     threshold: float = 0.0
     value: float | None = None
     checkpoint: str | None = None
+    saved_value: float | None = None
     without: int = 0
 
     @staticmethod
@@ -104,6 +109,23 @@ class Best:
         self.value = value if is_best else best
         return is_best
 
+    def saved_as(self, checkpoint: str) -> None:
+        """Note the checkpoint that was written right after the best evaluation."""
+        self.checkpoint, self.saved_value = checkpoint, self.value
+
+    def verdict(self) -> str:
+        """Which checkpoint is the best, in a sentence."""
+        if self.checkpoint is None:
+            why = (
+                f"{self.metric} was never a number" if self.value is None or math.isinf(self.value)
+                else f"no checkpoint was written after the best evaluation ({self.metric} {self.value:.4f})"
+            )  # fmt: skip
+            return f"no checkpoint is the best ({why}): the model is the last"
+        found = f"the best is {self.checkpoint}, with {self.metric} {self.saved_value:.4f}"
+        if self.value == self.saved_value:
+            return found
+        return f"{found}; an evaluation with {self.value:.4f} was better, and no checkpoint was written after it"
+
     @property
     def ends(self) -> bool:
         """Whether the run has not improved for too long."""
@@ -111,9 +133,10 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
-        return {"metric": self.metric, "value": self.value, "checkpoint": self.checkpoint, "without": self.without}
+        return {name: getattr(self, name) for name in ("metric", *_STATE)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from the `state` of a checkpoint, if it is of the same metric."""
         if state["metric"] == self.metric:
-            self.value, self.checkpoint, self.without = state["value"], state["checkpoint"], state["without"]
+            for name in _STATE:
+                setattr(self, name, state[name])

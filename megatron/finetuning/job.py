@@ -199,11 +199,10 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()
         if args.do_train:
-            if args.load_best_model_at_end and best.checkpoint is None:
-                report.say(f"no checkpoint is the best ({best.metric} was never a number): the model is the last")
-            elif args.load_best_model_at_end:
-                checkpoint.restore(pipeline, Path(args.output_dir) / best.checkpoint)
-                report.say(f"the best is {best.checkpoint}, with {best.metric} {best.value:.4f}")
+            if args.load_best_model_at_end:
+                if best.checkpoint is not None:
+                    checkpoint.restore(pipeline, Path(args.output_dir) / best.checkpoint)
+                report.say(best.verdict())
             checkpoint.save_model(pipeline, Path(args.output_dir), origin)
             report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
             if args.merge_adapter:

@@ -82,12 +82,12 @@ class Trainer:
         Raises ValueError if the loss or the gradient of a batch is not finite.
         """
         args, step = self.args, self.pipeline.engine.next_batch
-        first = step
+        first, is_best = step, False
         if self.owes_evaluation:
             self._make_up(step)
         while step < self.num_steps and not self._has_ended:
             self._batch(next(self.batches))
-            step = self.pipeline.engine.next_batch
+            step, is_best = self.pipeline.engine.next_batch, False
             saves, evaluates, freezes = self._due(step)
             if not (saves or evaluates or freezes or self._stop_requests):
                 continue
@@ -103,7 +103,7 @@ class Trainer:
             self.report.say(f"ends after step {step}: {self.best.without} evaluations without an improvement")
         self._drain()
         if args.save_strategy not in ("no", "best") and self.saved_step != step > first:
-            self._save(first)
+            self._save(first, is_best=is_best)
         return True
 
     @property
@@ -134,7 +134,7 @@ class Trainer:
         is_best = self._evaluate_and_freeze(step, evaluates=evaluates, freezes=freezes)
         if is_best and (saves or args.save_strategy == "best"):
             if args.resumed_from.resolve() == self._folder().resolve():
-                self.best.checkpoint = args.resumed_from.name
+                self.best.saved_as(args.resumed_from.name)
             else:
                 self._save(step, is_best=True)
 
@@ -204,14 +204,13 @@ class Trainer:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
         After the run's first checkpoint, --overwrite_output_dir removes those with more batches than `first`, the batch
-        at which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: one that is due was left
-        out.
+        at which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: it is due and left out.
         """
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
         folder = self._folder()
         output = folder.parent
         if is_best:
-            self.best.checkpoint = folder.name
+            self.best.saved_as(folder.name)
         state = None if self.best is None else self.best.state()
         freezing = None if self.freezer is None else self.freezer.state()
         progress = SavedProgress(

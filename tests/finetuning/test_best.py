@@ -91,7 +91,7 @@ def test_the_best_is_the_model(tmp_path):
     (kept,) = (tmp_path / "best").glob("checkpoint-*")
     assert kept.name == f"checkpoint-{best}"
     assert SavedProgress.read(kept).best == {
-        "metric": "loss", "value": losses[best], "checkpoint": kept.name, "without": 0
+        "metric": "loss", "value": losses[best], "checkpoint": kept.name, "saved_value": losses[best], "without": 0
     }  # fmt: skip
     same(found, cases.Outcome([], cases.weights_of(kept, CLASSES)))
     again = run(tmp_path, "best", *argv)
@@ -105,8 +105,8 @@ def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
     the losses, the evaluations, the best checkpoint and the model of a run that nobody stopped.
     """
     validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
-    argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 2, "--save_steps", 2,
-            "--load_best_model_at_end", "--max_steps", 8, "--resume", "auto", "--optim", "sgd", "--learning_rate", 1.0,
+    argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 2,
+            "--save_steps", 2, "--load_best_model_at_end", "--max_steps", 8, "--resume", "auto", "--optim", "sgd", "--learning_rate", 1.0,
             "--warmup_steps", 8, "--gradient_accumulation_steps", 2, "--dataloader_drop_last",
             "--pipeline_schedule", schedule, "--partition", cases.partition(tmp_path, CLASSES, (0, 1))]  # fmt: skip
     whole = run(tmp_path, "whole", *argv)
@@ -121,12 +121,40 @@ def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
     assert last[0] == last[1] and not last[0].owes_evaluation and last[0].best["checkpoint"] == "checkpoint-4"
 
 
+def test_the_last_checkpoint_may_be_the_best(tmp_path):
+    """It is written at the end, where no interval is due, right after the best evaluation."""
+    validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
+    argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 1,
+            "--save_steps", 2, "--load_best_model_at_end", "--max_steps", 3, "--pipeline_schedule", "flush",
+            "--learning_rate", 0.01, "--partition", cases.partition(tmp_path, CLASSES, (0,))]  # fmt: skip
+    found = run(tmp_path, "last", *argv, ranks=1)
+    losses = {line["step"]: line["eval_loss"] for line in found.lines if "eval_loss" in line}
+    assert min(losses, key=losses.get) == 3
+    assert SavedProgress.read(tmp_path / "last" / "checkpoint-3").best["checkpoint"] == "checkpoint-3"
+    same(found, cases.Outcome([], cases.weights_of(tmp_path / "last" / "checkpoint-3", CLASSES)))
+
+
+def test_the_value_that_is_named_is_that_of_the_checkpoint():
+    """Also where a better evaluation has no checkpoint, in a run that goes on, too."""
+    best = Best("loss", greater=False)
+    assert best.judge({"loss": 0.75})
+    assert "no checkpoint was written after the best evaluation (loss 0.7500)" in best.verdict()
+    assert best.judge({"loss": 0.5})
+    best.saved_as("checkpoint-4")
+    assert best.verdict() == "the best is checkpoint-4, with loss 0.5000"
+    assert best.judge({"loss": 0.25})
+    rest = Best("loss", greater=False)
+    rest.restore(json.loads(json.dumps(best.state())))
+    assert rest.verdict().startswith("the best is checkpoint-4, with loss 0.5000; an evaluation with 0.2500 was better")
+    assert "loss was never a number" in Best("loss", greater=False).verdict()
+
+
 def test_a_run_that_has_ended_early_does_not_go_on(tmp_path):
     """Patience was at its end in the last checkpoint. So a second start writes the same model, and trains nothing."""
     validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
     argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 1,
-            "--optim", "sgd", "--save_steps", 1, "--early_stopping_patience", 1, "--early_stopping_threshold", 100, "--max_steps", 8,
-            "--resume", "auto", "--pipeline_schedule", "flush", "--learning_rate", 1.0,
+            "--optim", "sgd", "--save_steps", 1, "--early_stopping_patience", 1, "--early_stopping_threshold", 100,
+            "--max_steps", 8, "--resume", "auto", "--pipeline_schedule", "flush", "--learning_rate", 1.0,
             "--partition", cases.partition(tmp_path, CLASSES, (0,))]  # fmt: skip
     found = run(tmp_path, "early", *argv, ranks=1)
     assert [line["step"] for line in found.lines if "loss" in line] == [1, 2]
