@@ -106,8 +106,9 @@ def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
     """
     validation = tiny.data_file(tmp_path, num_samples=9, seed=3)
     argv = ["--do_train", "--validation_file", validation, "--eval_strategy", "steps", "--eval_steps", 2,
-            "--save_steps", 2, "--load_best_model_at_end", "--max_steps", 8, "--resume", "auto", "--optim", "sgd", "--learning_rate", 1.0,
-            "--warmup_steps", 8, "--gradient_accumulation_steps", 2, "--dataloader_drop_last",
+            "--save_steps", 2, "--load_best_model_at_end", "--max_steps", 8, "--resume", "auto",
+            "--optim", "sgd", "--learning_rate", 1.0, "--warmup_steps", 8,
+            "--gradient_accumulation_steps", 2, "--dataloader_drop_last",
             "--pipeline_schedule", schedule, "--partition", cases.partition(tmp_path, CLASSES, (0, 1))]  # fmt: skip
     whole = run(tmp_path, "whole", *argv)
     losses = {line["step"]: line["eval_loss"] for line in whole.lines if "eval_loss" in line}

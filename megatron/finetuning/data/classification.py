@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,8 +57,11 @@ class Labels:
 
     @property
     def changes(self) -> dict[str, object]:
-        """The changes to the model's configuration: the number and the names of the classes."""
-        return {"num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number)}
+        """The changes to the model's configuration: the classes, of which each sample has one."""
+        return {
+            "num_labels": len(self.names), "id2label": dict(enumerate(self.names)), "label2id": dict(self._number),
+            "problem_type": "single_label_classification",
+        }  # fmt: skip
 
     def of(self, file: File) -> Tensor:
         """The class numbers of a file's samples, int64 [samples]. Raises ValueError for an unknown class."""
@@ -135,19 +139,13 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
 def image_of(value: object, file: File, number: int) -> numpy.ndarray:
     """The image of a sample, [rows, columns, channels].
 
-    `value`: nested lists of numbers, or the path of a picture relative to the file.
+    `value`: nested lists of numbers, the path of a picture relative to the file, or what the package datasets makes of
+    one: an object with its `bytes`, or with its `path` alone, or Pillow's image.
     """
-    if isinstance(value, str):
-        if importlib.util.find_spec("PIL") is None:
-            raise ValueError(f"{file.path} names images by path, which needs the package Pillow; pip install Pillow")
-        from PIL import Image, UnidentifiedImageError
-
-        path = Path(file.path).parent / value
-        try:
-            with Image.open(path) as picture:
-                return numpy.asarray(picture.convert("RGB"))
-        except (OSError, UnidentifiedImageError) as error:
-            raise ValueError(f"{file.path}, sample {number}: the image {path} cannot be read; mend it") from error
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, (str, bytes)) or hasattr(value, "convert"):
+        return _picture(value, file, number)
     try:
         array = numpy.asarray(value, dtype=numpy.float32)
     except (TypeError, ValueError) as error:
@@ -160,6 +158,22 @@ def image_of(value: object, file: File, number: int) -> numpy.ndarray:
             "with or without channels; mend it"
         )
     return array if array.ndim == 3 else array[:, :, None]
+
+
+def _picture(value: Any, file: File, number: int) -> numpy.ndarray:
+    """A picture as [rows, columns, 3]. `value`: its path relative to the file, its bytes, or Pillow's image."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError(f"{file.path} has pictures, which need the package Pillow; pip install Pillow")
+    from PIL import Image, UnidentifiedImageError
+
+    path = Path(file.path).parent / value if isinstance(value, str) else "of its bytes"
+    try:
+        if hasattr(value, "convert"):
+            return numpy.asarray(value.convert("RGB"))
+        with Image.open(path if isinstance(value, str) else io.BytesIO(value)) as picture:
+            return numpy.asarray(picture.convert("RGB"))
+    except (OSError, UnidentifiedImageError) as error:
+        raise ValueError(f"{file.path}, sample {number}: the image {path} cannot be read; mend it") from error
 
 
 def pixels_of(processor: Any, images: list[numpy.ndarray], file: File) -> Tensor:

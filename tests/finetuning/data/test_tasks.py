@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import processors
 
+from megatron.finetuning.plan import captured_model
 from megatron.finetuning.pretrained import capture_model, read_config
 from megatron.finetuning.samples import TASKS, read_data
 from tests.finetuning import tiny
@@ -227,6 +228,40 @@ def test_images_from_paths(folder):
         with pytest.raises(ValueError, match=r"sample 2: the image .*broken\.png cannot be read; mend it"):
             read_data(args)
         (folder / "broken.png").unlink(missing_ok=True)
+
+
+def test_images_of_the_package_datasets(folder):
+    """Parquet has the bytes of each picture, a saved folder makes Pillow's images: gray ones and those with a
+    transparent part become the three colours that a file of that kind becomes.
+    """
+    image, datasets = pytest.importorskip("PIL.Image"), pytest.importorskip("datasets")
+    pixels = numpy.random.default_rng(1).integers(0, 256, (3, 8, 8, 3), dtype=numpy.uint8)
+    made = [image.fromarray(each).convert(mode) for each, mode in zip(pixels, ("RGB", "L", "RGBA"), strict=True)]
+    expected = torch.tensor(numpy.stack([each.convert("RGB") for each in made])).permute(0, 3, 1, 2).float()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    stored = datasets.Dataset.from_dict({"image": made, "label": [0, 1, 2]}, features=features)
+    stored.save_to_disk(str(folder / "stored"))
+    stored.to_parquet(str(folder / "stored.parquet"))
+    for name in ("stored", "stored.parquet"):
+        args = tiny.arguments(folder, "image-classification", "--train_file", folder / name)
+        found = read_data(args).training.batch([0, 1, 2], 3)
+        assert torch.equal(found["pixel_values"], expected), name
+
+
+@pytest.mark.parametrize("kind", ["Deberta", "DebertaV2"])
+def test_a_classifier_that_finds_its_loss_by_the_labels(folder, kind):
+    """DeBERTa decides by the labels which loss it takes unless its configuration says it; a column of classes does."""
+    model = folder / kind
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=44, **tiny._SHAPE, relative_attention=True, pos_att_type=["c2p", "p2c"], type_vocab_size=0,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    getattr(transformers, f"{kind}ForSequenceClassification")(config).save_pretrained(model)
+    tiny.save_processor(model, "sequence-classification")
+    args = tiny.arguments(folder, "sequence-classification", "--model_name_or_path", model)
+    data = read_data(args)
+    captured, *_ = captured_model(args, data)
+    assert data.changes["problem_type"] == "single_label_classification" and captured.model_name.startswith(kind)
 
 
 def test_images_by_the_models_processor(folder):
