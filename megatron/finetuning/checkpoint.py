@@ -36,6 +36,7 @@ from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
 BATCH_SIZE = "number of samples of a batch (size of a microbatch x accumulation x replicas)"
+GRAPH = "graph of the model (which precision, adapter, attention and the sizes of a microbatch decide)"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -83,8 +84,9 @@ class SavedProgress:
 
         `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
         """
-        names = ("signature", "stages", "schedule", "seed", "optim", "softened")
-        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        pairs = [(GRAPH, self.signature[:8], other.signature[:8])] if self.signature != other.signature else []
+        names = ("stages", "schedule", "seed", "optim", "softened")
+        pairs += [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
             pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))

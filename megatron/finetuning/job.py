@@ -45,9 +45,11 @@ from megatron.trainer.start_up import initialize
 
 KEPT = (
     "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
-    "load_in_4bit", "load_in_8bit", "pad_to_multiple_of", "group_by_length",
+    "load_in_4bit", "load_in_8bit", "pad_to_multiple_of", "group_by_length", "max_seq_length", "max_target_length",
+    "doc_stride", "source_prefix", "no_group_texts", "packing", "train_on_prompt", "mlm_probability", "whole_word_mask",
+    "max_seconds",
 )  # fmt: skip
-"""Flags that a resumed run must repeat: its place in the data and the state of its optimizers depend on them."""
+"""Flags that a resumed run must repeat: its data, its place in them, and the state of its optimizers depend on them."""
 
 MERGED = "merged"
 """The folder of the merged model in --output_dir."""

@@ -95,6 +95,17 @@ def test_a_resumed_relay_is_the_run(folder, ranks, precision):
     same(whole, flush)
 
 
+@pytest.mark.parametrize("moments", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_moments_of_another_width_are_refused(folder, moments):
+    """A checkpoint has moments of one width, and a run that goes on with the other would round or widen them."""
+    argv = ["--max_steps", 1, "--save_steps", 1, "--pipeline_schedule", "l2l", "--bf16", "--l2l_moments"]
+    run(folder, f"moments-{moments}", *argv, moments, ranks=1)
+    (other,) = {"float32", "bfloat16"} - {moments}
+    reason = r"another optim \(adamw with FP32 masters( with BF16 moments)?\) than this run's \(adamw with FP32 masters"
+    with pytest.raises(workers.WorkerError, match=reason):
+        run(folder, f"moments-{moments}", *argv, other, "--resume", "auto", ranks=1)
+
+
 DEEP = {
     "llama": ("causal-lm", transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 1}),
     "qwen3": ("causal-lm", transformers.Qwen3ForCausalLM, transformers.Qwen3Config,

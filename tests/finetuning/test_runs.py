@@ -84,6 +84,9 @@ def test_hidden_tokens_go_on(folder):
     rest = run(folder, "hidden-rest", *argv, "--resume_from_checkpoint", checkpoint, task="masked-lm", ranks=1)
     assert rest.losses == whole.losses[8:]
     same(whole, rest)
+    with pytest.raises(workers.WorkerError, match=r"another --mlm_probability \(None\) than this run's \(0\.5\); give"):
+        run(folder, "hidden-other", *argv, "--resume_from_checkpoint", checkpoint, "--mlm_probability", 0.5,
+            task="masked-lm", ranks=1)  # fmt: skip
     rows = read_data(tiny.arguments(folder, "masked-lm", *argv)).validation
     with torch.no_grad():
         loss = cases.loaded(folder / "hidden", "masked-lm")(**rows.batch(range(20), 20)).loss.item()
