@@ -72,6 +72,16 @@ class FolderTensors:
 
     def read(self, name: str, shape: torch.Size | None = None) -> Tensor:
         """Read a tensor to the CPU. Raises ValueError if its shape is not `shape`."""
+        found = self.shape_of(name)
+        if shape is not None and found != tuple(shape):
+            raise ValueError(
+                f"{name} in {self.places[name]} has shape {found}, and the model has {tuple(shape)}; give the folder "
+                "and the configuration of one model"
+            )
+        return self._files[self.places[name]].get_tensor(name)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
         path = self.places[name]
         if path not in self._files:
             file = self._stack.enter_context(_opened(path))
@@ -79,14 +89,7 @@ class FolderTensors:
             if other:
                 raise ValueError(f"{path} and {_INDEX} do not agree about {min(other)}; download both again")
             self._files[path] = file
-        file = self._files[path]
-        found = tuple(file.get_slice(name).get_shape())
-        if shape is not None and found != tuple(shape):
-            raise ValueError(
-                f"{name} in {path} has shape {found}, and the model has {tuple(shape)}; give the folder and the "
-                "configuration of one model"
-            )
-        return file.get_tensor(name)
+        return tuple(self._files[path].get_slice(name).get_shape())
 
 
 @dataclass(frozen=True)

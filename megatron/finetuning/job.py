@@ -154,7 +154,9 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     )  # fmt: skip
     with agreement.agreed():
         generation = None if data.prompts is None else Generation(args, plan.model, data.prompts, data.processor)
-        source = pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=data.task.new_head)
+        source = pretrained = Pretrained(
+            plan.model, args.model_name_or_path, new_head=data.task.new_head, other_sizes=args.ignore_mismatched_sizes
+        )
         if args.merge_adapter:
             require_mergeable(plan.adapter, pretrained)
         if plan.adapter is not None:

@@ -161,6 +161,7 @@ class Pretrained:
 
     Args:
         new_head: initialise a head that the files lack at random, and ignore the head of another task.
+        other_sizes: initialise a head's tensors at random, too, that the files have in another shape.
 
     Attributes:
         notes: a sentence for each kind of accepted exception, with the names of its tensors.
@@ -173,7 +174,9 @@ class Pretrained:
 
     file_name = None
 
-    def __init__(self, model: torch.nn.Module, folder: Path | str, *, new_head: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, folder: Path | str, *, new_head: bool, other_sizes: bool = False
+    ) -> None:
         self._model, self.folder, self._new_head = model, Path(folder), new_head
         self._state = model.state_dict(keep_vars=True)
         base = getattr(model, "base_model_prefix", "")
@@ -182,6 +185,7 @@ class Pretrained:
         names = tensor_files(folder)
         unused = self._plan(sorted(names, key=_natural))
         self._check_sources(names.keys())
+        resized = self._of_other_sizes(other_sizes) if new_head else set()
         tied = self._tied_copies()
         missing = {name for name in self._state if name not in self._recipes} - tied.keys()
         kept = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unused))
@@ -191,10 +195,11 @@ class Pretrained:
             "not used, as transformers ignores them": unused - kept.unexpected_keys,
             "not there, and begin as transformers makes them": missing - kept.missing_keys,
             "of a head that the task does not have": {name for name in unused if self._is_other_head(name, names)},
-            "not there, and begin at random": {name for name in missing if self._is_new_head(name)},
+            "not there, and begin at random": {name for name in missing if self._is_new_head(name)} - resized,
+            "of another shape, and begin at random": resized,
         }
         spared = set().union(*found.values())
-        self.new_names = frozenset(found["not there, and begin at random"])
+        self.new_names = frozenset(found["not there, and begin at random"] | resized)
         self._refuse(sorted(missing - spared), f"has no tensor for {{}} of {type(model).__name__}")
         self._refuse(sorted(unused - spared), f"has {{}}, of which {type(model).__name__} has no use")
         self.notes = [f"{folder}: {', '.join(sorted(names))}: {what}" for what, names in found.items() if names]
@@ -259,6 +264,23 @@ class Pretrained:
             if recipe.converter and known and len(known) < len(recipe.sources):
                 extra = [name for name, _ in recipe.sources if name not in expected]
                 self._refuse(extra, f"has {{}}, which {recipe.targets[0]} has no place for")
+
+    def _of_other_sizes(self, allowed: bool) -> set[str]:
+        """The tensors of the head that the files have in another shape, such as for other classes; their recipes are
+        dropped. Raises ValueError if there are any and `allowed` is false."""
+        of_head = {name: each.sources[0][0] for name, each in self._recipes.items()
+                   if each.converter is None and self._head_of(name)}  # fmt: skip
+        with FolderTensors(self.folder) as files:
+            found = {name for name, source in of_head.items() if files.shape_of(source) != self._state[name].shape}
+        if found and not allowed:
+            first = min(found, key=_natural)
+            raise ValueError(
+                f"{self.folder} has a head of other classes or numbers than the data ({first} has another shape); give "
+                "--ignore_mismatched_sizes to begin with a new one, or data of those that the model knows"
+            )
+        for name in found:
+            del self._recipes[name]
+        return found
 
     def _tied_copies(self) -> dict[str, str]:
         """Name of a tied tensor that is not read -> name of the tensor that is read in its place."""

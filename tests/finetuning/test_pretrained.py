@@ -186,6 +186,17 @@ def test_a_head_that_the_task_replaces_is_noted(tmp_path, kind, auto_model, note
     assert len(found) == len(notes) and all(map(re.search, notes, found)), found
 
 
+def test_a_head_of_other_classes(tmp_path):
+    """It is refused, or begins at random where the flag asks for that; what has the model's shapes is read."""
+    folder = saved(bert("BertForSequenceClassification"), tmp_path)
+    model = open_model(str(folder), CLASSES, changes={"num_labels": 7})
+    with pytest.raises(ValueError, match=r"\(classifier.bias has another shape\); give --ignore_mismatched_sizes"):
+        Pretrained(model, folder, new_head=True)
+    found = Pretrained(model, folder, new_head=True, other_sizes=True)
+    assert found.new_names == {"classifier.weight", "classifier.bias"}
+    assert found.notes == [f"{folder}: classifier.bias, classifier.weight: of another shape, and begin at random"]
+
+
 def test_half_a_head_is_none(tmp_path):
     """A classifier that lacks its bias, and one with a tensor too many, are damaged files and no other task's."""
     folder = saved(bert("BertForSequenceClassification"), tmp_path)

@@ -8,7 +8,14 @@ from collections.abc import Callable
 SOUND = ("audio-classification", "ctc", "speech-to-text")
 """The tasks of sound."""
 
+HEADS = (
+    "sequence-classification", "multiple-choice", "regression", "token-classification", "question-answering",
+    "image-classification", "audio-classification", "ctc",
+)  # fmt: skip
+"""The tasks whose models have a head that may be new."""
+
 TASKS_OF_FLAG = {
+    "ignore_mismatched_sizes": HEADS,
     "mlm_probability": ("masked-lm",),
     "whole_word_mask": ("masked-lm",),
     "audio_column": SOUND,
@@ -44,6 +51,8 @@ def add_task(add: Callable[..., argparse.Action], *, within: Callable[..., Calla
     add("--audio_column", help="column of the sound (audio-classification, ctc, speech-to-text)")
     add("--max_seconds", type=within(0.001, float),
         help=f"to which sounds are cut and padded; none: as the feature extractor, or {MAX_SECONDS:g}")  # fmt: skip
+    add("--ignore_mismatched_sizes", action="store_true",
+        help="a head of other classes than the data's begins at random, as a missing one does")  # fmt: skip
     add("--whole_word_mask", action="store_true", help="all tokens of a word are hidden, or none (masked-lm)")
 
 
