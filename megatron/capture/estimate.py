@@ -74,6 +74,13 @@ def estimate(captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline
         return _Estimator(captured, {name: mode.from_tensor(each) for name, each in batch.items()}, roofline).run(None)
 
 
+def estimated_milliseconds(work: Callable[[], object], roofline: Roofline) -> float:
+    """The estimated time of all kernels that `work` runs on tensors without memory."""
+    with _Meter(roofline) as meter:
+        work()
+    return meter.milliseconds
+
+
 class _Estimator(GraphProfiler):
     def __init__(self, captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> None:
         super().__init__(captured, batch, repeats=1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from rich.table import Table
 
-from megatron.capture.estimate import Roofline, estimate
+from megatron.capture.estimate import Roofline, estimate, estimated_milliseconds
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
@@ -28,6 +28,7 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.runtime.relay.host_store import FlatLayout, trained
 from megatron.pipeline.runtime.relay.packed_weights import Packing
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.job.cluster import HOST_MEMORY_BANDWIDTH
@@ -71,12 +72,14 @@ class StageBytes:
         weights: dtype -> of all weights on the device.
         plain: of the weights that are not packed.
         packed: dtype -> of the parts of packed weights.
+        unpacked: (elements, dtype) of a packed weight on the device -> how many there are.
         gradients: of those that are trained; `trained`: how many elements these have.
     """
 
     weights: Mapping[torch.dtype, int]
     plain: int
     packed: Counter[torch.dtype]
+    unpacked: Counter[tuple[int, torch.dtype]]
     gradients: int
     trained: int
 
@@ -99,15 +102,14 @@ def _stage_bytes(plan: RunPlan, packing: Packing | None, of_packed: Set[str], st
         if stage in crossing.copies.get(name, (owner,))
     }
     steps = trained(own)
+    unpacked = {name: each for name, each in own.items() if name in of_packed}
     packed = {
-        f"{name}: {part}": tensor
-        for name, each in own.items()
-        if name in of_packed
-        for part, tensor in packing.empty(each).items()
+        f"{name}: {part}": tensor for name, each in unpacked.items() for part, tensor in packing.empty(each).items()
     }
-    plain = {name: each for name, each in own.items() if f"{name}: codes" not in packed}
+    plain = {name: each for name, each in own.items() if name not in unpacked}
     return StageBytes(
         weights=_by_dtype(own), plain=FlatLayout(plain).num_bytes, packed=Counter(_by_dtype(packed)),
+        unpacked=Counter((each.numel(), each.dtype) for each in unpacked.values()),
         gradients=FlatLayout(steps).num_bytes, trained=sum(each.numel() for each in steps.values()),
     )  # fmt: skip
 
@@ -186,8 +188,24 @@ class Speed:
         return max(self.compute, self.link, self.host)
 
 
+def unpack_seconds(of_stages: Sequence[StageBytes], packing: Packing | None, roofline: Roofline) -> list[float]:
+    """For each stage, the time in which the device unpacks its packed weights once."""
+
+    def one(count: int, dtype: torch.dtype) -> float:
+        weight = torch.empty(count, dtype=dtype, device="meta")
+        codes, scales = packing.empty(weight).values()
+        return estimated_milliseconds(lambda: packing.unpack(codes, scales, weight), roofline) / 1e3
+
+    times = {kind: one(*kind) for kind in {kind for each in of_stages for kind in each.unpacked}}
+    return [sum(count * times[kind] for kind, count in each.unpacked.items()) for each in of_stages]
+
+
 def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
-    """The speed on GPUs of a kind."""
+    """The speed on GPUs of a kind.
+
+    Packed weights are unpacked after each fetch, on its stream. The kernels delay the end of the fetch, and take the
+    device from computations, which get their time in equal shares.
+    """
     schedule, m, size = plan.schedule, args.gradient_accumulation_steps, plan.dtype.itemsize
     roofline = Roofline(device.product_rate(size) / 1e12, device.memory_bandwidth, LAUNCH_MICROSECONDS)
     partition = Partition(plan.partition.stage_of_node, plan.partition.rank_of_stage)
@@ -195,6 +213,7 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     found = stage_bytes(plan, args)
     to_host = 1e9 * device.host_bandwidth
     weights = [each.fetched / to_host for each in found]
+    unpack = unpack_seconds(found, packing_of(args), roofline)
     gradients = [each.gradients / (to_host * args.data_parallel_size) for each in found]  # each replica stores a share
     stepped = (STEPPED_BYTES + 2 * state_bytes(args)) * schedule.num_ranks / (1e9 * HOST_MEMORY_BANDWIDTH)
     update = [stepped * each.trained for each in found]
@@ -203,10 +222,14 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     inputs = [0.0, *(each / to_host for each in edges)]
     plain = [(cost.plain_forward_ms / 1e3, cost.plain_backward_ms / 1e3) for cost in costs]
     forward = [
-        cost.forward_ms / 1e3 if schedule.recomputes(stage) else plain[stage][0] for stage, cost in enumerate(costs)
+        (cost.forward_ms / 1e3 if schedule.recomputes(stage) else plain[stage][0]) + unpack[stage] / m
+        for stage, cost in enumerate(costs)
     ]
+    twice = {stage for rank in range(schedule.num_ranks) for stage in _fetched_twice(schedule, rank)}
+    backward = [each + unpack[stage] / m * (stage in twice) for stage, (_, each) in enumerate(plain)]
     priced = Costs(
-        forward=forward, recompute=[each for each, _ in plain], backward=[each for _, each in plain], fetch=weights,
+        forward=forward, recompute=[each for each, _ in plain], backward=backward,
+        fetch=[sum(each) for each in zip(weights, unpack, strict=True)],
         store=gradients, update=update, reduce_grad=[ring * each.gradients for each in found], offload=inputs,
         bandwidth=1e9 * device.link_bandwidth, forward_bytes=edges,
     )  # fmt: skip
@@ -215,15 +238,20 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
         again = sum(plain[stage][0] for stage in own if schedule.recomputes(stage))
-        compute = max(compute, m * (again + sum(forward[stage] + plain[stage][1] for stage in own)))
+        compute = max(compute, m * (again + sum(forward[stage] + backward[stage] for stage in own)))
         stash = m * sum(inputs[stage] for stage in own[:-1]) * schedule.residency.stashes_on_host
-        down = sum(weights[stage] for stage in (*own, *own[: -schedule.residency.stages])) + stash
+        down = sum(weights[stage] for stage in (*own, *_fetched_twice(schedule, rank))) + stash
         link = max(link, down, sum(gradients[stage] for stage in own) + stash)
         host = max(host, sum(update[stage] for stage in own))
     sequences = max(sum(name.endswith("input_ids") for name in plan.batch), 1)  # of a sample: a pair has two
     rows = next(iter(plan.batch.values())).shape[0] * sequences
     tokens = rows * args.max_seq_length * m * args.data_parallel_size
     return Speed(compute, link, host, (ends[1] - ends[0]) / 2, tokens)
+
+
+def _fetched_twice(schedule: Schedule, rank: int) -> Sequence[int]:
+    """The stages of a rank that leave the device after their forwards; the last ones stay for their backwards."""
+    return schedule.stages_of(rank)[: -schedule.residency.stages]
 
 
 def run_dry(args: argparse.Namespace) -> None:

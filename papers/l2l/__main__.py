@@ -10,8 +10,8 @@ memory     Device bytes over the depth of models, by an independent meter; and `
            on private memory (`ulimit -d`).
 compute    Seconds a batch of `flush` with full recompute over those of the relay, on one core and on two; and of FSDP2
            and DeepSpeed, which offload, too; with device bytes, bytes moved and losses.
-captured   The same of a Llama of transformers, which finetune.py trains, on one core, beside FSDP2 with activation
-           checkpointing of transformers.
+captured   The same of a Llama of transformers, which finetune.py trains, on one core, beside FSDP2 and DeepSpeed with
+           activation checkpointing of transformers.
 optimizer  Nanoseconds a parameter of the host's AdamW, by kernel and threads, beside the memory's bandwidth.
 moments    The loss of a small language model whose AdamW has moments of 16 bits, beside that with FP32.
 
@@ -30,7 +30,7 @@ PARTS = {
     "lanes": "emulated stages and lanes against the simulator and the closed form",
     "memory": "device bytes over depth, and flush beside the relay under a limit on private memory",
     "compute": "real computation over flush with full recompute, beside FSDP2 and DeepSpeed",
-    "captured": "real computation of a captured Llama over flush, beside FSDP2",
+    "captured": "real computation of a captured Llama over flush, beside FSDP2 and DeepSpeed",
     "optimizer": "nanoseconds a parameter of the host's AdamW, beside the memory's bandwidth",
     "moments": "the loss with moments of 16 bits, beside that with FP32",
 }

@@ -1,13 +1,14 @@
-"""Real computation on a CPU of a captured Llama, whose layers finetune.py relays, beside `flush` and FSDP2.
+"""Real computation on a CPU of a captured Llama, whose layers finetune.py relays, beside `flush` and other systems.
 
 The contenders take turns as in `compute.py`. All begin with the same files of weights and train on the same rows, which
-finetune.py reads. The relay and `flush` are built from flags, as in a run. FSDP2 trains the model of transformers with
-its activation checkpointing. The losses must agree.
+finetune.py reads. The relay and `flush` are built from flags, as in a run. The others train the model of transformers
+with its activation checkpointing. The losses must agree.
 """
 
 import argparse
 import statistics
 import tempfile
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from papers.l2l import compute
 from papers.l2l.compute import Worker, take_turns, work
 from papers.l2l.model import bytes_moved
-from papers.l2l.peers import FullyShard, one_rank
+from papers.l2l.peers import FullyShard, Zero, one_rank
 from tests.finetuning import tiny
 
 VOCABULARY = 256
@@ -64,6 +65,7 @@ class CapturedModel:
         ).train()
         model.activation_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         self._decays = decaying(model)
+        self.layer_parameters = sum(each.numel() for each in model.model.layers[0].parameters())
         for unit in (model.model.embed_tokens, *model.model.layers, [model.model.norm, model.lm_head]):
             wrap(unit)
         wrap(model)
@@ -143,10 +145,13 @@ CONTENDERS = {
     "l2l": lambda model: Relay(model, "host"),
     "l2l, inputs on the device": lambda model: Relay(model, "device"),
     "FSDP2, CPUOffloadPolicy": FullyShard,
+    "ZeRO-Offload": lambda model: Zero(model, 2),
+    "ZeRO-3, all offloaded": lambda model: Zero(model, 3),
 }
 """Name -> the function that makes the contender, in the order of the table."""
 
-PEER = "FSDP2, CPUOffloadPolicy"
+PEERS = {"FSDP2": "FSDP2, CPUOffloadPolicy", "ZeRO-3": "ZeRO-3, all offloaded"}
+"""The contenders that keep all of the model on the host, as the relay does: short name -> name."""
 RELAYS = ("l2l", "l2l, inputs on the device")
 NAMES = tuple(CONTENDERS)
 
@@ -187,16 +192,19 @@ def measure(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         extent = {"argv": write_folder(Path(folder), args)}
         workers = {name: Worker(name, extent, 1, args.microbatches, __spec__.name) for name in names}
-        return with_peer(take_turns(workers, 1, rounds=args.rounds))
+        return with_peers(take_turns(workers, 1, rounds=args.rounds))
 
 
-def with_peer(rows: list[Row]) -> list[Row]:
-    """Add `over_fsdp` to the rows that ran: for each round, the speed over FSDP2's; None without FSDP2."""
-    fsdp = next((row["seconds"] for row in rows if row["contender"] == PEER and row["failed"] is None), None)
+def with_peers(rows: list[Row]) -> list[Row]:
+    """Add `over` to the rows that ran: name of a peer that ran -> for each round, the speed over the peer's."""
+    seconds = {row["contender"]: row["seconds"] for row in rows if row["failed"] is None}
     for row in rows:
         if row["failed"] is None:
-            own = row["seconds"]
-            row["over_fsdp"] = fsdp and [theirs / seconds for theirs, seconds in zip(fsdp, own, strict=True)]
+            row["over"] = {
+                peer: [theirs / own for theirs, own in zip(seconds[peer], row["seconds"], strict=True)]
+                for peer in PEERS.values()
+                if peer in seconds
+            }
     return rows
 
 
@@ -205,7 +213,7 @@ def device_bytes(row: Row) -> int:
 
 
 def complaints(rows: list[Row]) -> list[str]:
-    """The violated requirements, a sentence each: equal losses, and a relay is nowhere behind FSDP2."""
+    """The violated requirements, a sentence each: equal losses, and a relay is nowhere behind its peers."""
     ran = {row["contender"]: row for row in rows if row["failed"] is None}
     found = []
     for name, row in ran.items():
@@ -213,29 +221,36 @@ def complaints(rows: list[Row]) -> list[str]:
         pairs = zip(row["losses"], ran["flush"]["losses"], strict=True)
         if not all(abs(own - flush) <= tolerance * abs(flush) for own, flush in pairs):
             found.append(f"{name}: its losses are not those of flush, within {tolerance}")
-    peer = ran.get(PEER)
-    for name in RELAYS if peer else ():
-        if (relay := ran.get(name)) is None:
-            continue
-        if (ratio := statistics.median(relay["over_fsdp"])) < 1:
-            found.append(f"{name}: {ratio:.3f} of the speed of {PEER}")
-        if device_bytes(relay) > device_bytes(peer):
-            found.append(f"{name}: {device_bytes(relay)} bytes on the device, and {PEER} has {device_bytes(peer)}")
-        if relay["moved"] > peer["moved"]:
-            found.append(f"{name}: {relay['moved']} bytes moved, and {PEER} moves {peer['moved']}")
+    for name, relay in ran.items():
+        if name in RELAYS:
+            found.extend(f"{name}: {each}" for peer in relay["over"] for each in _behind(relay, ran[peer]))
     return found
 
 
-def _over_fsdp(row: Row) -> str:
-    return "" if row["failed"] is not None or row["over_fsdp"] is None else spread(row["over_fsdp"], 3)
+def _behind(relay: Row, peer: Row) -> Iterator[str]:
+    """In what a relay is behind a peer. Bytes count where all of the peer's are counted."""
+    name = peer["contender"]
+    if (ratio := statistics.median(relay["over"][name])) < 1:
+        yield f"{ratio:.3f} of the speed of {name}"
+    if peer["moved"] is None:
+        return
+    if device_bytes(relay) > device_bytes(peer):
+        yield f"{device_bytes(relay)} bytes on the device, and {name} has {device_bytes(peer)}"
+    if relay["moved"] > peer["moved"]:
+        yield f"{relay['moved']} bytes moved, and {name} moves {peer['moved']}"
+
+
+def _over(peer: str) -> Callable[[Row], str]:
+    return lambda row: spread(row["over"][peer], 3) if peer in row.get("over", {}) else ""
 
 
 _SHARED = ("", "seconds a batch", "over flush", "device MiB", "of it state", "MiB moved", "last loss")
-COLUMNS = {name: compute.COLUMNS[name] for name in _SHARED} | {"over FSDP2": _over_fsdp}
+COLUMNS = {name: compute.COLUMNS[name] for name in _SHARED}
+COLUMNS |= {f"over {short}": _over(peer) for short, peer in PEERS.items()}
 
 
 def show(rows: list[Row]) -> None:
-    show_table("real computation of a captured Llama: flush, the relay, and FSDP2", COLUMNS, rows)
+    show_table("real computation of a captured Llama: flush, the relay, and others that offload", COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Other systems that keep a model's state on the host, with torch's fused AdamW.
 
-The model is that of `model.py`, or for FSDP2 that of `captured.py`. Each layer is a unit of its own and recomputed from
-its input. The systems run on a CPU with gloo and one rank, so private memory stands for both their device and their
-host. Their device bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never
-offload.
+The model is that of `model.py` or of `captured.py`. Each layer is a unit of its own and recomputed from its input. The
+systems run on a CPU with gloo and one rank, so private memory stands for both their device and their host. Their device
+bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never offload.
 """
 
 from __future__ import annotations
@@ -16,11 +15,17 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from papers.l2l.model import Model
-
 
 class PeerModel(Protocol):
-    """A model that peers train."""
+    """A model that peers train.
+
+    Attributes:
+        layer_parameters: the number of a layer's parameters. It is known once `recomputed` has made the module.
+        microbatch_size: rows of a microbatch.
+    """
+
+    layer_parameters: int
+    microbatch_size: int
 
     def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
         """Make the module, whose layers are recomputed. `wrap` is called with each unit."""
@@ -120,7 +125,7 @@ class FullyShard(Peer):
 class Zero(Peer):
     """DeepSpeed's ZeRO with offload: stage 2 with optimizer and gradients on the host, or stage 3 with weights, too."""
 
-    def __init__(self, model: Model, stage: int) -> None:
+    def __init__(self, model: PeerModel, stage: int) -> None:
         super().__init__(model)
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         one_rank()
@@ -143,6 +148,7 @@ class Zero(Peer):
         self._config = {
             "train_micro_batch_size_per_gpu": model.microbatch_size,
             "gradient_accumulation_steps": 1,  # set again for each batch
+            "gradient_clipping": 0.0,  # the default of recent versions is 1
             "zero_optimization": zero,
             "zero_force_ds_cpu_optimizer": False,
             "zero_allow_untested_optimizer": True,
