@@ -11,6 +11,7 @@ WITHOUT_TORCH = (
     "pipeline.schedules",
     "pipeline.check",
     "pipeline.simulate",
+    "pipeline.synthesis",
     "pipeline.draw",
     "pipeline.placement",
     "planner",

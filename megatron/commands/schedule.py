@@ -5,6 +5,7 @@
     python tools/schedule.py check --schedule 2bw --stages 4 --hardware-queues 8 --tensor 2 --data 2
     python tools/schedule.py draw  --schedule 2bw --stages 4 --microbatches 4 --batches 3 --output 2bw.png
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
+    python tools/schedule.py synthesize --ranks 4 --microbatches 12 --forward 1,1,1,2 --backward 2,2,2,4 --limit 3 --csv a.csv
 
 Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
 compute-only files of torch.distributed.pipelining. `check` reports whether `--pipeline-program` could train with such a
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.commands import schedule_options as meaning
+from megatron.commands import synthesize
 from megatron.documents import command_line
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
@@ -32,7 +34,7 @@ from megatron.pipeline.simulate.timeline import Timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    commands = {"show": _show, "check": _check, "simulate": _simulate, "draw": _draw}
+    commands = {"show": _show, "check": _check, "simulate": _simulate, "draw": _draw, "synthesize": synthesize.run}
     options = meaning.parse(__doc__, commands, arguments)
     return command_line.run(options.run, options)
 

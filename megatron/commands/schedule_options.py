@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.commands import synthesize
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags, count, count_from_0, positive, time, times
 from megatron.pipeline.program import csv_text
@@ -225,6 +226,8 @@ def title(options: argparse.Namespace, program: Program) -> str:
 def parse(description: str, commands: dict[str, Command], arguments: list[str] | None) -> argparse.Namespace:
     """Parse the options of a command; wrong options end the process with a message and status 2."""
     options = _parser(description, commands).parse_args(arguments)
+    if options.command == "synthesize":
+        return options
     _require_one_source(options)
     if options.command in ("check", "show") and options.schedule is not None and options.data > 1:
         options.data_parallel = True
@@ -357,6 +360,11 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
         ("--width", positive, "INCHES", "width of the picture; default: what the labels need"),
         *_TEXT,
     )  # fmt: skip
+    made = commands.add_parser(
+        "synthesize", help=synthesize.SUMMARY, description=synthesize.SUMMARY, allow_abbrev=False
+    )
+    synthesize.add_options(made)
+    made.set_defaults(run=run["synthesize"], command="synthesize", parser=made)
     return parser
 
 

@@ -4,41 +4,20 @@ The plan is a simulation of the program that ran, with each stage's mean measure
 simulation. So the measured timeline differs from the plan only by transfers, waiting and noise.
 """
 
-import statistics
-from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
 from megatron.core import parallel_state
 from megatron.pipeline.draw import draw_timeline
-from megatron.pipeline.program.instruction import MOVES, SHARED_REDUCTIONS, Kind
 from megatron.pipeline.runtime.contract.trace import RankTrace, gather_traces, timeline, write_chrome_trace
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.schedules import PipelineSchedule
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.costs import measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
 
 _RUN_IN, _RUN_OUT = 2, 1  # batches that the plan also simulates, before and after the batches shown
-
-
-def measured_costs(measured: Timeline) -> Costs:
-    """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all."""
-    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for span in measured.spans:
-        times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
-
-    def mean(kind: Kind) -> list[float]:
-        return [statistics.fmean(times.get((kind, stage), [0.0])) for stage in range(measured.num_stages)]
-
-    def least(kind: Kind) -> float:  # the last rank to arrive waits least for the others
-        return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
-
-    known = {field.name for field in fields(Costs)}
-    of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
-    return Costs(**{name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()})
 
 
 def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> range:

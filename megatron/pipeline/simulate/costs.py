@@ -5,10 +5,13 @@ simulator does not depend on the unit, though; drawings of the paper's figures u
 """
 
 import math
+import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from megatron.pipeline.program.instruction import WORDS, Kind
+from megatron.pipeline.program.instruction import MOVES, SHARED_REDUCTIONS, WORDS, Kind
+from megatron.pipeline.simulate.timeline import Timeline
 
 PerStage = float | Sequence[float]  # one number for all, or one for each stage (or edge)
 
@@ -138,3 +141,20 @@ def spread(name: str, value: PerStage, count: int) -> list[float]:
     if not all(math.isfinite(item) and item >= 0 for item in values):
         raise ValueError(f"{name} is {value}; give finite numbers of 0 and more")
     return values
+
+
+def measured_costs(measured: Timeline) -> Costs:
+    """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all."""
+    times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for span in measured.spans:
+        times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
+
+    def mean(kind: Kind) -> list[float]:
+        return [statistics.fmean(times.get((kind, stage), [0.0])) for stage in range(measured.num_stages)]
+
+    def least(kind: Kind) -> float:  # the last rank to arrive waits least for the others
+        return min((statistics.fmean(found) for (each, _), found in times.items() if each is kind), default=0.0)
+
+    known = {field.name for field in fields(Costs)}
+    of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
+    return Costs(**{name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()})

@@ -7,10 +7,10 @@ backend.install()
 import json
 
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.runtime.timeline_files import last_stretch, measured_costs, planned_timeline
+from megatron.pipeline.runtime.timeline_files import last_stretch, planned_timeline
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.simulate.costs import Costs, measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
 from tests.trainer.run.run_case import train
 

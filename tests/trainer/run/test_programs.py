@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron.pipeline.schedules import Schedule, read_schedule
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis import Problem, synthesize
 from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
 from tests.trainer.run.run_case import joined_weights, table, train
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
@@ -145,3 +147,11 @@ def test_logs_and_checkpoints_carry_the_hash(tmp_path):
     assert f"program {path} (sha256 {hashes[0][:12]})" in said[0]
     assert f"was saved under program {hashes[0][:12]}; the run goes on with program {hashes[1][:12]}" in said[1]
     assert f"was saved under program {hashes[1][:12]}; the run goes on with schedule flush" in said[2]
+
+
+def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
+    """Rows for a large head and little memory add up gradients as `flush` does."""
+    costs = Costs(forward=[1.0, 2.0], backward=[2.0, 4.0])
+    found = synthesize(Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=costs, limits=1.5), rounds=2)
+    rows = found.program.to_csv()
+    check(2, FOUR, f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, rows)}", exact=True)

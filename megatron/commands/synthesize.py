@@ -1,0 +1,292 @@
+"""The command `tools/schedule.py synthesize`: a program made for given costs and memory, with a bound beside it."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count, count_from_0, positive, times
+from megatron.documents.files import write_whole
+from megatron.documents.picture import one_panel, require_picture
+from megatron.documents.tables import print_table
+from megatron.pipeline.program.edges import rank_of_stage
+from megatron.pipeline.simulate.costs import Costs, measured_costs
+from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.synthesis.problem import Problem
+from megatron.pipeline.synthesis.search import Synthesis, bubble, named_points, synthesize
+
+SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
+_ONE, _BEST = "one", "best"
+_COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `synthesize`."""
+    add_flags(
+        parser.add_argument_group("pipeline"),
+        ("--ranks", count, "P", "pipeline ranks"),
+        ("--microbatches", count, "M", "microbatches of the batch", {"required": True}),
+        ("--virtual-stages", count, "V", "stages of a rank under v, round-robin, best (default: 2)", {"default": 2}),
+        ("--placement", str, "NAME", "one (stage a rank), v, round-robin, best (of these two), or the rank of each "
+         "stage: 0,1,1,0 (default: one, or that of --measured)"),
+    )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("costs", "In any unit of time; one number, or one for each stage or edge."),
+        ("--measured", str, "FILE", "measured.json of a run with --pipeline-timeline: its mean times"),
+        ("--forward", times, "T[,T...]", "time of a microbatch's forward at a stage (default: 1)"),
+        ("--backward", times, "T[,T...]", "time of its whole backward (default: 2)"),
+        ("--backward-input", times, "T[,T...]", "time of I (default: half of --backward)"),
+        ("--backward-weight", times, "T[,T...]", "time of W (default: the rest of --backward)"),
+        ("--recompute-time", times, "T[,T...]", "time of a recompute (default: as --forward)", {"dest": "recompute"}),
+        ("--transfer", times, "T[,T...]", "time for which a transfer occupies its edge (default: 0)"),
+        ("--latency", times, "T[,T...]", "time from the end of the sending to the arrival (default: 0)"),
+        ("--whole-backwards", None, "", "backwards are not split into I and W"),
+    )
+    add_flags(
+        parser.add_argument_group("memory", "In any unit, such as microbatches or GiB."),
+        ("--saved", times, "X[,X...]", "what a microbatch holds at a stage from F to I (default: 1 for all of a rank)"),
+        ("--deferred", times, "X[,X...]", "what it holds from I to W (default: as --saved)"),
+        ("--stage-input", times, "X[,X...]", "what it holds from F to its recompute (default: 0)", {"default": 0.0}),
+        ("--limit", times, "X[,X...]", "the most that a rank may hold, one for each rank or for all (default: any)"),
+        ("--recompute", str, None, "recompute no stage, all, or what is faster (default: none)",
+         {"choices": ("none", "all", _BEST), "default": "none", "dest": "recompute_stages"}),
+    )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("search"),
+        ("--seconds", positive, "S", "how long to search (default: 30)", {"default": 30.0}),
+        ("--rounds", count, "N", "rounds of each process, in place of --seconds: the result depends on no clock"),
+        ("--seed", count_from_0, "N", "seed of the search (default: 0)", {"default": 0}),
+        ("--processes", count, "N", "processes of the search (default: 1)", {"default": 1}),
+    )
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--csv", str, "FILE", "write the program, for --pipeline-program ('-': to the terminal)"),
+        ("--json", str, "FILE", "write the certificate"),
+        ("--frontier", str, "X,X,...", "search under each of these limits of all ranks, and print time against memory"),
+        ("--picture", str, "FILE", "draw the frontier, with the registered orders as points"),
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run `synthesize`. Raises ValueError for options that do not go together or allow no program."""
+    limits = _limits_of_frontier(options)
+    for each in filter(None, (options.csv, options.json, options.picture)):
+        if each != "-":
+            command_line.require_file(Path(each))
+    if not limits:
+        found = _search(options, None)
+        _print(found)
+        _write(options, found)
+        return 0
+    _frontier(options, limits)
+    return 0
+
+
+def _limits_of_frontier(options: argparse.Namespace) -> tuple[float, ...]:
+    if options.picture and not options.frontier:
+        raise ValueError("--picture draws a frontier; add --frontier with some limits")
+    if not options.frontier:
+        return ()
+    if options.csv or options.json or options.limit is not None:
+        raise ValueError("--frontier searches under several limits; leave --limit, --csv and --json out")
+    if options.picture:
+        require_picture(Path(options.picture))
+    try:
+        limits = tuple(map(positive, options.frontier.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--frontier {options.frontier}: {error}; give limits such as 4,5,6,8") from error
+    return tuple(sorted(limits))
+
+
+# --- the problem
+
+
+def _placements(options: argparse.Namespace, measured: Timeline | None) -> list[tuple[int, ...]]:
+    """The placements to try."""
+    name = options.placement
+    if name is None and measured is not None:
+        return [tuple(measured.rank_of_stage)]
+    if name is not None and name[0].isdigit():
+        try:
+            return [tuple(map(int, name.split(",")))]
+        except ValueError as error:
+            raise ValueError(
+                f"--placement {name} is no list of ranks; give the rank of each stage, such as 0,1,1,0"
+            ) from error
+    if options.ranks is None:
+        raise ValueError("the number of ranks is not known; give --ranks, --measured, or the rank of each stage")
+    if name in (None, _ONE):
+        return [tuple(range(options.ranks))]
+    names = ("v", "round-robin") if name == _BEST else (name,)
+    return [rank_of_stage(each, options.ranks, options.virtual_stages) for each in names]
+
+
+def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
+    given = {name: getattr(options, name) for name in _COSTS if getattr(options, name) is not None}
+    if "transfer" in given:
+        given |= {"forward_bytes": given.pop("transfer"), "bandwidth": 1.0}
+    if measured is None:
+        return Costs(**given)
+    costs = measured_costs(measured)
+    if not options.whole_backwards and not (any(costs.backward_input) or "backward_input" in given):
+        raise ValueError(
+            f"{options.measured} has no backwards in halves; measure a run of zb-h1 or zbv, give --backward-input, or "
+            "add --whole-backwards"
+        )
+    if options.whole_backwards and not (any(costs.backward) or "backward" in given):
+        raise ValueError(f"{options.measured} has no whole backwards; leave --whole-backwards out")
+    return replace(costs, **given)
+
+
+def _problems(options: argparse.Namespace, limit: float | None) -> list[Problem]:
+    """The problems to solve: for each placement, without recompute or with it, as the options allow.
+
+    Raises ValueError where the limit allows none of them.
+    """
+    measured = Timeline.load(options.measured) if options.measured else None
+    costs = _costs(options, measured)
+    problems, refusal = [], None
+    for placement in _placements(options, measured):
+        most = max(placement.count(rank) for rank in placement)
+        stages = frozenset(range(len(placement)))
+        for recomputed in {"none": [frozenset()], "all": [stages], _BEST: [frozenset(), stages]}[
+            options.recompute_stages
+        ]:
+            try:
+                problems.append(Problem(
+                    rank_of_stage=placement,
+                    num_microbatches=options.microbatches,
+                    costs=costs,
+                    saved=1 / most if options.saved is None else options.saved,
+                    deferred=options.deferred,
+                    stage_input=options.stage_input,
+                    limits=next((each for each in (limit, options.limit) if each is not None), math.inf),
+                    splits=not options.whole_backwards,
+                    recomputed=recomputed,
+                ))  # fmt: skip
+            except ValueError as error:
+                refusal = error
+    if not problems:
+        raise refusal
+    return problems
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The fastest program for the options, and the bound over everything that they allow."""
+
+    best: Synthesis
+    bound: float
+    bound_from: str
+
+
+def _search(options: argparse.Namespace, limit: float | None) -> _Answer:
+    problems = _problems(options, limit)
+    found = []
+    with _progress() as report:
+        for number, problem in enumerate(problems):
+
+            def done(part: float, number: int = number) -> None:
+                report((number + part) / len(problems))
+
+            found.append(synthesize(
+                problem, seconds=options.seconds / len(problems), rounds=options.rounds, seed=options.seed,
+                processes=options.processes, done=done,
+            ))  # fmt: skip
+    bound, bound_from = min((each.bound, each.bound_from) for each in found)
+    return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[float], None]]:
+    """Show a bar on standard error if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("searching", total=1.0)
+        yield lambda part: bars.update(task, completed=part)
+
+
+# --- the answer
+
+
+def _print(answer: _Answer) -> None:
+    best, problem = answer.best, answer.best.problem
+    least = bubble(problem, answer.bound)
+    rows = [
+        ("time of a batch", f"{best.seconds:g}"),
+        ("bubble", f"{best.bubble:.2%}"),
+        ("lower bound", f"{answer.bound:g} (a bubble of {least:.2%}), from {answer.bound_from}"),
+        ("above the bound", _above(best.seconds, answer.bound)),
+        ("placement", " ".join(map(str, problem.rank_of_stage))),
+        ("recomputed stages", " ".join(map(str, sorted(problem.recomputed))) or "none"),
+        ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
+        ("begun with", best.begun_with),
+        ("best registered order", _order(best, "none keeps the limits")),
+        ("rounds", " + ".join(map(str, best.rounds))),
+    ]  # fmt: skip
+    width = max(len(name) for name, _ in rows)
+    print(*(f"{name:{width}}  {value}" for name, value in rows), sep="\n")
+
+
+def _order(best: Synthesis, otherwise: str) -> str:
+    return otherwise if best.named is None else f"{best.named[0]}: {best.named[1]:g}"
+
+
+def _above(seconds: float, bound: float) -> str:
+    return f"{max(0.0, seconds / bound - 1):.2%}"  # sums of the same times in another order differ in their last bits
+
+
+def _write(options: argparse.Namespace, answer: _Answer) -> None:
+    best = answer.best
+    if options.csv == "-":
+        sys.stdout.write(best.program.to_csv())
+    elif options.csv:
+        write_whole(Path(options.csv), best.program.to_csv())
+    if options.json:
+        certificate = best.certificate() | {"bound": answer.bound, "bound_from": answer.bound_from}
+        write_whole(Path(options.json), json.dumps(certificate, indent=1) + "\n")
+
+
+def _frontier(options: argparse.Namespace, limits: Sequence[float]) -> None:
+    rows, points = [], []
+    for limit in limits:
+        try:
+            answer = _search(options, limit)
+        except ValueError as error:
+            rows.append((f"{limit:g}", "-", "-", "-", "-", str(error)))
+            continue
+        best = answer.best
+        points.append((limit, best.seconds, answer.bound))
+        rows.append((
+            f"{limit:g}", f"{best.seconds:g}", f"{best.bubble:.2%}", f"{answer.bound:g}",
+            _above(best.seconds, answer.bound), _order(best, "none keeps the limit"),
+        ))  # fmt: skip
+    print_table(("limit", "time", "bubble", "bound", "above it", "best registered order"), rows, right=range(5))
+    if options.picture:
+        if not points:
+            raise ValueError(f"no limit of --frontier allows a program: {rows[0][-1]}")
+        orders = {name: point for each in _problems(options, math.inf) for name, point in named_points(each).items()}
+        _draw(Path(options.picture), points, orders)
+        print(f"wrote {options.picture}")
+
+
+def _draw(path: Path, points: Sequence[tuple[float, float, float]], orders: dict[str, tuple[float, float]]) -> None:
+    limits, seconds, bounds = zip(*points, strict=True)
+    with one_panel(path, 7.5, 4.5, title="time of a batch against memory") as axes:
+        axes.plot(limits, seconds, marker="o", label="synthesized")
+        axes.plot(limits, bounds, linestyle="--", color="grey", label="lower bound")
+        for number, (name, (held, time)) in enumerate(orders.items()):
+            axes.plot([held], [time], linestyle="", marker="sD^vPX*p"[number % 8], label=name)
+        axes.set_xlabel("most that a rank holds")
+        axes.set_ylabel("time of a batch")
+        axes.set_ylim(bottom=0.95 * min(bounds))

@@ -1,0 +1,242 @@
+"""A time that no program of a problem beats: what one rank has to compute, wait for, and hold.
+
+Three relaxations, each of one rank or of one microbatch; the bound is the greatest.
+
+- **Turns.** The j-th computation of a queue ends after the j-th of each queue that feeds it, and after its own rank has
+  computed j of everything before it. Where a limit lets a stage hold K microbatches, its j-th forward starts after its
+  (j-K)-th backward has ended. So each computation has a head, the least time before it, and by the same rules from the
+  end a tail, the least time behind it. A rank computes one thing at a time. Even if it could interrupt, it would need
+  the time of the preemptive schedule that takes the longest tail first (Jackson 1955; Carlier 1982).
+- **Fill and drain.** Before the first backward of a rank starts, the rank computes at most the forwards that its limit
+  holds; behind its last forward, at most the backwards of what it may hold. Both waits are at least the path of a
+  microbatch to the end of the pipeline and back.
+- **Room.** What the microbatches of a rank hold over time, each at least from its forward to the end of its path back,
+  fits under the limit of the rank.
+"""
+
+import heapq
+import math
+
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem
+
+
+def lower_bound(problem: Problem) -> tuple[float, str]:
+    """Return the greatest bound in seconds, and what it comes from."""
+    turns = _Turns(problem)
+    found = [(turns.longest, "the path of the microbatches")]
+    for rank in range(problem.num_ranks):
+        found.append((turns.of_rank(rank), f"the turns of rank {rank}"))
+        found.append((_fill_and_drain(problem, rank), f"fill and drain of rank {rank} under its limit"))
+        found.append((_room(problem, rank), f"the room of rank {rank} over time"))
+    return max(found)
+
+
+class _Turns:
+    """Heads and tails of all computations.
+
+    Attributes:
+        ends: for each queue, the least time to the end of its computation number j.
+        rests: for each queue, the least time from the start of its computation number j from the last one to the end
+            of the batch.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        m, queues = problem.num_microbatches, len(problem.queues)
+        self.ends = [[0.0] * m for _ in range(queues)]
+        self.rests = [[0.0] * m for _ in range(queues)]
+        self._order = self._queues_in_order()
+        self._holds = [self._most_in_flight(stage) for stage in range(problem.num_stages)]
+        self._find_ends()
+        self._find_rests()
+
+    @property
+    def longest(self) -> float:
+        return max(each[-1] for each in self.ends)
+
+    def of_rank(self, rank: int) -> float:
+        """Return the time of the rank's computations with their heads and tails, if it could interrupt them."""
+        problem, m = self._problem, self._problem.num_microbatches
+        jobs = []
+        for queue in problem.queues_of_rank[rank]:
+            seconds = problem.seconds[queue]
+            for j in range(m):
+                jobs.append((self.ends[queue][j] - seconds, seconds, self.rests[queue][m - 1 - j] - seconds))
+        jobs.sort()
+        time = longest = 0.0
+        waiting: list[list[float]] = []
+        at = 0
+        while at < len(jobs) or waiting:
+            if not waiting:
+                time = max(time, jobs[at][0])
+            while at < len(jobs) and jobs[at][0] <= time + ROUNDING * max(1.0, time):
+                heapq.heappush(waiting, [-jobs[at][2], jobs[at][1]])
+                at += 1
+            job = waiting[0]
+            until = jobs[at][0] if at < len(jobs) else math.inf
+            if time + job[1] <= until:
+                time += job[1]
+                longest = max(longest, time - job[0])
+                heapq.heappop(waiting)
+            else:
+                job[1] -= until - time
+                time = until
+        return longest
+
+    def _queues_in_order(self) -> list[int]:
+        """All queues, each behind those that it waits for in one microbatch."""
+        problem, order = self._problem, []
+        for queue in problem.path:
+            kind, stage = problem.queues[queue]
+            if kind is problem.begins_backward and stage in problem.recomputed:
+                order.append(problem.number_of[Kind.RECOMPUTE, stage])
+            order.append(queue)
+        return order + [each for each, (kind, _) in enumerate(problem.queues) if kind is Kind.BACKWARD_WEIGHT]
+
+    def _most_in_flight(self, stage: int) -> int:
+        """The most microbatches between forward and I (or B) that the limit of the stage's rank allows at the stage."""
+        problem = self._problem
+        taken = problem.takes[problem.number_of[Kind.FORWARD, stage]]
+        room = problem.limit_of(problem.rank_of_stage[stage])
+        if math.isinf(room) or not taken:
+            return problem.num_microbatches
+        return max(1, math.floor(room / taken * (1 + ROUNDING)))
+
+    def _together(self, queue: int, *, after: bool) -> float:
+        """The seconds that a rank computes for each microbatch up to the end of a queue, or (`after`) from its start on."""
+        problem, own = self._problem, {queue}
+        path = problem.path if not after else problem.path[::-1]
+        rank, (kind, stage) = problem.rank_of_queue[queue], problem.queues[queue]
+        if after and kind is problem.begins_backward and problem.splits:
+            own.add(problem.number_of[Kind.BACKWARD_WEIGHT, stage])
+        if kind is Kind.BACKWARD_WEIGHT and not after:
+            own.add(problem.number_of[Kind.BACKWARD_INPUT, stage])
+            queue = problem.number_of[Kind.BACKWARD_INPUT, stage]
+        if queue in path:
+            for other in path[: path.index(queue)]:
+                if problem.rank_of_queue[other] == rank:
+                    own.add(other)
+                    if after and problem.splits and problem.queues[other][0] is Kind.BACKWARD_INPUT:
+                        own.add(problem.number_of[Kind.BACKWARD_WEIGHT, problem.queues[other][1]])
+        return sum(problem.seconds[each] for each in own)
+
+    def _find_ends(self) -> None:
+        problem, begins = self._problem, [math.inf] * self._problem.num_ranks
+        together = [self._together(queue, after=False) for queue in range(len(problem.queues))]
+        for j in range(problem.num_microbatches):
+            for queue in self._order:
+                kind, stage = problem.queues[queue]
+                seconds, ends = problem.seconds[queue], self.ends[queue]
+                source, delay = problem.sources[queue]
+                time = 0.0 if source == NONE else self.ends[source][j] + delay
+                if (before := problem.before[queue]) != NONE:
+                    time = max(time, self.ends[before][j])
+                if j:
+                    time = max(time, ends[j - 1])
+                if kind is Kind.FORWARD and j >= self._holds[stage]:
+                    back = problem.number_of[problem.begins_backward, stage]
+                    time = max(time, self.ends[back][j - self._holds[stage]])
+                rank = problem.rank_of_queue[queue]
+                begins[rank] = min(begins[rank], time)
+                ends[j] = max(time + seconds, begins[rank] + (j + 1) * together[queue])
+
+    def _find_rests(self) -> None:
+        """The same from the end of the batch, where a W may be the last, then an I, then a forward."""
+        problem = self._problem
+        together = [self._together(queue, after=True) for queue in range(len(problem.queues))]
+        feeds: list[list[tuple[int, float]]] = [[] for _ in problem.queues]
+        for queue, (source, delay) in enumerate(problem.sources):
+            if source != NONE:
+                feeds[source].append((queue, delay))
+            if (before := problem.before[queue]) != NONE:
+                feeds[before].append((queue, 0.0))
+        for j in range(problem.num_microbatches):
+            for queue in reversed(self._order):
+                kind, stage = problem.queues[queue]
+                rests = self.rests[queue]
+                time = max((self.rests[each][j] + delay for each, delay in feeds[queue]), default=0.0)
+                if j:
+                    time = max(time, rests[j - 1])
+                if kind is problem.begins_backward and j >= self._holds[stage]:
+                    time = max(time, self.rests[problem.number_of[Kind.FORWARD, stage]][j - self._holds[stage]])
+                rests[j] = max(time + problem.seconds[queue], (j + 1) * together[queue])
+
+
+def _path_seconds(problem: Problem, first: int, last: int) -> float:
+    """Seconds from the start of the first queue of the path to the start of the last one, places in `problem.path`."""
+    path = problem.path
+    return sum(
+        problem.seconds[path[at]] + problem.sources[path[at + 1]][1]
+        for at in range(first, last)
+    )  # fmt: skip
+
+
+def _weight_seconds(problem: Problem, stage: int) -> float:
+    return problem.seconds[problem.number_of[Kind.BACKWARD_WEIGHT, stage]] if problem.splits else 0.0
+
+
+def _own_places(problem: Problem, rank: int) -> tuple[list[int], list[int]]:
+    """Places in the path of a rank's forwards, and of its I or B."""
+    places = [at for at, queue in enumerate(problem.path) if problem.rank_of_queue[queue] == rank]
+    return [at for at in places if at < problem.num_stages], [at for at in places if at >= problem.num_stages]
+
+
+def _most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> float:
+    """The most seconds of `count` computations of each kind (seconds, size) whose sizes fit a limit; parts count."""
+    total = 0.0
+    for seconds, size in sorted(kinds, key=lambda each: each[1] / each[0] if each[0] else math.inf):
+        number = count if size <= 0 else min(count, max(0.0, limit) / size)
+        total += number * seconds
+        limit -= number * size
+    return total
+
+
+def _fill_and_drain(problem: Problem, rank: int) -> float:
+    """The bound from the first wait of a rank for a gradient and its wait behind its last forward."""
+    limit, m = problem.limit_of(rank), problem.num_microbatches
+    if math.isinf(limit):
+        return 0.0
+    forwards, backwards = _own_places(problem, rank)
+    end = len(problem.path) - 1
+    first_back = _path_seconds(problem, 0, backwards[0])
+    behind = _path_seconds(problem, forwards[-1], end) - problem.seconds[problem.path[forwards[-1]]]
+    behind += problem.seconds[problem.path[end]] + _weight_seconds(problem, 0)
+    stages = [problem.queues[problem.path[at]][1] for at in forwards]
+    forward = [problem.number_of[Kind.FORWARD, each] for each in stages]
+    draining = []
+    for stage in stages:
+        own = [each for each, (kind, at) in enumerate(problem.queues) if at == stage and kind is not Kind.FORWARD]
+        size = problem.input_sizes[stage] if stage in problem.recomputed else problem.saved_sizes[stage]
+        backward = [each for each in own if problem.queues[each][0] is not Kind.BACKWARD_WEIGHT]
+        seconds = sum(problem.seconds[each] for each in backward)
+        weight = _weight_seconds(problem, stage)
+        draining += [(seconds + weight, size), (weight, problem.deferred_sizes[stage])]
+    before = _most_work([(problem.seconds[each], problem.takes[each]) for each in forward], limit, m)
+    before += problem.work(rank) - problem.work_without_recompute(rank)  # recomputes may stand anywhere
+    after = _most_work(draining, limit, m)
+    rest = problem.work(rank) - before - after
+    return first_back + behind + rest if rest > 0 else 0.0
+
+
+def _room(problem: Problem, rank: int) -> float:
+    """The bound from what the microbatches of a rank hold over time."""
+    limit, m = problem.limit_of(rank), problem.num_microbatches
+    if math.isinf(limit):
+        return 0.0
+    end, held = len(problem.path) - 1, 0.0
+    for stage, at in enumerate(problem.rank_of_stage):
+        if at != rank:
+            continue
+        backward = problem.path[end - stage]
+        until = _path_seconds(problem, stage, end - stage)
+        if stage in problem.recomputed:
+            recompute = problem.seconds[problem.number_of[Kind.RECOMPUTE, stage]]
+            held += problem.input_sizes[stage] * until
+            held += (problem.saved_sizes[stage] - problem.input_sizes[stage]) * recompute
+        else:
+            held += problem.saved_sizes[stage] * until
+        held += problem.saved_sizes[stage] * problem.seconds[backward]
+        held += problem.deferred_sizes[stage] * _weight_seconds(problem, stage)
+    forwards, _ = _own_places(problem, rank)
+    return _path_seconds(problem, 0, forwards[0]) + m * held / limit

@@ -1,0 +1,277 @@
+"""What a program is synthesized for: the times of computations, the memory that they hold, and its limit on each rank.
+
+All microbatches cost the same. So the j-th forward of a stage may as well be that of microbatch j, and so for each kind
+of computation: whatever order of microbatches a program has, renumbering them stage by stage gives a program that takes
+no longer and holds no more. A row is therefore a word over *queues*. A queue is a kind of computation at a stage, and
+the n-th time that its number stands in the row means microbatch n. Every stage thus adds up its gradients in the order
+of the microbatches, as `flush` does.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from megatron.pipeline.program.edges import validate_placement
+from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import FLUSH
+from megatron.pipeline.simulate.costs import Costs, PerStage, spread
+
+NONE = -1
+ROUNDING = 1e-9
+"""The part of a limit by which sums of sizes may exceed it."""
+
+Words = list[list[int]]
+"""For each rank, the queues of its computations in their order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Costs and limits of one drained batch through a chain of stages.
+
+    Attributes:
+        rank_of_stage: the rank of each stage.
+        num_microbatches: the number of microbatches of the batch.
+        costs: seconds of computations and transfers. A transfer takes its bytes over the bandwidth, and its latency.
+        saved: for each stage, what a microbatch holds from its forward to the end of its I or B, in any unit.
+        deferred: for each stage, what it holds from then to the end of its W; None: as `saved`.
+        stage_input: for each recomputed stage, what a microbatch holds from its forward to its recompute.
+        limits: for each rank, the most that its stages may hold together; one number for all.
+        splits: backwards are in halves, I and W.
+        recomputed: the stages whose activations are recomputed.
+
+    Raises:
+        ValueError: numbers do not fit the stages, or one microbatch alone exceeds the limit of a rank.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    num_microbatches: int
+    costs: Costs
+    saved: PerStage = 1.0
+    deferred: PerStage | None = None
+    stage_input: PerStage = 0.0
+    limits: PerStage = math.inf
+    splits: bool = True
+    recomputed: frozenset[int] = frozenset()
+    queues: tuple[tuple[Kind, int], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        validate_placement(self.rank_of_stage, self.num_stages)
+        if self.num_microbatches < 1:
+            raise ValueError(f"a batch cannot have {self.num_microbatches} microbatches; give 1 and more")
+        foreign = [each for each in self.recomputed if not 0 <= each < self.num_stages]
+        if foreign:
+            raise ValueError(
+                f"stages {foreign} cannot be recomputed, since there are stages 0 to {self.num_stages - 1}"
+            )
+        kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if self.splits else (Kind.BACKWARD,)
+        object.__setattr__(self, "queues", tuple(
+            (kind, stage)
+            for stage in range(self.num_stages)
+            for kind in (Kind.FORWARD, *((Kind.RECOMPUTE,) if stage in self.recomputed else ()), *kinds)
+        ))  # fmt: skip
+        self._validate_sizes()
+
+    def _validate_sizes(self) -> None:
+        limits = self.limits if isinstance(self.limits, Sequence) else [self.limits] * self.num_ranks
+        if len(limits) != self.num_ranks or not all(each > 0 for each in limits):
+            raise ValueError(
+                f"limits are {self.limits}; give a positive number, or one for each of {self.num_ranks} ranks"
+            )
+        for name, sizes in (("deferred", self.deferred_sizes), ("stage_input", self.input_sizes)):
+            for stage, (part, whole) in enumerate(zip(sizes, self.saved_sizes, strict=True)):
+                if part > whole * (1 + ROUNDING):
+                    raise ValueError(
+                        f"{name} of stage {stage} is {part:g}, more than the {whole:g} that it saves in all"
+                    )
+        for rank, least in enumerate(self.least_limits):
+            if least > self.limit_of(rank) * (1 + ROUNDING):
+                raise ValueError(
+                    f"rank {rank} may hold {self.limit_of(rank):g}, and one microbatch at its stages takes {least:g}; "
+                    "raise the limit, or recompute"
+                )
+
+    # --- ranks, stages, queues
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @cached_property
+    def number_of(self) -> dict[tuple[Kind, int], int]:
+        """The number of each queue."""
+        return {queue: number for number, queue in enumerate(self.queues)}
+
+    @cached_property
+    def queues_of_rank(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(number for number, (_, stage) in enumerate(self.queues) if self.rank_of_stage[stage] == rank)
+            for rank in range(self.num_ranks)
+        )
+
+    @cached_property
+    def rank_of_queue(self) -> tuple[int, ...]:
+        return tuple(self.rank_of_stage[stage] for _, stage in self.queues)
+
+    @property
+    def begins_backward(self) -> Kind:
+        """The kind of computation that makes the gradient of a stage's input."""
+        return Kind.BACKWARD_INPUT if self.splits else Kind.BACKWARD
+
+    @cached_property
+    def path(self) -> tuple[int, ...]:
+        """The queues that a microbatch passes one after another: all forwards, then all I or B."""
+        down = [self.number_of[Kind.FORWARD, stage] for stage in range(self.num_stages)]
+        up = [self.number_of[self.begins_backward, stage] for stage in reversed(range(self.num_stages))]
+        return (*down, *up)
+
+    # --- time
+
+    @cached_property
+    def seconds(self) -> tuple[float, ...]:
+        """The seconds of a computation of each queue."""
+        of_kind = self.costs.seconds(self.num_stages)
+        return tuple(of_kind[kind][stage] for kind, stage in self.queues)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, float], ...]:
+        """For each queue, the queue of another stage that it waits for, and the seconds of the transfer from there.
+
+        NONE and 0 where it waits for no other stage.
+        """
+        sources = [(NONE, 0.0)] * len(self.queues)
+        forward, backward, latency = self.costs.edges(self.num_stages - 1)
+        for first, occupied, after in (
+            (Kind.FORWARD, forward, False), (self.begins_backward, backward, True)
+        ):  # fmt: skip
+            for edge in range(self.num_stages - 1):
+                crosses = self.rank_of_stage[edge] != self.rank_of_stage[edge + 1]
+                ends = (edge + 1, edge) if after else (edge, edge + 1)
+                seconds = (occupied[edge] + latency[edge]) * crosses
+                sources[self.number_of[first, ends[1]]] = self.number_of[first, ends[0]], seconds
+        return tuple(sources)
+
+    @cached_property
+    def before(self) -> tuple[int, ...]:
+        """For each queue, the queue of the same stage of which a microbatch has to have passed first; or NONE."""
+        before, last = [NONE] * len(self.queues), {}
+        for number, (_, stage) in enumerate(self.queues):
+            before[number] = last.get(stage, NONE)
+            last[stage] = number
+        return tuple(before)
+
+    def work(self, rank: int) -> float:
+        """The seconds that a rank computes in the batch."""
+        return self.num_microbatches * sum(self.seconds[each] for each in self.queues_of_rank[rank])
+
+    def work_without_recompute(self, rank: int) -> float:
+        own = [each for each in self.queues_of_rank[rank] if self.queues[each][0] is not Kind.RECOMPUTE]
+        return self.num_microbatches * sum(self.seconds[each] for each in own)
+
+    # --- memory
+
+    @cached_property
+    def saved_sizes(self) -> list[float]:
+        return spread("saved", self.saved, self.num_stages)
+
+    @cached_property
+    def deferred_sizes(self) -> list[float]:
+        return self.saved_sizes if self.deferred is None else spread("deferred", self.deferred, self.num_stages)
+
+    @cached_property
+    def input_sizes(self) -> list[float]:
+        return spread("stage_input", self.stage_input, self.num_stages)
+
+    def limit_of(self, rank: int) -> float:
+        return float(self.limits[rank] if isinstance(self.limits, Sequence) else self.limits)
+
+    @cached_property
+    def takes(self) -> tuple[float, ...]:
+        """What a computation of each queue holds more from its start on."""
+        takes = []
+        for kind, stage in self.queues:
+            whole, part = self.saved_sizes[stage], self.input_sizes[stage]
+            if kind is Kind.FORWARD:
+                takes.append(part if stage in self.recomputed else whole)
+            else:
+                takes.append(whole - part if kind is Kind.RECOMPUTE else 0.0)
+        return tuple(takes)
+
+    @cached_property
+    def gives(self) -> tuple[float, ...]:
+        """What a computation of each queue holds no longer from its end on."""
+        gives = []
+        for kind, stage in self.queues:
+            whole, part = self.saved_sizes[stage], self.deferred_sizes[stage]
+            gives.append(
+                {Kind.BACKWARD: whole, Kind.BACKWARD_INPUT: whole - part, Kind.BACKWARD_WEIGHT: part}.get(kind, 0.0)
+            )
+        return tuple(gives)
+
+    @cached_property
+    def least_limits(self) -> tuple[float, ...]:
+        """For each rank, the least limit under which a batch can pass: that of one microbatch after another."""
+        return tuple(self.most_held(rank, self.one_microbatch(rank)) for rank in range(self.num_ranks))
+
+    def one_microbatch(self, rank: int) -> list[int]:
+        """Return the computations of one microbatch on a rank, in the order that its path asks for."""
+        own = self.queues_of_rank[rank]
+        forwards = [each for each in own if self.queues[each][0] is Kind.FORWARD]
+        rest = [[each for each in own if self.queues[each][1] == stage and each not in forwards]
+                for stage in sorted({self.queues[each][1] for each in own}, reverse=True)]  # fmt: skip
+        return forwards + [each for queue in rest for each in queue]
+
+    def most_held(self, rank: int, word: Sequence[int]) -> float:
+        """The most that the rank holds at any time, in the unit of `saved`."""
+        held = most = 0.0
+        for queue in word:
+            held += self.takes[queue]
+            most = max(most, held)
+            held -= self.gives[queue]
+        return most
+
+    def is_in_order(self, word: Sequence[int], rank: int) -> bool:
+        """Whether a word keeps its rank's limit, and computations follow those of their microbatch and stage."""
+        counts, held, limit = [0] * len(self.queues), 0.0, self.limit_of(rank) * (1 + ROUNDING)
+        takes, gives, before = self.takes, self.gives, self.before
+        for queue in word:
+            ahead = before[queue]
+            if ahead >= 0 and counts[queue] >= counts[ahead]:
+                return False
+            counts[queue] += 1
+            held += takes[queue]
+            if held > limit:
+                return False
+            held -= gives[queue]
+        return True
+
+    # --- programs
+
+    def program(self, words: Words) -> Program:
+        """Return the program of computations alone."""
+        rows = []
+        for word in words:
+            counts, row = [0] * len(self.queues), []
+            for queue in word:
+                kind, stage = self.queues[queue]
+                row.append(Instruction(kind, stage, counts[queue]))
+                counts[queue] += 1
+            rows.append(tuple(row))
+        extent = Extent(
+            weights=FLUSH,
+            batches=(self.num_microbatches,),
+            rank_of_stage=self.rank_of_stage,
+            recompute=bool(self.recomputed),
+            not_recomputed=self._not_recomputed,
+        )
+        return Program.of(extent, tuple(rows))
+
+    @property
+    def _not_recomputed(self) -> tuple[int, ...]:
+        return tuple(each for each in range(self.num_stages) if self.recomputed and each not in self.recomputed)

@@ -1,0 +1,222 @@
+"""The search for a program: words to begin with, the best of them improved in rounds, and a bound beside the result."""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.completion import completed
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.synthesis.bound import lower_bound
+from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
+from megatron.pipeline.synthesis.timing import Clock
+from megatron.processes import map_forked
+
+PATTERNS_OF_ROUND, ATTEMPTS_OF_ROUND = 200, 2_000
+"""The first rounds make as many patterns, and as many moves of the best words; later ones fewer and more."""
+
+_LONGEST = 10  # the most moves of a round, in those of the first one
+
+KEPT = 6  # the number of different words that are improved in turns
+_COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a round takes about a second or two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthesis:
+    """A program, and what is known of it.
+
+    Attributes:
+        problem: what it was made for.
+        program: the complete program: computations, updates, versions, transfers.
+        held: the most that each rank holds at any time, in the unit of `Problem.saved`.
+        seconds: the simulated time of the batch.
+        bound: seconds that no program of the problem beats, by the words and placement of `problem`.
+        bound_from: which relaxation gives the bound.
+        begun_with: the order or pattern from which it was improved.
+        named: the fastest registered order that keeps the limits, and its seconds; None if none does.
+        rounds: the number of rounds of each process.
+        seed: the seed of the search.
+    """
+
+    problem: Problem
+    program: Program
+    held: tuple[float, ...]
+    seconds: float
+    bound: float
+    bound_from: str
+    begun_with: str
+    named: tuple[str, float] | None
+    rounds: tuple[int, ...]
+    seed: int
+
+    @property
+    def gap(self) -> float:
+        """The part of the bound by which the program takes longer than it."""
+        return self.seconds / self.bound - 1
+
+    @property
+    def bubble(self) -> float:
+        """The idle part of the busiest rank's batch, where recomputes count as idle."""
+        return bubble(self.problem, self.seconds)
+
+    def certificate(self) -> dict[str, object]:
+        """Return, as JSON's values, what is claimed and over which programs the bound holds."""
+        problem = self.problem
+        return {
+            "seconds": self.seconds,
+            "bubble": self.bubble,
+            "bound": self.bound,
+            "bound_from": self.bound_from,
+            "bound_holds_for": {
+                "rank_of_stage": problem.rank_of_stage,
+                "num_microbatches": problem.num_microbatches,
+                "words": sorted({kind.value for kind, _ in problem.queues}),
+                "recomputed": sorted(problem.recomputed),
+                "seconds": {f"{stage}{kind.value}": each
+                            for (kind, stage), each in zip(problem.queues, problem.seconds, strict=True)},
+                "transfer_seconds": [max(problem.sources[problem.number_of[Kind.FORWARD, stage]][1], 0.0)
+                                     for stage in range(1, problem.num_stages)],
+                "saved": problem.saved_sizes,
+                "deferred": problem.deferred_sizes,
+                "limits": [None if math.isinf(problem.limit_of(rank)) else problem.limit_of(rank)
+                           for rank in range(problem.num_ranks)],
+            },
+            "held": self.held,
+            "begun_with": self.begun_with,
+            "best_registered_order": self.named,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "program_sha256": hashlib.sha256(self.program.to_csv().encode()).hexdigest(),
+        }  # fmt: skip
+
+
+def bubble(problem: Problem, seconds: float) -> float:
+    """Return 1 - (the busiest rank's F, I and W) / seconds."""
+    return 1 - max(map(problem.work_without_recompute, range(problem.num_ranks))) / seconds
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The seconds of words, which attempt found them, the words, and the name of what they were improved from."""
+
+    seconds: float
+    words: Words
+    name: str
+
+
+def synthesize(
+    problem: Problem,
+    *,
+    seconds: float = 30.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    done: Callable[[float], None] = lambda _: None,
+) -> Synthesis:
+    """Search for the fastest program of a problem.
+
+    Args:
+        problem: costs and limits.
+        seconds: how long to search, without the time of the round that is under way then. The search ends sooner where
+            the bound is reached.
+        rounds: the number of rounds of each process, in place of `seconds`. The result then depends on nothing else but
+            the seed and the number of processes.
+        seed: the seed of all choices at random.
+        processes: the number of processes.
+        done: called in the first process behind each round, with the part of the search that is over.
+    """
+    bound, bound_from = lower_bound(problem)
+    search = partial(_search, problem, bound, seconds, rounds, done)
+    results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
+    best = min((found for found, _, _ in results), key=lambda each: each.seconds)
+    program = completed(problem.program(best.words))
+    return Synthesis(
+        problem=problem,
+        program=program,
+        held=tuple(problem.most_held(rank, word) for rank, word in enumerate(best.words)),
+        seconds=simulate(program, problem.costs).makespan,
+        bound=bound,
+        bound_from=bound_from,
+        begun_with=best.name,
+        named=results[0][2],
+        rounds=tuple(number for _, number, _ in results),
+        seed=seed,
+    )
+
+
+def named_points(problem: Problem) -> dict[str, tuple[float, float]]:
+    """Return, for each registered order that has the placement, the most that a rank holds, and a batch's seconds."""
+    clock, points = Clock(problem), {}
+    for name, words in named_words(problem):
+        times = clock.times(words)
+        if times is not None:
+            points[name] = max(problem.most_held(rank, word) for rank, word in enumerate(words)), times.seconds
+    return points
+
+
+def _search(
+    problem: Problem, bound: float, seconds: float, rounds: int | None, done: Callable[[float], None], seed: int
+) -> tuple[_Found, int, tuple[str, float] | None]:
+    """Search in this process. Returns the best words, the number of rounds, and the best registered order."""
+    begun, clock, chance = time.monotonic(), Clock(problem), random.Random(seed)
+    size = problem.num_microbatches * len(problem.queues)
+    part = min(1.0, _COMPUTATIONS / size)
+    named = None
+    pool: list[_Found] = []
+    for name, words in _begin(problem):
+        times = clock.times(words)
+        if times is not None:
+            pool.append(_Found(times.seconds, words, name))
+            if not name.startswith(_WITHIN) and name != _PLAIN and (named is None or times.seconds < named[1]):
+                named = name, times.seconds
+    pool = _best(pool)
+    patterns, number = Patterns(problem, clock), 0
+    while pool[0].seconds > bound * (1 + ROUNDING):
+        if number >= rounds if rounds is not None else time.monotonic() - begun > seconds:
+            break
+        count = max(10, round(PATTERNS_OF_ROUND * part)) if number < 2 or number % 8 == 0 else 0
+        pool = _best([*pool, *_patterns(patterns, chance, count)])
+        index = 0 if number % 2 == 0 else number // 2 % len(pool)
+        climb = Climb(problem, clock, pool[index].words, chance)
+        attempts = ATTEMPTS_OF_ROUND * part * min(_LONGEST, 1 + number // 3)
+        climb.run(max(200, round(attempts)), warmth=chance.choice((0.2, 1.0, 1.0, 4.0)))
+        if climb.best[0] < pool[index].seconds:
+            pool[index] = _Found(*climb.best, pool[index].name)
+        pool = _best(pool)
+        number += 1
+        done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
+    return pool[0], number, named
+
+
+_PLAIN, _WITHIN = "one microbatch after another", "within limits:"
+
+
+def _begin(problem: Problem) -> Iterator[tuple[str, Words]]:
+    """Yield the words of registered orders and, where they exceed limits, what list scheduling makes of them."""
+    yield _PLAIN, one_after_another(problem)
+    for name, words in named_words(problem):
+        if all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
+            yield name, words
+        elif (within := listed(problem, words)) is not None:
+            yield f"{_WITHIN} {name}", within
+
+
+def _patterns(patterns: Patterns, chance: random.Random, count: int) -> Iterator[_Found]:
+    for _ in range(count):
+        if (made := patterns.words(chance)) is not None:
+            yield _Found(*made, "a pattern")
+
+
+def _best(found: list[_Found]) -> list[_Found]:
+    """Return the fastest of the words found, of which no two take equally long."""
+    kept: dict[float, _Found] = {}
+    for each in sorted(found, key=lambda each: each.seconds):
+        kept.setdefault(round(each.seconds, 9), each)
+    return list(kept.values())[:KEPT]

@@ -1,0 +1,309 @@
+"""Words to begin a search with: every registered order that has the placement, and patterns that repeat.
+
+A *pattern* gives each queue an offset; microbatch n passes the queue n periods later. If the period is the time that a
+rank computes for one microbatch, and no two offsets of the rank overlap modulo the period, the rank is always busy
+between fill and drain (modulo scheduling, Rau 1994; for pipelines the building blocks of Qi et al. 2024, "Pipeline
+Parallelism with Controllable Memory"). The offsets are found along the path of one microbatch, each at the first free
+place. Waits along the path decide which places are free further on, and how many microbatches are in flight. They are
+the same for all stages of a leg, the way from one end of the ranks to the other.
+"""
+
+import math
+import random
+from bisect import insort
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import chain, pairwise, product
+
+from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules.orders import ORDERS
+from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.timing import Clock
+
+_RESONANCES = 1.0, 0.5, 1 / 3, 2 / 3, 0.25, 0.75
+_PERIODS = 1.0, 1.0, 1.02, 1.05, 1.1, 1.2
+_PARENTS = 8
+_MOST_STEPS = 200  # the most places that are tried for one queue
+
+
+def named_words(problem: Problem) -> Iterator[tuple[str, Words]]:
+    """Yield the words of each registered order that takes the stages as they are placed, with its name.
+
+    An order's whole backwards become I and W where the problem splits backwards, and the other way round.
+    """
+    choices: list[dict[str, int | bool]] = [{}, {"extra_warmup": True}]
+    p, found = problem.num_ranks, []
+    choices += [{"microbatch_group_size": size} for size in range(p + 1, min(2 * p, problem.num_microbatches) + 1)]
+    for name, each in product(ORDERS, choices):
+        with suppress(ValueError):
+            schedule = Schedule(
+                order=name, weights="flush", num_stages=problem.num_stages, rank_of_stage=problem.rank_of_stage, **each
+            )
+            schedule.validate(problem.num_microbatches)
+            rows = [schedule.computations(rank, [problem.num_microbatches]) for rank in range(p)]
+            if rows not in found:
+                found.append(rows)
+                label = name + "".join(f" {key}={value}" for key, value in each.items())
+                yield label, [_word(problem, row) for row in rows]
+
+
+def _word(problem: Problem, row: tuple[Instruction, ...]) -> list[int]:
+    """Return a row in the queues of the problem."""
+    word = []
+    for instruction in row:
+        kind, stage = instruction.kind, instruction.stage
+        if kind is Kind.FORWARD:
+            word.append(problem.number_of[kind, stage])
+        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            kinds = [problem.begins_backward]
+            if stage in problem.recomputed:
+                kinds.insert(0, Kind.RECOMPUTE)
+            if problem.splits and kind is Kind.BACKWARD:
+                kinds.append(Kind.BACKWARD_WEIGHT)
+            word += [problem.number_of[each, stage] for each in kinds]
+        elif kind is Kind.BACKWARD_WEIGHT and problem.splits:
+            word.append(problem.number_of[kind, stage])
+    return word
+
+
+def legs_of(rank_of_stage: tuple[int, ...]) -> list[int]:
+    """Return the leg of each stage: a leg ends where the ranks turn round or begin again."""
+    legs, direction = [0], 0
+    for before, after in pairwise(rank_of_stage):
+        step = after - before
+        turns = direction != 0 and (step > 0) != (direction > 0)
+        legs.append(legs[-1] + (step == 0 or turns))
+        direction = 0 if step == 0 or turns else step
+    return legs
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """What makes a pattern.
+
+    Attributes:
+        period: the period, in seconds.
+        strides: for each leg of the path, the wait before each computation but the first.
+        turns: for each leg, the wait before its first computation.
+    """
+
+    period: float
+    strides: tuple[float, ...]
+    turns: tuple[float, ...]
+
+
+class Patterns:
+    """Makes words from patterns, at random and by changing the best so far.
+
+    Attributes:
+        problem: the problem. Its number of microbatches may be any.
+    """
+
+    def __init__(self, problem: Problem, clock: Clock) -> None:
+        self.problem, self._clock = problem, clock
+        self._legs = legs_of(problem.rank_of_stage)
+        self._num_legs = 2 * (max(self._legs) + 1)
+        self._busiest = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
+        self._hops = self._mean_hops()
+        self._best: list[tuple[float, float, int, _Waits]] = []
+        self._made = 0
+
+    def words(self, chance: random.Random) -> tuple[float, Words] | None:
+        """Return the seconds of words that keep the limits, and the words; or None where this attempt gave none."""
+        problem = self.problem
+        waits = self._changed(chance) if self._best and chance.random() < 0.7 else self._at_random(chance)
+        offsets = self._offsets(waits)
+        if offsets is None:
+            return None
+        self._made += 1
+        words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
+        excess = sum(
+            max(0.0, problem.most_held(rank, word) / problem.limit_of(rank) - 1 - ROUNDING)
+            for rank, word in enumerate(words)
+        )
+        if excess:
+            self._keep(excess, 0.0, waits)
+            return None
+        times = self._clock.times(words)
+        if times is None or not all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
+            return None
+        self._keep(0.0, times.seconds, waits)
+        return times.seconds, words
+
+    def _keep(self, excess: float, seconds: float, waits: _Waits) -> None:
+        if not any(each[:2] == (excess, seconds) for each in self._best):
+            insort(self._best, (excess, seconds, self._made, waits))
+            del self._best[_PARENTS:]
+
+    def _word(self, rank: int, offsets: list[float], period: float) -> list[int]:
+        turns = (
+            (offsets[queue] + period * microbatch, queue)
+            for queue in self.problem.queues_of_rank[rank]
+            for microbatch in range(self.problem.num_microbatches)
+        )
+        return [queue for _, queue in sorted(turns)]
+
+    def _leg(self, place: int) -> int:
+        """The leg of a place of the path."""
+        stages = self.problem.num_stages
+        return self._legs[place] if place < stages else self._num_legs - 1 - self._legs[2 * stages - 1 - place]
+
+    def _offsets(self, waits: _Waits) -> list[float] | None:
+        problem, period = self.problem, waits.period
+        busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_ranks)]
+        offsets, time, leg = [0.0] * len(problem.queues), 0.0, self._leg(0)
+        for place, queue in enumerate(problem.path):
+            stage, now = problem.queues[queue][1], self._leg(place)
+            if place:
+                time += problem.seconds[problem.path[place - 1]] + problem.sources[queue][1]
+                time += waits.strides[now] if now == leg else waits.turns[now]
+            leg, before = now, 0.0
+            if place >= problem.num_stages and stage in problem.recomputed:
+                before = problem.seconds[problem.number_of[Kind.RECOMPUTE, stage]]
+            at = _free(busy[problem.rank_of_queue[queue]], time, before + problem.seconds[queue], period)
+            if at is None:
+                return None
+            if before:
+                offsets[problem.number_of[Kind.RECOMPUTE, stage]] = at
+            offsets[queue] = time = at + before
+        weights = [each for each, (kind, _) in enumerate(problem.queues) if kind is Kind.BACKWARD_WEIGHT]
+        for queue in sorted(weights, key=lambda each: offsets[problem.before[each]]):
+            before = problem.before[queue]
+            ready = offsets[before] + problem.seconds[before]
+            at = _free(busy[problem.rank_of_queue[queue]], ready, problem.seconds[queue], period)
+            offsets[queue] = ready if at is None else at  # no place is long enough: others move when it is timed
+        return offsets
+
+    def _at_random(self, chance: random.Random) -> _Waits:
+        """Choose waits. Mostly the strides of two legs in a row together are a part of the period.
+
+        Where such legs pass the ranks in opposite directions, what meets on one rank then meets on none or on all.
+        """
+        period = self._busiest * chance.choice(_PERIODS)
+        strides = [0.0] * self._num_legs
+        if chance.random() < 0.75:
+            resonance = chance.choice(_RESONANCES) * period
+            for leg in range(0, self._num_legs, 2):
+                spare = (resonance - self._hops[leg] - self._hops[leg + 1]) % period
+                part = chance.random()
+                strides[leg], strides[leg + 1] = spare * part, spare * (1 - part)
+        else:
+            strides = [chance.choice((0.0, chance.random() * 0.15)) * period for _ in strides]
+        most = max(1, math.ceil(self.problem.num_ranks / 2))
+        turns = [chance.choice((0, 0, 0, chance.randrange(most + 1))) * period for _ in strides]
+        return _Waits(period, tuple(strides), tuple(turns))
+
+    def _changed(self, chance: random.Random) -> _Waits:
+        """Change one number of one of the best patterns."""
+        waits = chance.choice(self._best)[3]
+        leg, kind = chance.randrange(self._num_legs), chance.random()
+        if kind < 0.15:
+            return replace(waits, period=max(0.8 * self._busiest, waits.period * (1 + chance.gauss(0, 0.03))))
+        if kind < 0.5:
+            strides = list(waits.strides)
+            step = chance.gauss(0, chance.choice((0.003, 0.03))) * waits.period
+            strides[leg] = max(0.0, strides[leg] + step)
+            if chance.random() < 0.5:  # the sum with the leg beside it stays
+                strides[leg ^ 1] = max(0.0, strides[leg ^ 1] - step)
+            return replace(waits, strides=tuple(strides))
+        turns = list(waits.turns)
+        turns[leg] = max(0.0, turns[leg] + chance.choice((-1.0, 1.0, chance.gauss(0, 0.2))) * waits.period)
+        return replace(waits, turns=tuple(turns))
+
+    def _mean_hops(self) -> list[float]:
+        """The mean seconds from rank to rank on each leg of the path."""
+        problem = self.problem
+        sums, counts = [0.0] * self._num_legs, [0] * self._num_legs
+        for place, queue in enumerate(problem.path[:-1]):
+            sums[self._leg(place)] += problem.seconds[queue] + problem.sources[problem.path[place + 1]][1]
+            counts[self._leg(place)] += 1
+        return [total / max(1, count) for total, count in zip(sums, counts, strict=True)]
+
+
+def _free(busy: list[tuple[float, float]], time: float, seconds: float, period: float) -> float | None:
+    """Take the first time from `time` on at which a rank has `seconds` free in each period; None if there is none."""
+    for _ in range(_MOST_STEPS):
+        place, wait = time % period, 0.0
+        for begin, length in busy:
+            if (into := (place - begin) % period) < length * (1 - ROUNDING):
+                wait = max(wait, length - into)
+            elif (ahead := (begin - place) % period) < seconds * (1 - ROUNDING):
+                wait = max(wait, ahead + length)
+        if not wait:
+            busy.append((place, seconds))
+            return time
+        time += wait
+    return None
+
+
+def one_after_another(problem: Problem) -> Words:
+    """Return words that pass each microbatch through the whole pipeline before the next one: they need least memory."""
+    one = [problem.one_microbatch(rank) for rank in range(problem.num_ranks)]
+    return [list(chain.from_iterable([word] * problem.num_microbatches)) for word in one]
+
+
+def listed(problem: Problem, words: Words) -> Words | None:
+    """Return words made by list scheduling: a free rank takes, of what is ready and fits, what `words` has first.
+
+    A forward leaves room for the forwards of later stages of its rank, so the oldest microbatch can always go on. None
+    where a limit is too small even so.
+    """
+    m, ranks = problem.num_microbatches, problem.rank_of_queue
+    turns: list[list[int]] = [[] for _ in problem.queues]
+    for word in words:
+        for place, queue in enumerate(word):
+            turns[queue].append(place)
+    room, feeds = _room_for_later(problem), [[] for _ in problem.queues]
+    for queue, (source, delay) in enumerate(problem.sources):
+        if source != NONE:
+            feeds[source].append((queue, delay))
+    ready = [[0.0 if source == NONE else math.inf] * m for source, _ in problem.sources]
+    counts, held, free = [0] * len(problem.queues), [0.0] * problem.num_ranks, [0.0] * problem.num_ranks
+    made: Words = [[] for _ in range(problem.num_ranks)]
+    wakes = [(0.0, rank) for rank in range(problem.num_ranks)]
+    while wakes:
+        time, rank = heappop(wakes)
+        if time < free[rank]:
+            continue
+        first, later = None, math.inf
+        for queue in problem.queues_of_rank[rank]:
+            number, ahead = counts[queue], problem.before[queue]
+            if number == m or (ahead != NONE and number >= counts[ahead]):
+                continue
+            if problem.takes[queue] and held[rank] + problem.takes[queue] + room[queue] > problem.limit_of(rank) * (
+                1 + ROUNDING
+            ):
+                continue
+            if ready[queue][number] > time:
+                later = min(later, ready[queue][number])
+            elif first is None or turns[queue][number] < turns[first][counts[first]]:
+                first = queue
+        if first is None:
+            if later < math.inf:
+                heappush(wakes, (later, rank))
+            continue
+        number = counts[first]
+        counts[first] += 1
+        held[rank] += problem.takes[first] - problem.gives[first]
+        free[rank] = time + problem.seconds[first]
+        made[rank].append(first)
+        heappush(wakes, (free[rank], rank))
+        for queue, delay in feeds[first]:
+            ready[queue][number] = free[rank] + delay
+            heappush(wakes, (max(ready[queue][number], free[ranks[queue]]), ranks[queue]))
+    return made if all(count == m for count in counts) else None
+
+
+def _room_for_later(problem: Problem) -> list[float]:
+    """For each forward, what the forwards of later stages of its rank take for one microbatch; 0 for others."""
+    room = [0.0] * len(problem.queues)
+    for queue, (kind, stage) in enumerate(problem.queues):
+        if kind is Kind.FORWARD:
+            own = (
+                each for each in problem.queues_of_rank[problem.rank_of_queue[queue]] if problem.queues[each][1] > stage
+            )
+            room[queue] = sum(problem.takes[each] for each in own)
+    return room

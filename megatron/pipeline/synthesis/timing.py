@@ -1,0 +1,75 @@
+"""When the computations of words start, if each begins as soon as its rank and its input are ready."""
+
+from dataclasses import dataclass
+
+from megatron.pipeline.synthesis.problem import Problem, Words
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The times of words.
+
+    Attributes:
+        seconds: the end of the last computation.
+        mean_start: the mean start of all computations.
+        starts: for each rank, the start of each computation of its word.
+        ends: for each queue, the end of its computation of each microbatch.
+    """
+
+    seconds: float
+    mean_start: float
+    starts: list[list[float]]
+    ends: list[list[float]]
+
+
+class Clock:
+    """Times words of one problem. Transfers delay, and do not queue for their channel, which the simulator adds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._sources, self._seconds = problem.sources, problem.seconds
+        self._num_queues, self._num_ranks = len(problem.queues), problem.num_ranks
+        ranks = problem.rank_of_queue
+        wakes: list[set[int]] = [set() for _ in range(problem.num_ranks)]
+        for queue, (source, _) in enumerate(problem.sources):
+            if source >= 0 and ranks[source] != ranks[queue]:
+                wakes[ranks[source]].add(ranks[queue])
+        self._wakes = [sorted(each) for each in wakes]
+
+    def times(self, words: Words) -> Times | None:
+        """Return the times of words, or None where ranks wait for each other in a circle."""
+        sources, seconds, wakes = self._sources, self._seconds, self._wakes
+        ends: list[list[float]] = [[] for _ in range(self._num_queues)]
+        starts: list[list[float]] = [[] for _ in words]
+        places, free = [0] * self._num_ranks, [0.0] * self._num_ranks
+        to_do, is_in = list(range(self._num_ranks)), [True] * self._num_ranks
+        total, count = 0.0, 0
+        while to_do:
+            rank = to_do.pop()
+            is_in[rank] = False
+            word, place, time, begun = words[rank], places[rank], free[rank], starts[rank]
+            first, length = place, len(word)
+            while place < length:
+                queue = word[place]
+                own = ends[queue]
+                source, delay = sources[queue]
+                if source >= 0:
+                    made, microbatch = ends[source], len(own)
+                    if microbatch >= len(made):
+                        break
+                    if (ready := made[microbatch] + delay) > time:
+                        time = ready
+                begun.append(time)
+                total += time
+                time += seconds[queue]
+                own.append(time)
+                place += 1
+            if place > first:
+                places[rank], free[rank] = place, time
+                count += place - first
+                for other in wakes[rank]:
+                    if not is_in[other]:
+                        is_in[other] = True
+                        to_do.append(other)
+        if count < sum(map(len, words)):
+            return None
+        return Times(max(free), total / count, starts, ends)

@@ -1,0 +1,100 @@
+"""tools/schedule.py synthesize: what it prints and writes, and what it refuses."""
+
+import json
+
+import pytest
+
+from megatron.commands import schedule as tool  # noqa: F401  of the fixture `run`
+from megatron.pipeline.schedules import Schedule, read_schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+
+HEAD = ["--ranks", "4", "--microbatches", "12", "--forward", "1,1,1,2.4", "--backward", "2,2,2,4.8"]
+
+
+def lines_of(out: str) -> dict[str, str]:
+    return dict(line.split("  ", 1) for line in out.splitlines())
+
+
+def test_it_writes_a_program_that_can_be_trained_with_and_its_certificate(run, tmp_path):
+    """The file is read as --pipeline-program reads it, and the certificate has what is printed."""
+    csv, certificate = tmp_path / "mine.csv", tmp_path / "mine.json"
+    status, out, _ = run("synthesize", *HEAD, "--limit", 3, "--rounds", 20, "--csv", csv, "--json", certificate)
+    assert status == 0
+    printed = {name: value.strip() for name, value in lines_of(out).items()}
+    assert printed["above the bound"] == "0.00%" and printed["ranks hold"] == "3, 3, 3, 3"
+    schedule = read_schedule(csv)
+    assert schedule.num_ranks == 4 and schedule.program.batches == (12,)
+    written = json.loads(certificate.read_text())
+    assert f"{written['seconds']:g}" == printed["time of a batch"]
+    assert written["bound_holds_for"]["rank_of_stage"] == [0, 1, 2, 3]
+    costs = Costs(forward=[1.0, 1.0, 1.0, 2.4], backward=[2.0, 2.0, 2.0, 4.8])
+    assert simulate(schedule.program, costs).makespan == pytest.approx(written["seconds"])
+
+
+def test_the_best_placement_and_recompute_are_chosen(run):
+    """Of two placements the faster counts, and where activations do not fit without recompute they are recomputed."""
+    status, out, _ = run("synthesize", *["--ranks", "2", "--placement", "best", "--microbatches", "4", "--rounds", "2"])
+    assert status == 0 and "placement" in out
+    tight = [
+        "--ranks",
+        "2",
+        "--microbatches",
+        "4",
+        "--saved",
+        "4",
+        "--stage-input",
+        "1",
+        "--limit",
+        "5",
+        "--rounds",
+        "2",
+    ]
+    slow, fast = (run("synthesize", *tight, "--recompute", each)[1] for each in ("none", "best"))
+    times = [float(lines_of(out)["time of a batch"]) for out in (slow, fast)]
+    assert times[1] <= times[0]
+
+
+def test_costs_come_from_a_measured_run(run, tmp_path):
+    """Mean times of a timeline that a run has written; halves need a run that split its backwards."""
+    halves, whole = tmp_path / "halves.json", tmp_path / "whole.json"
+    costs = Costs(forward=[0.5, 1.0], backward=[1.0, 2.0])
+    simulate(Schedule.preset("zb-h1", num_stages=2).build([4]), costs).save(halves)
+    simulate(Schedule.preset("flush", num_stages=2).build([4]), costs).save(whole)
+    given = ["--microbatches", 6, "--rounds", 1]
+    status, out, _ = run("synthesize", "--measured", halves, *given)
+    assert status == 0
+    assert float(lines_of(out)["time of a batch"]) == pytest.approx(0.5 + 6 * 3.0)
+    status, out, _ = run("synthesize", "--measured", whole, *given, "--whole-backwards")
+    assert status == 0 and float(lines_of(out)["time of a batch"]) == pytest.approx(0.5 + 6 * 3.0 + 1.0)
+    status, _, error = run("synthesize", "--measured", whole, *given)
+    assert status == 1 and "measure a run of zb-h1 or zbv" in error
+
+
+def test_a_frontier_is_a_table_and_a_picture(run, tmp_path):
+    """More room is never slower; a limit under which nothing passes says so in its line."""
+    picture = tmp_path / "frontier.png"
+    status, out, _ = run("synthesize", *HEAD, "--frontier", "0.5,1,2,4", "--rounds", 6, "--picture", picture)
+    assert status == 0 and picture.stat().st_size > 1000
+    rows = [line.split() for line in out.splitlines()[1:5]]
+    assert rows[0][:2] == ["0.5", "-"] and "one microbatch" in out
+    times = [float(row[1]) for row in rows[1:]]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--microbatches 4", "the number of ranks is not known"),
+        ("--microbatches 4 --ranks 2 --placement spiral", "there is no placement 'spiral'"),
+        ("--microbatches 4 --placement 0,x", "no list of ranks"),
+        ("--microbatches 4 --ranks 2 --limit 0.5", "rank 0 may hold 0.5"),
+        ("--microbatches 4 --ranks 2 --frontier 1,zero", "--frontier 1,zero"),
+        ("--microbatches 4 --ranks 2 --frontier 1,2 --csv a.csv", "leave --limit, --csv and --json out"),
+        ("--microbatches 4 --ranks 2 --picture a.png", "add --frontier"),
+        ("--microbatches 4 --ranks 2 --forward 1,2,3", "forward has 3 numbers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(run, arguments, text):
+    status, _, error = run("synthesize", *arguments.split())
+    assert status == 1 and text in error

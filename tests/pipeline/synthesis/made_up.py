@@ -1,0 +1,89 @@
+"""Small problems at random, and the least time of each by trying every order of every rank."""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from megatron.pipeline.program.edges import round_robin, v
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.problem import Problem
+
+
+def small(seed: int) -> Problem:
+    """A problem with p <= 3, m <= 4 and integer costs, of which every order can be tried; limits bind in most."""
+    chance = random.Random(seed)
+    while True:
+        kind = chance.choice(("halves", "whole", "recompute", "two stages"))
+        p, m = chance.choice((2, 3)), chance.choice((2, 3, 4))
+        if kind in ("halves", "recompute"):
+            m = min(m, 3)
+        if kind == "two stages":
+            p, m = 2, 2
+        placement = chance.choice((v, round_robin))(p, 2 if kind == "two stages" else 1)
+        stages = len(placement)
+
+        def each(least: int = 1, count: int = stages) -> list[float]:
+            return [float(chance.randint(least, 5)) for _ in range(count)]
+
+        halves = kind == "halves"
+        costs = Costs(
+            forward=each(), backward=each(), recompute=each(), latency=float(chance.choice((0, 0, 1, 2))),
+            **({"backward_input": each(), "backward_weight": each(0)} if halves else {}),
+        )  # fmt: skip
+        recomputed = frozenset(each for each in range(stages) if kind == "recompute" and chance.random() < 0.7)
+        try:
+            return Problem(
+                rank_of_stage=placement, num_microbatches=m, costs=costs, splits=halves, recomputed=recomputed,
+                deferred=chance.choice((1.0, 0.5)) if halves else None, stage_input=0.25 if recomputed else 0.0,
+                limits=[chance.choice((1.0, 1.5, 2.0, 3.0)) * (stages // p) for _ in range(p)],
+            )  # fmt: skip
+        except ValueError:
+            continue  # the limit is too small for one microbatch
+
+
+def least_seconds(problem: Problem) -> float:
+    """The least time over all words of all ranks, timed by a loop of its own."""
+    orders = [list(_words(problem, rank)) for rank in range(problem.num_ranks)]
+    return min(_seconds(problem, words) for words in itertools.product(*orders))
+
+
+def _words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
+    """All orders of a rank that keep its limit and the order of each microbatch at each stage."""
+    own, m = problem.queues_of_rank[rank], problem.num_microbatches
+    limit = problem.limit_of(rank) + 1e-9
+
+    def extend(word: tuple[int, ...], counts: dict[int, int], held: float) -> Iterator[tuple[int, ...]]:
+        if len(word) == len(own) * m:
+            yield word
+        for place, queue in enumerate(own):
+            stage = problem.queues[queue][1]
+            earlier = own[place - 1] if place and problem.queues[own[place - 1]][1] == stage else None
+            if counts[queue] == m or (earlier is not None and counts[queue] >= counts[earlier]):
+                continue
+            if held + problem.takes[queue] <= limit:
+                after = counts | {queue: counts[queue] + 1}
+                yield from extend((*word, queue), after, held + problem.takes[queue] - problem.gives[queue])
+
+    yield from extend((), dict.fromkeys(own, 0), 0.0)
+
+
+def _seconds(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
+    """The end of the last computation, by one step after another; infinity in a deadlock."""
+    ends: dict[tuple[int, int], float] = {}
+    free, places = [0.0] * len(words), [0] * len(words)
+    moved = True
+    while moved:
+        moved = False
+        for rank, word in enumerate(words):
+            while places[rank] < len(word):
+                queue = word[places[rank]]
+                number = word[: places[rank]].count(queue)
+                source, delay = problem.sources[queue]
+                if source >= 0 and (source, number) not in ends:
+                    break
+                ready = ends[source, number] + delay if source >= 0 else 0.0
+                free[rank] = ends[queue, number] = max(free[rank], ready) + problem.seconds[queue]
+                places[rank] += 1
+                moved = True
+    done = all(place == len(word) for place, word in zip(places, words, strict=True))
+    return max(free) if done else float("inf")

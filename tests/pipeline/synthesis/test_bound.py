@@ -1,0 +1,66 @@
+"""The lower bound: true on small problems that are searched in full, near on most, and exact where it is known."""
+
+import statistics
+
+import pytest
+
+from megatron.pipeline.program.edges import v
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.bound import lower_bound
+from megatron.pipeline.synthesis.problem import Problem
+from megatron.pipeline.synthesis.search import bubble, synthesize
+from tests.pipeline.synthesis.made_up import least_seconds, small
+
+
+def _hold(seeds: range) -> None:
+    gaps, missed = [], 0
+    for seed in seeds:
+        problem = small(seed)
+        least, (bound, bound_from) = least_seconds(problem), lower_bound(problem)
+        assert bound <= least * (1 + 1e-9), (seed, bound, bound_from, least)
+        found = synthesize(problem, rounds=4).seconds
+        assert found >= least * (1 - 1e-9), (seed, found, least)
+        missed += found > least * (1 + 1e-9)
+        gaps.append(least / bound - 1)
+    assert statistics.median(gaps) <= 0.05
+    assert missed <= len(seeds) / 20
+
+
+def test_nothing_beats_the_bound_and_the_search_finds_the_optimum():
+    """Exhaustive search finds nothing below the bound; the median distance is at most 5%; the search misses few."""
+    _hold(range(40))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_same_on_200_problems():
+    _hold(range(1000, 1200))
+
+
+@pytest.mark.parametrize(
+    ("limit", "least"),
+    [(8, 0.0703), (6, 0.1371), (5, 0.1671)],  # by hand: (m work + first backward + rest behind the last forward - room)
+)
+def test_memory_bounds_a_v(limit, least):
+    """Zero bubble's first published row on 8 ranks: what a limit costs in fill and drain, whatever the order."""
+    half = {
+        "forward": 18522 / 2,
+        "backward": (18086 + 9337) / 2,
+        "backward_input": 18086 / 2,
+        "backward_weight": 9337 / 2,
+    }
+    problem = Problem(
+        rank_of_stage=v(8, 2), num_microbatches=24, costs=Costs(latency=601, **half), saved=0.5, limits=float(limit)
+    )
+    bound, bound_from = lower_bound(problem)
+    assert bubble(problem, bound) == pytest.approx(least, abs=5e-5)
+    assert bound_from == "fill and drain of rank 7 under its limit"
+
+
+def test_work_and_path_bound_a_pipeline_without_limits():
+    """One microbatch takes its path; many take the busiest rank's work between its head and its tail."""
+    costs = Costs(forward=[1.0, 2.0, 1.0], backward=[2.0, 4.0, 2.0], latency=0.5)
+    one = Problem(rank_of_stage=(0, 1, 2), num_microbatches=1, costs=costs, splits=False)
+    assert lower_bound(one)[0] == 12.0 + 4 * 0.5
+    many = Problem(rank_of_stage=(0, 1, 2), num_microbatches=20, costs=costs, splits=False)
+    assert lower_bound(many)[0] == (1 + 0.5) + 20 * 6 + (0.5 + 2)
