@@ -5,7 +5,7 @@
     python tools/schedule.py check --schedule 2bw --stages 4 --hardware-queues 8 --tensor 2 --data 2
     python tools/schedule.py draw  --schedule 2bw --stages 4 --microbatches 4 --batches 3 --output 2bw.png
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
-    python tools/schedule.py synthesize --ranks 4 --microbatches 12 --forward 1,1,1,2 --backward 2,2,2,4 --limit 3 --csv a.csv
+    python tools/schedule.py synthesize --ranks 4 --microbatches 12 --forward 1,1,1,2 --limit 3 --csv my.csv
 
 Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
 compute-only files of torch.distributed.pipelining. `check` reports whether `--pipeline-program` could train with such a

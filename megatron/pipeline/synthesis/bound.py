@@ -104,7 +104,7 @@ class _Turns:
         return max(1, math.floor(room / taken * (1 + ROUNDING)))
 
     def _together(self, queue: int, *, after: bool) -> float:
-        """The seconds that a rank computes for each microbatch up to the end of a queue, or (`after`) from its start on."""
+        """Seconds that a rank computes for each microbatch up to a queue's end, or (`after`) from its start on."""
         problem, own = self._problem, {queue}
         path = problem.path if not after else problem.path[::-1]
         rank, (kind, stage) = problem.rank_of_queue[queue], problem.queues[queue]

@@ -2,9 +2,9 @@
 
 A move takes a computation to another place of its word. Half of the moves take one from the critical path. A third pull
 a later computation into a gap in which its rank waits. The others are at random. A move that breaks an order or a limit
-is dropped before it is timed. Minimised is the time plus the mean start of all computations, because the time alone does
-not tell that fill or drain have become shorter on some ranks only. Slower words are accepted with a probability that falls
-(simulated annealing, Kirkpatrick et al. 1983).
+is dropped before it is timed. Minimised is the time plus the mean start of all computations, because the time alone
+does not tell that fill or drain have become shorter on some ranks only. Slower words are accepted with a probability
+that falls (simulated annealing, Kirkpatrick et al. 1983).
 """
 
 import math
