@@ -1,6 +1,6 @@
 """The simulator's errors against real runs: every schedule, even and uneven stages, fast and slow links.
 
-    python benchmarks/simulator_accuracy.py                              # 72 cases, p = 4 and 8: about 20 minutes
+    python benchmarks/simulator_accuracy.py                              # 80 cases, p = 4 and 8: about 22 minutes
     python benchmarks/simulator_accuracy.py --stages 4 --only 2bw bpipe  # some of them
     python benchmarks/simulator_accuracy.py --pictures DIR               # and each pair of timelines as a picture
 
@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,9 @@ from benchmarks.common.paced_links import PacedLink, PacedMoveLink
 from benchmarks.common.results import parser_of, save, set_environment, status_of
 from benchmarks.common.tables import terminal
 from megatron.pipeline.draw import draw_timeline
+from megatron.pipeline.program.edges import v
 from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
@@ -46,14 +48,17 @@ from megatron.pipeline.runtime.stages.emulated import (
 )
 from megatron.pipeline.runtime.transport.links import LINKS, GlooLink
 from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule, Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.synthesis import Problem, synthesize
 
 EMULATED = "gloo, emulated"
 """The name of this benchmark's backend, whose links are registered for each case."""
 _ACTIVATION_BYTES = 1 << 12
+SYNTHESIZED = "synthesized"
+_ROUNDS = 6  # of the search for a synthesized program
 
 # Shares of the mean, in turn over the stages or edges.
 _FORWARD, _BACKWARD = (0.8, 1.1, 0.9, 1.3, 1.0), (1.1, 0.8, 1.3, 0.9)
@@ -68,6 +73,7 @@ class Case:
         forward: seconds of a rank's mean forward; a backward takes twice as long.
         uneven: whether stages take different times.
         slow: whether links take time, by edge; otherwise they are the loopback device.
+        program: the text of a program in place of the preset `schedule`.
     """
 
     schedule: str
@@ -80,6 +86,7 @@ class Case:
     balance: bool = False
     uneven: bool = False
     slow: bool = False
+    program: str = ""
 
     @property
     def name(self) -> str:
@@ -96,7 +103,9 @@ class Case:
     def batches(self) -> tuple[int, ...]:
         return (self.num_microbatches,) * self.num_batches
 
-    def build_schedule(self) -> Schedule:
+    def build_schedule(self) -> PipelineSchedule:
+        if self.program:
+            return ProgramSchedule.of(Program.from_csv(self.program), name=self.schedule)
         return Schedule.preset(
             self.schedule, num_stages=self.num_stages, num_virtual_stages=self.num_virtual_stages,
             recompute=self.recompute, balance=self.balance, data_parallel=True,
@@ -118,6 +127,16 @@ class Case:
             forward=forwards, backward=backwards, step=0.25 * forward, evict=0.5 * forward,
             reduce_grad=0.5 * forward, reduce_embed=0.25 * forward, **links,
         )  # fmt: skip
+
+
+def synthesized(case: Case) -> Case:
+    """Return the case with the program that is made for its costs and three quarters of the memory of 1F1B."""
+    problem = Problem(
+        rank_of_stage=v(case.num_ranks, case.num_virtual_stages), num_microbatches=case.num_microbatches,
+        costs=case.costs(0.0), saved=1 / case.num_virtual_stages, limits=0.75 * case.num_ranks,
+    )  # fmt: skip
+    bare = problem.program(synthesize(problem, rounds=_ROUNDS).words)
+    return replace(case, program=replace(bare, data_parallel=True).to_csv())
 
 
 def _in_turn(shares: tuple[float, ...], count: int) -> list[float]:
@@ -193,6 +212,7 @@ SCHEDULES = {
     "2bw-balanced": {"schedule": "2bw", "balance": True},
     "interleaved-balanced": {"schedule": "interleaved", "num_virtual_stages": 2, "balance": True},
     "2bw-recompute": {"schedule": "2bw", "recompute": True},
+    SYNTHESIZED: {"schedule": SYNTHESIZED, "num_virtual_stages": 2},
 }
 
 
@@ -231,10 +251,11 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
         if args.smoke and not (uneven and slow):
             continue
         m, count = (1, 2 * num_ranks * args.batches) if name == "pipedream" else (2 * num_ranks, args.batches)
-        made.append(
-            Case(num_ranks=num_ranks, num_microbatches=m, num_batches=count, forward=args.forward * args.stretch / 1e3,
-                 uneven=uneven, slow=slow, **SCHEDULES[name])
+        case = Case(
+            num_ranks=num_ranks, num_microbatches=m, num_batches=count, forward=args.forward * args.stretch / 1e3,
+            uneven=uneven, slow=slow, **SCHEDULES[name],
         )  # fmt: skip
+        made.append(synthesized(case) if name == SYNTHESIZED else case)
     return tuple(made)
 
 

@@ -34,6 +34,7 @@ class Synthesis:
 
     Attributes:
         problem: what it was made for.
+        words: the computations of each rank.
         program: the complete program: computations, updates, versions, transfers.
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.
         seconds: the simulated time of the batch.
@@ -46,6 +47,7 @@ class Synthesis:
     """
 
     problem: Problem
+    words: Words
     program: Program
     held: tuple[float, ...]
     seconds: float
@@ -139,6 +141,7 @@ def synthesize(
     program = completed(problem.program(best.words))
     return Synthesis(
         problem=problem,
+        words=best.words,
         program=program,
         held=tuple(problem.most_held(rank, word) for rank, word in enumerate(best.words)),
         seconds=simulate(program, problem.costs).makespan,
