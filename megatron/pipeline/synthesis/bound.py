@@ -216,7 +216,8 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     before += problem.work(rank) - problem.work_without_recompute(rank)  # recomputes may stand anywhere
     after = _most_work(draining, limit, m)
     rest = problem.work(rank) - before - after
-    return first_back + behind + rest if rest > 0 else 0.0
+    # With something left between the two waits they do not overlap. Rounding alone is nothing left.
+    return first_back + behind + rest if rest > ROUNDING * problem.work(rank) else 0.0
 
 
 def _room(problem: Problem, rank: int) -> float:

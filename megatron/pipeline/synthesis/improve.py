@@ -41,10 +41,10 @@ class Climb:
             move = self._move()
             if move is None:
                 continue
-            rank, word = move
+            rank, word, place = move
             before = self._words[rank]
             self._words[rank] = word
-            times = self._clock.times(self._words)
+            times = self._clock.times(self._words, self._times, rank, place)
             temperature = _WARMEST * warmth * self._unit * (1 - attempt / attempts) ** 2 + 1e-12 * self._unit
             if times is None:
                 self._words[rank] = before
@@ -62,8 +62,11 @@ class Climb:
         self._gaps: list[tuple[int, int, float]] | None = None
         self._path: list[tuple[int, int]] | None = None
 
-    def _move(self) -> tuple[int, list[int]] | None:
-        """Choose a move. Returns a rank with its new word, or None if the choice changes nothing or is not allowed."""
+    def _move(self) -> tuple[int, list[int], int] | None:
+        """Choose a move. Returns a rank, its new word, and the first place that differs.
+
+        Returns None if the choice changes nothing or is not allowed.
+        """
         chance, kind = self._chance, self._chance.random()
         if kind < 0.35 and (pulled := self._pull()):
             rank, place, to = pulled
@@ -79,7 +82,9 @@ class Climb:
             return None
         moved = word[:]
         moved.insert(to, moved.pop(place))
-        return (rank, moved) if moved != word and self._problem.is_in_order(moved, rank) else None
+        if moved == word or not self._problem.is_in_order(moved, rank):
+            return None
+        return rank, moved, min(place, to)
 
     def _pull(self) -> tuple[int, int, int] | None:
         """Choose a gap, and a later computation of its rank that is ready before the gap ends."""

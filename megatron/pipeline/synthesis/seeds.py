@@ -26,6 +26,7 @@ from megatron.pipeline.synthesis.timing import Clock
 _RESONANCES = 1.0, 0.5, 1 / 3, 2 / 3, 0.25, 0.75
 _PERIODS = 1.0, 1.0, 1.02, 1.05, 1.1, 1.2
 _PARENTS = 8
+_GROUP_SIZES = 4  # the number of group sizes that are tried for orders that take groups of microbatches
 _MOST_STEPS = 200  # the most places that are tried for one queue
 
 
@@ -36,7 +37,8 @@ def named_words(problem: Problem) -> Iterator[tuple[str, Words]]:
     """
     choices: list[dict[str, int | bool]] = [{}, {"extra_warmup": True}]
     p, found = problem.num_ranks, []
-    choices += [{"microbatch_group_size": size} for size in range(p + 1, min(2 * p, problem.num_microbatches) + 1)]
+    sizes = range(p + 1, min(2 * p, problem.num_microbatches) + 1, math.ceil(p / _GROUP_SIZES))
+    choices += [{"microbatch_group_size": size} for size in sizes]
     for name, each in product(ORDERS, choices):
         with suppress(ValueError):
             schedule = Schedule(

@@ -1,5 +1,6 @@
 """When the computations of words start, if each begins as soon as its rank and its input are ready."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from megatron.pipeline.synthesis.problem import Problem, Words
@@ -28,21 +29,40 @@ class Clock:
     def __init__(self, problem: Problem) -> None:
         self._sources, self._seconds = problem.sources, problem.seconds
         self._num_queues, self._num_ranks = len(problem.queues), problem.num_ranks
-        ranks = problem.rank_of_queue
+        self._own, ranks = problem.queues_of_rank, problem.rank_of_queue
         wakes: list[set[int]] = [set() for _ in range(problem.num_ranks)]
         for queue, (source, _) in enumerate(problem.sources):
             if source >= 0 and ranks[source] != ranks[queue]:
                 wakes[ranks[source]].add(ranks[queue])
         self._wakes = [sorted(each) for each in wakes]
 
-    def times(self, words: Words) -> Times | None:
-        """Return the times of words, or None where ranks wait for each other in a circle."""
+    def times(self, words: Words, known: Times | None = None, rank: int = 0, place: int = 0) -> Times | None:
+        """Return the times of words, or None where ranks wait for each other in a circle.
+
+        Args:
+            words: the words.
+            known: the times of words that differ from these on one rank only, and there from `place` on. Whatever
+                starts before that place keeps its times.
+            rank, place: where the words differ.
+        """
         sources, seconds, wakes = self._sources, self._seconds, self._wakes
         ends: list[list[float]] = [[] for _ in range(self._num_queues)]
         starts: list[list[float]] = [[] for _ in words]
         places, free = [0] * self._num_ranks, [0.0] * self._num_ranks
+        if known is not None and place:
+            since = known.starts[rank][place - 1] + seconds[words[rank][place - 1]]
+            for each, word in enumerate(words):
+                kept = bisect_left(known.starts[each], since)
+                if each == rank:
+                    kept = min(kept, place)
+                places[each], starts[each] = kept, known.starts[each][:kept]
+                if kept:
+                    free[each] = starts[each][-1] + seconds[word[kept - 1]]
+                head = word[:kept]
+                for queue in self._own[each]:
+                    ends[queue] = known.ends[queue][: head.count(queue)]
         to_do, is_in = list(range(self._num_ranks)), [True] * self._num_ranks
-        total, count = 0.0, 0
+        total, count = sum(map(sum, starts)), sum(places)
         while to_do:
             rank = to_do.pop()
             is_in[rank] = False

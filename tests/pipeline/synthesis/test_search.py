@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -89,6 +90,27 @@ def test_the_clock_agrees_with_the_simulator_on_registered_orders():
             assert Clock(whole).times(dict(named_words(whole))[name]).seconds == pytest.approx(expected, rel=1e-12)
         seen += 1
     assert seen == 3
+
+
+def test_times_go_on_from_known_ones():
+    """Words with one computation elsewhere, timed from there on, have the times of a whole pass."""
+    chance = random.Random(3)
+    problem = Problem(rank_of_stage=v(3, 2), num_microbatches=6, costs=Costs(forward=[1, 2, 1, 3, 1, 2], latency=0.5))
+    clock, words = Clock(problem), dict(named_words(problem))["zbv"]
+    known, compared = clock.times(words), 0
+    for _ in range(400):
+        rank = chance.randrange(3)
+        place, to = (chance.randrange(len(words[rank])) for _ in range(2))
+        moved = [list(word) for word in words]
+        moved[rank].insert(to, moved[rank].pop(place))
+        if problem.is_in_order(moved[rank], rank):
+            whole, rest = clock.times(moved), clock.times(moved, known, rank, min(place, to))
+            assert (whole is None) == (rest is None)
+            if whole is not None:
+                assert (rest.seconds, rest.starts, rest.ends) == (whole.seconds, whole.starts, whole.ends)
+                compared += moved != words
+                words, known = moved, rest
+    assert compared > 50
 
 
 def test_rounds_decide_and_no_clock():
