@@ -64,3 +64,10 @@ def test_work_and_path_bound_a_pipeline_without_limits():
     assert lower_bound(one)[0] == 12.0 + 4 * 0.5
     many = Problem(rank_of_stage=(0, 1, 2), num_microbatches=20, costs=costs, splits=False)
     assert lower_bound(many)[0] == (1 + 0.5) + 20 * 6 + (0.5 + 2)
+
+
+def test_waits_that_overlap_bound_nothing():
+    """One microbatch fills and drains at once: the two waits of a rank share the way behind it, and do not add up."""
+    costs = Costs(forward=[0.0, 5.0, 0.0], backward=[3.0, 8.877907092122575, 0.0], latency=[0.0, 1.0])
+    problem = Problem(rank_of_stage=(0, 0, 1), num_microbatches=1, costs=costs, splits=False, limits=[2.0, 1.0])
+    assert lower_bound(problem)[0] == pytest.approx(least_seconds(problem)) == pytest.approx(18.877907092122575)
