@@ -330,7 +330,7 @@ def _groups_of(names: Iterable[str], decays: Set[str]) -> tuple[list[str], list[
 
 def make_scheduler(
     optimizer: torch.optim.Optimizer, args: argparse.Namespace, *, num_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+) -> torch.optim.lr_scheduler.LambdaLR:
     """The scheduler of --lr_scheduler_type over `num_steps` batches; it steps after each step of the optimizer."""
     from transformers import get_scheduler
 
@@ -338,3 +338,14 @@ def make_scheduler(
     return get_scheduler(
         args.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
     )
+
+
+def take_rates(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
+    """Let the next step have the learning rates of `scheduler`, in place of those of the run that saved its state.
+
+    The state counts steps. A schedule over another number of batches has other rates after as many.
+    """
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(scheduler.last_epoch)

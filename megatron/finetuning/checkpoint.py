@@ -4,7 +4,8 @@ Each rank of the first replica writes the tensors of its stages into a file of i
 `save_pretrained` would give them, and an index says which file has which tensor, as for large models on Hugging Face.
 The first rank adds the tensors of the model's folder that no stage uses. Of a model with an adapter, the adapter alone
 is written, into PEFT's one file. A folder is written under a temporary name and renamed once everything is on the disk,
-so a folder named checkpoint-N is always complete.
+so a folder named checkpoint-N is always complete. Where an earlier one has the name, it is renamed before and removed
+after; a run that starts gives the name back to it if a kill came between.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from megatron.documents.files import write_whole
 from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.assembly import BuiltPipeline
+from megatron.finetuning.assembly import BuiltPipeline, take_rates
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.update.loss_scales import LossScales
@@ -38,6 +39,7 @@ _PROGRESS = "progress.json"
 BATCH_SIZE = "number of samples of a batch (size of a microbatch x accumulation x replicas)"
 GRAPH = "graph of the model (which precision, adapter, attention and the sizes of a microbatch decide)"
 _INDEX = "model.safetensors.index.json"
+_ASIDE = ".replaced"
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class SavedProgress:
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
         samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
-            over all replicas, so their number may change as long as a batch stays the same.
+            over all replicas, so their number may change as long as a batch stays the same. `flags`: a checkpoint made
+            by an earlier version lacks some, which are not compared.
         best: the state of `Best`; None if the run has none.
         freezing: the state of `Freezer`; None if no layers freeze.
         owes_evaluation: an evaluation was due here, and a stop request left it out.
@@ -66,7 +69,7 @@ class SavedProgress:
     softened: str
     samples: int | None
     batch_size: int | None
-    flags: dict[str, float]
+    flags: dict[str, Any]
     best: dict[str, Any] | None = None
     freezing: dict[str, Any] | None = None
     owes_evaluation: bool = False
@@ -90,7 +93,8 @@ class SavedProgress:
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
             pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))
-            pairs += [(f"--{name}", self.flags.get(name), value) for name, value in other.flags.items()]
+            flags = other.flags.items()
+            pairs += [(f"--{name}", self.flags[name], value) for name, value in flags if name in self.flags]
         for name, its, wanted in pairs:
             if its != wanted:
                 raise ValueError(
@@ -234,10 +238,33 @@ def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
 
 
 def replace_folder(folder: Path, partial: Path) -> None:
-    """Rename `partial` to `folder`, in place of an earlier one, which a run that began again finds."""
-    _remove(folder)
+    """Rename `partial` to `folder`, in place of an earlier one, which a run that began again finds.
+
+    At each moment one of the two is complete under its own name, or the earlier one is where `recover` finds it.
+    """
+    aside = folder.with_name(f".{folder.name}{_ASIDE}")
+    if folder.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
     partial.rename(folder)
     sync_directory(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(output_dir: Path) -> None:
+    """Give folders their names back that a killed run had renamed to replace them. Several ranks may call it at once.
+
+    Raises ValueError if a folder cannot be renamed.
+    """
+    for aside in output_dir.glob(f".*{_ASIDE}"):
+        folder = aside.with_name(aside.name.removeprefix(".").removesuffix(_ASIDE))
+        try:
+            if not folder.exists():
+                aside.rename(folder)
+        except FileNotFoundError:  # another rank was faster
+            continue
+        except OSError as error:
+            raise ValueError(f"{aside} is {folder.name}, and cannot be renamed: {error.strerror}; rename it") from error
 
 
 def prune(output_dir: Path, most: int | None, *, best: str | None = None) -> None:
@@ -262,7 +289,10 @@ def drop_others(output_dir: Path, *, after: int, but: Path) -> None:
 
 
 def drop_unfinished(output_dir: Path) -> None:
-    """Remove the remains of checkpoints that a killed run was writing or removing. Called on one rank."""
+    """Remove the remains of checkpoints that a killed run was writing or removing. Called on one rank.
+
+    Precondition: `recover` has found what is to stay.
+    """
     for left in output_dir.glob(".checkpoint-*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -294,6 +324,7 @@ def restore(pipeline: BuiltPipeline, folder: Path) -> None:
             update.versions.restore(state[key]["versions"])
             update.optimizer.load_state_dict(state[key]["optimizer"])
             update.scheduler.load_state_dict(state[key]["scheduler"])
+            take_rates(update.scheduler)
             if update.scales is not None:
                 update.scales.scaler.load_state_dict(state[key]["scaler"])
                 update.scales.load_state_dict(state[key]["scales"])

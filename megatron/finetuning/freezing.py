@@ -89,6 +89,8 @@ class Freezer:
             if saved is not None:
                 raise ValueError(f"{args.resumed_from} was made with --freeze_training; give it again")
             return None
+        if saved is None and args.resumed_from is not None and args.do_train:
+            raise ValueError(f"{args.resumed_from} was made without --freeze_training; leave it out")
         schedule = plan.schedule
         if not schedule.graph.is_chain or schedule.num_ranks < schedule.num_stages:
             raise ValueError(

@@ -15,11 +15,19 @@ import torch
 from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.arguments import SOFTENING, changed, has_masters, rows_of_batch, settled_intervals
+from megatron.finetuning.arguments import (
+    LOSS_SCALE,
+    SOFTENING,
+    changed,
+    has_masters,
+    rows_of_batch,
+    settled_intervals,
+)
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
+from megatron.finetuning.data.files import state_of_file
 from megatron.finetuning.decoding import Generation
 from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.freezing_arguments import FREEZING
@@ -29,7 +37,14 @@ from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
-from megatron.finetuning.samples import Data, epochs_of, read_data, require_whole_microbatches
+from megatron.finetuning.samples import (
+    FILES_OF_ROWS,
+    Data,
+    epochs_of,
+    flags_of_rows,
+    read_data,
+    require_whole_microbatches,
+)
 from megatron.finetuning.trainer import Report, Trainer, peak_memory
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
@@ -44,12 +59,12 @@ from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up import initialize
 
 KEPT = (
-    "dataloader_drop_last", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum",
-    "load_in_4bit", "load_in_8bit", "pad_to_multiple_of", "group_by_length", "max_seq_length", "max_target_length",
-    "doc_stride", "source_prefix", "no_group_texts", "packing", "train_on_prompt", "mlm_probability", "whole_word_mask",
-    "max_seconds",
+    "dataloader_drop_last", "pad_to_multiple_of", "group_by_length", "learning_rate", "lr_scheduler_type",
+    "warmup_steps", "warmup_ratio", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "momentum", "load_in_4bit", "load_in_8bit", *(name for name in LOSS_SCALE if name != "initial_loss_scale"),
 )  # fmt: skip
-"""Flags that a resumed run must repeat: its data, its place in them, and the state of its optimizers depend on them."""
+"""Flags that a resumed run must repeat besides those that decide its rows: its place in the rows, its learning rates
+and the state of its optimizers depend on them."""
 
 MERGED = "merged"
 """The folder of the merged model in --output_dir."""
@@ -105,6 +120,8 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
     --output_dir cannot be written.
     """
     output = None if args.output_dir is None else Path(args.output_dir)
+    if output is not None:
+        checkpoint.recover(output)
     last = None if output is None else checkpoint.latest(output)
     if args.resume_from_checkpoint == "auto" and last is None:
         args.notes.append("--resume_from_checkpoint auto: there is no checkpoint yet, so the run begins")
@@ -113,6 +130,8 @@ def checkpoint_to_resume(args: argparse.Namespace) -> Path | None:
         raise ValueError(f"--resume_from_checkpoint: {where}; name a checkpoint, or leave it out")
     found = last if args.resume_from_checkpoint in ("last", "auto") else args.resume_from_checkpoint
     resumed_from = None if found is None else Path(found)
+    if resumed_from is not None and not resumed_from.exists():
+        checkpoint.recover(resumed_from.parent)
     if not args.do_train:
         return resumed_from
     goes_on = last is not None and resumed_from is not None and last.resolve() == resumed_from.resolve()
@@ -145,7 +164,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     args = settled_intervals(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     facts = _facts(args, plan, data)
-    done = _progress(args, facts)
+    with agreement.agreed():  # a host may have another file
+        done = _progress(args, facts)
     with agreement.agreed():  # the first rank alone writes
         report = Report(args, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
     feed = Feed(
@@ -259,7 +279,6 @@ def _batches(args: argparse.Namespace, data: Data, plan: RunPlan) -> Epochs:
 
 def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, object]:
     """The fields of `SavedProgress` that a resumed run must share."""
-    kept = (*KEPT, *FREEZING) if args.freeze_training else KEPT
     return {
         "signature": plan.partition.signature,
         "stages": plan.stages_digest,
@@ -271,8 +290,16 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "softened": ", ".join(name for name in SOFTENING if getattr(args, name)),
         "samples": len(data.training) if args.do_train else None,
         "batch_size": rows_of_batch(args) if args.do_train else None,
-        "flags": {name: getattr(args, name) for name in kept} if args.do_train else {},
+        "flags": _flags(args) if args.do_train else {},
     }
+
+
+def _flags(args: argparse.Namespace) -> dict[str, object]:
+    """The flags that a resumed run must repeat if it trains; of files, what says whether they are the same."""
+    names = {*KEPT, *flags_of_rows(), *(FREEZING if args.freeze_training else ())}
+    given = {name: getattr(args, name) for name in sorted(names)}
+    files = [name for name in FILES_OF_ROWS if given[name] is not None]
+    return given | {name: state_of_file(Path(given[name])) for name in files}
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:

@@ -159,22 +159,30 @@ def require_whole_microbatches(args: argparse.Namespace, data: Data) -> None:
             )
 
 
-_ELSEWHERE = {"validation_file", "max_eval_samples", "data_cache", "pad_to_multiple_of", "group_by_length"}
+_ELSEWHERE = {"validation_file", "max_eval_samples", "data_cache", "pad_to_multiple_of", "group_by_length",
+              "attn_implementation", "ignore_mismatched_sizes"}  # fmt: skip
 """Flags of data that decide nothing of the rows to train on."""
+
+FILES_OF_ROWS = ("train_file", "chat_template")
+"""Flags that decide the rows to train on by what the file has that they name."""
+
+
+def flags_of_rows() -> set[str]:
+    """The names of the flags that decide the rows to train on."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_data(parser.add_argument_group(), required=False)
+    return {action.dest for action in parser._actions} - _ELSEWHERE
 
 
 def _deciding(args: argparse.Namespace, changes: Mapping[str, object]) -> dict[str, object]:
     """Everything that decides the rows to train on: data, flags, the tokenizer's files, and versions of packages."""
     import tokenizers
 
-    parser = argparse.ArgumentParser()
-    add_data(parser.add_argument_group(), required=False)
-    flags = {action.dest for action in parser._actions} - _ELSEWHERE - {"help"}
     folder = Path(args.model_name_or_path)
     small = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")]
     templates = [Path(args.chat_template)] if args.chat_template else []
     return {
-        "form": 1, "flags": {name: getattr(args, name) for name in flags},
+        "form": 1, "flags": {name: getattr(args, name) for name in flags_of_rows()},
         "files": states([Path(args.train_file), *templates, *small]), "classes": repr(sorted(changes.items())),
         "versions": [require_transformers().__version__, tokenizers.__version__],
     }  # fmt: skip

@@ -1,6 +1,9 @@
 """Which checkpoints stay, from which a run may go on, and where it may write."""
 
 import dataclasses
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +57,57 @@ def test_what_a_killed_run_left_goes(tmp_path):
     assert names(output) == ["checkpoint-2"]
 
 
+def killed_at(number: int, folder: Path, partial: Path) -> bool:
+    """Whether kill -9 ends `replace_folder`, in a process of its own, before its change `number` to the file system."""
+    child = os.fork()
+    if child == 0:
+        left = number
+
+        def count(event: str, arguments: tuple) -> None:
+            nonlocal left
+            if event in ("os.rename", "os.remove", "os.rmdir"):
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left -= 1
+
+        sys.addaudithook(count)
+        checkpoint.replace_folder(folder, partial)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status != 0
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(tmp_path):
+    """At each change to the file system. Whoever starts finds the earlier checkpoint or the new one, whole."""
+    found, number, killed = [], 0, True
+    while killed:
+        output = checkpoints(tmp_path / str(number), 4)
+        for name, said in (("checkpoint-4", "old"), (".checkpoint-4.partial", "new")):
+            (output / name).mkdir(exist_ok=True)
+            for file in ("one", "two"):
+                (output / name / file).write_text(said)
+        killed = killed_at(number, output / "checkpoint-4", output / ".checkpoint-4.partial")
+        last = begin(tmp_path, "--output_dir", output, "--resume", "auto")
+        assert last == output / "checkpoint-4"
+        one, two = ((last / file).read_text() for file in ("one", "two"))
+        assert one == two
+        found.append(one)
+        checkpoint.drop_unfinished(output)
+        assert names(output) == ["checkpoint-4"]
+        number += 1
+    assert found[:2] == ["old", "old"] and set(found[2:]) == {"new"} and len(found) > 4
+
+
+def test_a_checkpoint_that_is_named_gets_its_name_back(tmp_path):
+    """Also from the folder of another run; several ranks look for it at once."""
+    elsewhere = checkpoints(tmp_path / "elsewhere", 2)
+    (elsewhere / "checkpoint-2").rename(elsewhere / ".checkpoint-2.replaced")
+    argv = ["--resume_from_checkpoint", elsewhere / "checkpoint-2"]
+    assert begin(tmp_path, *argv) == begin(tmp_path, *argv) == elsewhere / "checkpoint-2"
+    assert names(elsewhere) == ["checkpoint-2"]
+
+
 def begin(folder: Path, *argv: object) -> Path | None:
     return checkpoint_to_resume(tiny.arguments(folder, CLASSES, *argv))
 
@@ -104,6 +158,11 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
         with pytest.raises(ValueError, match=sentence):
             made.require_same(other, tmp_path, trains=True)
     made.require_same(dataclasses.replace(made, samples=None, flags={}), tmp_path, trains=False)
+    later = dataclasses.replace(made, flags={"learning_rate": 0.1, "a flag of a later version": 12})
+    made.require_same(later, tmp_path, trains=True)
+    with pytest.raises(ValueError, match=r"another --a flag of a later version \(12\) than this run's \(None\)"):
+        later.require_same(dataclasses.replace(later, flags=later.flags | {"a flag of a later version": None}),
+                           tmp_path, trains=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "no json", '{"batches": 1}'])

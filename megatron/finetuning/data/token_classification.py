@@ -73,7 +73,10 @@ def _single_words(file: File, words: str, tags: str) -> File:
     for number, sample in enumerate(file.samples, start=1):
         found, own = sample[words], sample[tags]
         if not (isinstance(found, list) and found and all(isinstance(word, str) for word in found)):
-            raise ValueError(f"{file.path}, sample {number}: {words!r} is {found!r}, and a list of words is wanted")
+            raise ValueError(
+                f"{file.path}, sample {number}: {words!r} is {found!r}, and a list of words is wanted; mend it, or "
+                "leave the sample out"
+            )
         if not (isinstance(own, list) and len(own) == len(found)):
             raise ValueError(
                 f"{file.path}, sample {number}: {tags!r} is {own!r}, and a list of {len(found)} labels is wanted, one "

@@ -131,6 +131,9 @@ def test_words_and_entities(folder):
     path.write_text(json.dumps({**sample, "tags": ["O"]}) + "\n")
     with pytest.raises(ValueError, match=r"sample 1: 'tags' is \['O'\], and a list of 5 labels is wanted"):
         opened(folder, "token-classification", "--train_file", path)
+    path.write_text(json.dumps({"tokens": [], "tags": []}) + "\n")
+    with pytest.raises(ValueError, match=r"'tokens' is \[\], and a list of words is wanted; mend it, or leave the"):
+        opened(folder, "token-classification", "--train_file", path)
 
 
 def test_labels_are_the_training_files(folder):
