@@ -3,9 +3,9 @@
     python benchmarks/synthesis.py                          # 24 sets of costs, 7 limits; about an hour of two cores
     python benchmarks/synthesis.py --sets ZB-1.5B-24 head-1.4 --limits 0.75 1 --seconds 20
 
-Costs of even stages are the 12 published rows of zero bubble (Qi et al. 2024; microseconds of F, I, W and a transfer,
-as their v_schedule.py lists them). Uneven sets have a head or an embedding, a slow rank, or slow links; one is the
-profile of a 6.2B model that their auto_schedule.py lists. A set is tried with one stage on a rank, and with two placed
+Costs of even stages are the 12 published rows of zero bubble (Qi et al. 2024; microseconds of F, I, W and a transfer).
+Uneven sets have a head or an embedding, a slow rank, or slow links; one is a profile of a 6.2B model that was published
+with zero bubble's scheduler. A set is tried with one stage on a rank, and with two placed
 in a V, where each stage has half of the layers of a rank. Limits are parts of what 1F1B's first rank holds, p
 microbatches; a microbatch is held whole from F to W.
 
