@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,7 +185,10 @@ class _Answer:
     bound_from: str
 
 
-def _search(options: argparse.Namespace, limit: float | None) -> _Answer:
+def _search(
+    options: argparse.Namespace, limit: float | None, known: Mapping[tuple[int, ...], Synthesis] | None = None
+) -> _Answer:
+    """Search for the fastest program. `known`: programs for smaller limits, by placement."""
     problems = _problems(options, limit)
     found = []
     with _progress() as report:
@@ -194,9 +197,11 @@ def _search(options: argparse.Namespace, limit: float | None) -> _Answer:
             def done(part: float, number: int = number) -> None:
                 report((number + part) / len(problems))
 
+            earlier = (known or {}).get(problem.rank_of_stage)
+            fits = earlier is not None and earlier.problem.recomputed == problem.recomputed
             found.append(synthesize(
                 problem, seconds=options.seconds / len(problems), rounds=options.rounds, seed=options.seed,
-                processes=options.processes, done=done,
+                processes=options.processes, known=[earlier.words] if fits else (), done=done,
             ))  # fmt: skip
     bound, bound_from = min((each.bound, each.bound_from) for each in found)
     return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
@@ -258,14 +263,14 @@ def _write(options: argparse.Namespace, answer: _Answer) -> None:
 
 
 def _frontier(options: argparse.Namespace, limits: Sequence[float]) -> None:
-    rows, points = [], []
+    rows, points, known = [], [], {}
     for limit in limits:
         try:
-            answer = _search(options, limit)
+            answer = _search(options, limit, known)
         except ValueError as error:
             rows.append((f"{limit:g}", "-", "-", "-", "-", str(error)))
             continue
-        best = answer.best
+        best = known[answer.best.problem.rank_of_stage] = answer.best
         points.append((limit, best.seconds, answer.bound))
         rows.append((
             f"{limit:g}", f"{best.seconds:g}", f"{best.bubble:.2%}", f"{answer.bound:g}",

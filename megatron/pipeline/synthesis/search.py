@@ -4,9 +4,10 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
@@ -130,6 +131,7 @@ def synthesize(
     rounds: int | None = None,
     seed: int = 0,
     processes: int = 1,
+    known: Sequence[Words] = (),
     done: Callable[[float], None] = lambda _: None,
 ) -> Synthesis:
     """Search for the fastest program of a problem.
@@ -142,10 +144,11 @@ def synthesize(
             the seed and the number of processes.
         seed: the seed of all choices at random.
         processes: the number of processes.
+        known: words to begin with, too, such as those that were found for a smaller limit.
         done: called in the first process behind each round, with the part of the search that is over.
     """
     bound, bound_from = lower_bound(problem)
-    search = partial(_search, problem, bound, seconds, rounds, done)
+    search = partial(_search, problem, bound, seconds, rounds, known, done)
     results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
     named = results[0].named
     fastest = _best([each for result in results for each in result.pool])
@@ -189,18 +192,28 @@ def named_points(problem: Problem) -> dict[str, tuple[float, float]]:
 
 
 def _search(
-    problem: Problem, bound: float, seconds: float, rounds: int | None, done: Callable[[float], None], seed: int
+    problem: Problem,
+    bound: float,
+    seconds: float,
+    rounds: int | None,
+    known: Sequence[Words],
+    done: Callable[[float], None],
+    seed: int,
 ) -> _Result:
     """Search in this process."""
     begun, clock, chance = time.monotonic(), Clock(problem), random.Random(seed)
     size = problem.num_microbatches * len(problem.queues)
     part = min(1.0, _COMPUTATIONS / size)
     named, pool = None, []
-    for name, words in _begin(problem):
+    for name, words in chain(_begin(problem), ((_KNOWN, words) for words in known)):
         times = clock.times(words)
         if times is not None:
             pool.append(_Found(times.seconds, words, name))
-            if not name.startswith(_WITHIN) and name != _PLAIN and (named is None or times.seconds < named.seconds):
+            if (
+                not name.startswith(_WITHIN)
+                and name not in (_PLAIN, _KNOWN)
+                and (named is None or times.seconds < named.seconds)
+            ):
                 named = pool[-1]
     pool = _best(pool)
     patterns, number = Patterns(problem, clock), 0
@@ -221,7 +234,7 @@ def _search(
     return _Result(pool, number, named)
 
 
-_PLAIN, _WITHIN = "one microbatch after another", "within limits:"
+_PLAIN, _WITHIN, _KNOWN = "one microbatch after another", "within limits:", "known words"
 
 
 def _begin(problem: Problem) -> Iterator[tuple[str, Words]]:
