@@ -18,7 +18,7 @@ rooms=()
 if [ "${1:-}" = "--fast" ]; then
     shift
     rooms=(--ignore tests/planner/memory/test_parameters.py --ignore tests/planner/memory/test_hosted.py
-        tests/test_imports.py tests/pipeline/program tests/pipeline/schedules tests/pipeline/check tests/pipeline/simulate
+        tests/test_imports.py tests/pipeline/program tests/pipeline/schedules tests/pipeline/check tests/pipeline/simulate tests/pipeline/synthesis
         tests/pipeline/placement tests/planner tests/partition tests/trainer/run/test_loop.py::test_parallel_degrees_together)
     name="the rooms without torch and one real run"
 elif [ "${1:-}" = "--full" ]; then
