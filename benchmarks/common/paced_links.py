@@ -30,8 +30,8 @@ _POSTED, _DUE = NUM_TAGS, 2 * NUM_TAGS  # offsets that are added to a microbatch
 class PacedLink(GlooLink):
     """A link between two stages with a given occupation and latency.
 
-    `forward`, `backward`, `latency`: seconds by edge. The edge and the direction follow from the link's name, which
-    ends in source and destination stage (`Channels`).
+    `forward`, `backward`, `latency`: seconds by edge. `edges`: the two stages of each edge; None: those of a chain. The
+    edge and the direction follow from the link's name, which ends in source and destination stage (`Channels`).
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class PacedLink(GlooLink):
         forward: Sequence[float],
         backward: Sequence[float],
         latency: Sequence[float],
+        edges: Sequence[tuple[int, int]] | None = None,
         **options: Any,
     ) -> None:
         source, destination = map(int, name.rsplit("/", 1)[1].split("-"))
-        edge = min(source, destination)
-        self._occupation = (forward if source == edge else backward)[edge]
+        low, high = sorted((source, destination))
+        edge = low if edges is None else edges.index((low, high))
+        self._occupation = (forward if source == low else backward)[edge]
         self._latency = latency[edge]
         self._free_at = 0.0
         super().__init__(name, store, **options)

@@ -5,7 +5,7 @@
 
 Problem: overlap shows on many ranks, and a computer with two cores cannot compute on many.
 Solution: emulated stages sleep instead of computing, while engine, transfers (1 MiB over each edge) and steps are real,
-between real processes.
+between real processes. Where transfers have times, too, few bytes travel and arrive when they are due (PacedLink).
 
 busiest rank   ranks with two stages each, in random places, and edges that skip stages: seconds of a microbatch over
                the seconds that the busiest rank computes, and over the simulated seconds
@@ -20,8 +20,9 @@ import gc
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 
 import torch
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common.paced_links import PacedLink
 from benchmarks.common.processes import run_group
 from benchmarks.common.results import parser_of, write
 from megatron.partition import Graph, Partition, compete, parse_graph
@@ -36,6 +38,7 @@ from megatron.partition.graph import in_order, stage_graph, tensors
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.emulated import EmulatedGraphStage, EmulatedStageUpdates, EmulatedTimes
+from megatron.pipeline.runtime.transport.links import LINKS
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -50,7 +53,8 @@ class Contender:
         num_microbatches: number of microbatches of a batch.
         num_batches: number of timed batches.
         num_before: number of untimed batches before them.
-        transfer, step: by edge and by stage, seconds that only the simulator counts; empty: none.
+        transfer: by edge, the seconds of an activation or of its gradient; empty: as fast as the real links are.
+        step: by stage, seconds that only the simulator counts; empty: none.
     """
 
     name: str
@@ -62,6 +66,15 @@ class Contender:
     num_before: int
     transfer: tuple[float, ...] = ()
     step: tuple[float, ...] = ()
+
+    def scaled(self, factor: float) -> "Contender":
+        """The same with all times multiplied by `factor`."""
+        names = ("forward", "backward", "transfer", "step")
+        return replace(self, **{name: tuple(factor * each for each in getattr(self, name)) for name in names})
+
+
+PACED = "paced"
+"""The backend whose links take the time that a contender says."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +101,12 @@ def measure(contender: Contender, payload_bytes: int) -> float:
     ]  # fmt: skip
     job = dist.new_group(list(range(dist.get_world_size())))
     update = EmulatedStageUpdates(job_group=job)
-    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=60))
+    edges = [(edge.source, edge.target) for edge in graph.edges]
+    LINKS[PACED, "cpu"] = partial(
+        PacedLink, edges=edges, forward=contender.transfer, backward=contender.transfer, latency=[0.0] * len(edges)
+    )
+    backend = PACED if any(contender.transfer) else "gloo"
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=60), backend=backend)
     dist.barrier()
     m = contender.num_microbatches
     for _ in range(contender.num_before):

@@ -8,11 +8,11 @@ SAMPLES = 400
 SOURCE, TARGET = 256, 96  # number of tokens of a T5 sample's source and target
 
 
-def write_t5(folder: Path, *, length: int = SOURCE) -> None:
+def write_t5(folder: Path, *, length: int = SOURCE, target: int = TARGET, **shape: int) -> None:
     """Write a T5 of one encoder and one decoder layer to `t5`, and samples to `train.jsonl`.
 
-    `length`: number of tokens of a source; targets have TARGET tokens. The products of the feed-forwards and of the
-    head, over 4,000 words, take most of the time.
+    `length`, `target`: number of tokens of a source and of a target. `shape`: other values of the configuration. The
+    products of the feed-forwards and of the head, over 4,000 words, take most of the time in the default shape.
     """
     import torch
     import transformers
@@ -20,9 +20,10 @@ def write_t5(folder: Path, *, length: int = SOURCE) -> None:
     words = _words(4_000)
     tokenizer = _tokenizer(words, ("<pad>", "</s>", "<unk>"), single="$A </s>", pad="<pad>", eos_token="</s>")
     torch.manual_seed(0)
+    shape = {"d_model": 1024, "d_ff": 2048, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2} | shape
     config = transformers.T5Config(
-        vocab_size=len(tokenizer), d_model=1024, d_kv=64, d_ff=2048, num_layers=1, num_decoder_layers=1, num_heads=2,
-        dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        vocab_size=len(tokenizer), d_kv=64, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
+        **shape,
     )  # fmt: skip
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
     tokenizer.save_pretrained(folder / "t5")
@@ -30,7 +31,7 @@ def write_t5(folder: Path, *, length: int = SOURCE) -> None:
     _write(
         folder / "train.jsonl",
         [
-            {"source": _text(choose, words, length - 1), "target": _text(choose, words, TARGET - 1)}
+            {"source": _text(choose, words, length - 1), "target": _text(choose, words, target - 1)}
             for _ in range(SAMPLES)
         ],
     )

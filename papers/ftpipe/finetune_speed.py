@@ -1,12 +1,15 @@
-"""The gain of a mixed partition on a real, unbalanced model: a T5 on two processes, each on a core of its own.
+"""The gain of mixed partitions on real, unbalanced models: T5s on two processes, each on a core of its own.
 
-    python -m papers.ftpipe.finetune_speed                  # about 6 minutes; a table
-    python -m papers.ftpipe.finetune_speed --json result.json
+    python -m papers.ftpipe.finetune_speed                  # about 12 minutes; a table for each model
+    python -m papers.ftpipe.finetune_speed few-layers --json result.json
 
-The model is a T5 of one encoder and one decoder layer with a long source and a large vocabulary. The two products of
-the encoder's feed-forward and the product of the head take most of the time, so no sequential cut is even. The
-partitioner of `tools/partition.py` finds the best sequential and the best mixed partition. `finetune.py` trains each
-partition under ftpipe, in turns, on made-up words, in batches of four microbatches.
+few-layers      one encoder and one decoder layer, a long source and a large vocabulary. The two products of the
+                encoder's feed-forward and the product of the head take most of the time, so no sequential cut is even
+little-memory   four layers of each kind, long sources and short targets: the encoder has the work, the decoder as many
+                weights. Both partitions keep a limit of memory
+
+The partitioner of `tools/partition.py` finds the best sequential and the best mixed partition. `finetune.py` trains
+each partition under ftpipe, in turns, on made-up words, in batches of four microbatches.
 
 limit      seconds of a microbatch that the busiest rank computes in the same run, without its waiting times
 gain       seconds of sequential over mixed: measured, and simulated from the profile
@@ -18,6 +21,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -33,8 +38,8 @@ from papers.ftpipe.finetune_models import SOURCE, TARGET, write_t5
 
 def write_cuts(*words: str) -> None:
     """Cut a model by each method, from one profile, and write the best partition of each method."""
-    from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
-    from megatron.finetuning.partitioning import PlannedMachine, cut_model
+    from megatron.finetuning.arguments import add_adapters, add_data, add_microbatch, settle_precision
+    from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data
 
@@ -42,14 +47,17 @@ def write_cuts(*words: str) -> None:
     parser.add_argument("model_name_or_path")
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--bandwidth", type=float, default=1.0, help="between processes, 10^9 bytes per second")
+    parser.add_argument("--memory", type=num_bytes, required=True)
     parser.add_argument("--output", type=Path, required=True)
     add_data(parser, required=True)
     add_microbatch(parser)
+    add_adapters(parser)
     args = parser.parse_args(words)
     settle_precision(args)
     args.do_train, args.do_eval, args.seed, args.max_stages_per_device = True, False, 0, 3
     captured, batch, _ = captured_model(args, read_data(args))
-    _, candidates, _, _ = cut_model(captured, batch, PlannedMachine(args.devices, 2.0**36, args.bandwidth), args)
+    machine = PlannedMachine(args.devices, args.memory, args.bandwidth)
+    _, candidates, _, _ = cut_model(captured, batch, machine, args)
     simulated = {}
     for name in ("sequential", "mixed"):
         best = min(
@@ -57,39 +65,72 @@ def write_cuts(*words: str) -> None:
         )
         best.file.write(args.output / f"{name}.json")
         simulated[name] = best.simulated_ms / 1000
-        print(f"{best.result.method}: {len(best.file.stages)} stages, {best.simulated_ms:.1f} ms", flush=True)
+        memory = " ".join(f"{each / 2**20:.0f}" for each in best.result.value.memory_bytes)
+        print(
+            f"{best.result.method}: {len(best.file.stages)} stages, {best.simulated_ms:.1f} ms, {memory} MiB",
+            flush=True,
+        )
     (args.output / "simulated.json").write_text(json.dumps(simulated))
 
 
+@dataclass(frozen=True)
+class Model:
+    """A T5 and its microbatches.
+
+    Attributes:
+        samples: of a microbatch.
+        target: number of tokens of a target.
+        memory: the limit of each device, as `tools/partition.py --memory` takes it.
+        shape: values of the configuration that `write_t5` takes.
+    """
+
+    samples: int
+    target: int = TARGET
+    memory: str = "64GiB"
+    shape: Mapping[str, int] = field(default_factory=dict)
+
+
+MODELS = {
+    "few-layers": Model(4),
+    "little-memory": Model(
+        1, 8, "256MiB", {"d_model": 512, "num_layers": 4, "num_decoder_layers": 4, "num_heads": 8}
+    ),
+}  # fmt: skip
 RANKS = 2
 NAMES = ("sequential", "mixed")
 ACCUMULATION = 4
 _COMPUTATIONS = [kind for kind in Kind if kind.is_computation or kind is Kind.STEP]
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = parser_of(__doc__, json="also write what was measured")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each partition (default: 3)")
     parser.add_argument("--steps", type=int, default=20, help="batches of a turn (default: 20)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), options)
-    show(found)
+    for name in options.models:
+        if name not in MODELS:
+            parser.error(f"'{name}' is no model; choose of {', '.join(MODELS)}")
+    found = {}
+    for name in options.models or MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = measure(Path(folder), MODELS[name], options)
+        show(name, found[name])
     write(options.json, found)
     return 0
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict:
-    """Run all turns. Returns for each partition `seconds` and `limit` of a microbatch by turn, and `simulated`
-    seconds."""
-    write_t5(folder)
+def measure(folder: Path, model: Model, options: argparse.Namespace) -> dict:
+    """Run all turns of a model. Returns for each partition `seconds` and `limit` of a microbatch by turn, and
+    `simulated` seconds."""
+    write_t5(folder, target=model.target, **model.shape)
     task = [
         "--task", "text-to-text", "--train_file", str(folder / "train.jsonl"), "--max_seq_length", str(SOURCE),
-        "--max_target_length", str(TARGET), "--per_device_train_batch_size", "4", "--gradient_accumulation_steps",
-        str(ACCUMULATION), "--optim", "sgd",
+        "--max_target_length", str(model.target), "--per_device_train_batch_size", str(model.samples),
+        "--gradient_accumulation_steps", str(ACCUMULATION), "--optim", "sgd",
     ]  # fmt: skip
-    cut(folder / "t5", task, folder)
+    cut(folder / "t5", [*task, "--memory", model.memory], folder)
     found = {}
     for name in NAMES:
         content = json.loads((folder / f"{name}.json").read_text())
@@ -142,10 +183,10 @@ def batch_of(span) -> int:
     return instruction.version - 1 if instruction.kind is Kind.STEP else instruction.microbatch // ACCUMULATION
 
 
-def show(found: dict) -> None:
-    """Print the table of the docs."""
+def show(model: str, found: dict) -> None:
+    """Print the table of the docs for a model."""
     console = terminal(120)
-    table = Table("", "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
+    table = Table(model, "stages", "ms a microbatch", "limit, ms", "of the limit", "simulated, ms")
     for name, each in found.items():
         shares = [limit / seconds for limit, seconds in zip(each["limit"], each["seconds"], strict=True)]
         table.add_row(
@@ -154,8 +195,11 @@ def show(found: dict) -> None:
         )  # fmt: skip
     console.print(table)
     one, other = found["sequential"], found["mixed"]
-    gain = median(a / b for a, b in zip(one["seconds"], other["seconds"], strict=True))
-    console.print(f"sequential over mixed: {gain:.3f} measured, {one['simulated'] / other['simulated']:.3f} simulated")
+    gains = [a / b for a, b in zip(one["seconds"], other["seconds"], strict=True)]
+    console.print(
+        f"sequential over mixed: {median(gains):.3f} ({min(gains):.3f} to {max(gains):.3f}) measured, "
+        f"{one['simulated'] / other['simulated']:.3f} simulated"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """The models on which mixed stages beat sequential ones, and where their gain ends.
 
     python -m papers.ftpipe.mixed_cuts                            # about 15 minutes of one core; tables, nothing runs
+    python -m papers.ftpipe.mixed_cuts "Whisper-small" --devices 4 --rooms 1.5 --units layers --measure 0.08
     python -m papers.ftpipe.mixed_cuts "T5-base, 512 to 4 tokens" --devices 4 --rooms 1.1 1.2 1.4 2 none
 
 The models are captured without their weights, and a roofline of an RTX 3090 prices their operators in single precision
 (partition_units_graphs.py; 12 GB/s between devices, AdamW's 16 bytes a parameter). The best sequential partition is
 exact for its order of computation; the best mixed one has at most two stages on a device, or is the sequential one,
 where none is faster. Both have the same limit of memory.
+
+With `--measure` both partitions also run, in turns, on a process for each device, with the real engine. Their stages
+sleep for the estimated times and their transfers arrive after the estimated times, all scaled by one factor.
 
 room       the limit of memory over an even share of all that the model needs, or over its largest unit where that is
            more; `none`: no limit
@@ -19,8 +23,10 @@ spread     memory for each millisecond in the second half of the model's time, i
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +35,7 @@ from benchmarks.common.results import parser_of, write
 from benchmarks.common.tables import terminal
 from megatron.partition import Graph
 from megatron.partition.units import Units, compiled
-from papers.ftpipe.asynchronous import Contender, contender_of, simulated
+from papers.ftpipe.asynchronous import Contender, Job, contender_of, measured, of_busiest_rank, simulated
 from papers.ftpipe.mixed_models import MODELS
 from papers.ftpipe.partition_units import LIMITLESS, METHODS, measure
 from papers.ftpipe.partition_units_graphs import Case, Estimated, estimated
@@ -45,6 +51,7 @@ class Gain:
         objective_ms, simulated_ms: by method, milliseconds of a microbatch. A method of which no partition fits is
             missing.
         stages: the device of each mixed stage.
+        measured_ms: by method, the same of each round; empty: nothing ran.
     """
 
     model: str
@@ -54,6 +61,7 @@ class Gain:
     objective_ms: dict[str, float]
     simulated_ms: dict[str, float]
     stages: tuple[int, ...] = ()
+    measured_ms: dict[str, list[float]] = field(default_factory=dict)
 
     def text(self) -> str:
         """The gain as a cell of the table."""
@@ -100,9 +108,9 @@ def _memory(units: Units, unit: int) -> float:
 
 def gains(
     name: str, model: Estimated, case: Case, num_devices: int, room: float | None, *, effort: float,
-    units: Sequence[str] = UNITS,
+    units: Sequence[str] = UNITS, run: Callable[[Mapping[str, Contender]], dict[str, list[float]]] | None = None,
 ) -> Iterator[Gain]:  # fmt: skip
-    """Cut a model by layers and by operators, simulate the results."""
+    """Cut a model by layers and by operators, simulate the results, and `run` both partitions, where they fit."""
     model = limited(model, num_devices, room)
     found = measure(model, case, units=units, effort=effort).results
     for kind in units:
@@ -116,7 +124,39 @@ def gains(
             for each in (contenders, objective, times):
                 each["mixed"] = each["sequential"]
         stages = contenders["mixed"].schedule.rank_of_stage if contenders else ()
-        yield Gain(name, num_devices, room, kind, objective, times, stages)
+        ran = run(contenders) if run and len(contenders) == len(METHODS) else {}
+        yield Gain(name, num_devices, room, kind, objective, times, stages, ran)
+
+
+PAYLOAD = 1 << 16
+"""The bytes that really travel over an edge."""
+
+
+def rounds_of(contenders: Mapping[str, Contender], seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Run the partitions on real ranks whose stages sleep, in turns.
+
+    `seconds`: what the busiest rank of the mixed partition sleeps for a microbatch. Returns method -> the milliseconds
+    of a microbatch in each round, scaled back to the estimates.
+    """
+    factor = seconds / of_busiest_rank(contenders["mixed"])
+    arms = tuple(replace(each.scaled(factor), name=method) for method, each in contenders.items())
+    times = measured(Job(arms, PAYLOAD, rounds))
+    return {method: [1000 * each / factor for each in times[method]] for method in contenders}
+
+
+def show_measured(found: Sequence[Gain], console: Console) -> None:
+    """Print what ran: milliseconds of a microbatch, and the ratios of each round's."""
+    table = Table("measured", "devices", "room", "units", "sequential", "mixed", "gain (least to most)", "simulated")
+    for each in found:
+        times = each.measured_ms
+        ratios = [a / b for a, b in zip(times["sequential"], times["mixed"], strict=True)]
+        table.add_row(
+            each.model, str(each.devices), "none" if each.room is None else f"{each.room:g}", each.units,
+            *(f"{median(times[method]):.2f}" for method in METHODS),
+            f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+            f"{each.simulated_ms['sequential'] / each.simulated_ms['mixed']:.3f}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def show(found: Sequence[Gain], shapes: dict[str, dict[int, tuple[float, float]]], console: Console) -> None:
@@ -141,7 +181,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rooms", type=_room, nargs="+", default=[None, 1.2], help="default: none 1.2")
     parser.add_argument("--units", nargs="+", choices=UNITS, default=list(UNITS), help="default: both")
     parser.add_argument("--effort", type=float, default=0.05, help="of the mixed search, in proportion (default: 0.05)")
+    parser.add_argument(
+        "--measure", type=float, metavar="SECONDS",
+        help="run both partitions with sleeping stages, so that a microbatch takes mixed stages so long (such as 0.08)",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, help="of --measure, both partitions in each (default: 5)")
     options = parser.parse_args(argv)
+    if options.measure is not None and options.measure <= 0:
+        parser.error(f"--measure is {options.measure:g}; give more than 0 seconds")
+    run = options.measure and partial(rounds_of, seconds=options.measure, rounds=options.rounds)
     for name in options.models:
         if name not in MODELS:
             parser.error(f"'{name}' is no model; choose of {'; '.join(MODELS)}")
@@ -155,11 +203,13 @@ def main(argv: list[str] | None = None) -> int:
             for room in options.rooms:
                 for gain in gains(
                     name, model, case, devices, room, effort=options.effort,
-                    units=options.units,
+                    units=options.units, run=run,
                 ):  # fmt: skip
                     found.append(gain)
                     print(f"{name}, {devices} devices, room {room}, {gain.units}: {gain.text()}", file=sys.stderr)
     show(found, shapes, terminal(200))
+    if ran := [each for each in found if each.measured_ms]:
+        show_measured(ran, terminal(200))
     write(options.json, {"gains": [asdict(each) for each in found], "shapes": shapes})
     return 0
 

@@ -1,11 +1,13 @@
 """The benchmarks of fine-tuning: what they make of a run's timeline and of its accuracies."""
 
+import json
+
 import pytest
 
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from papers.ftpipe import finetune_convergence, finetune_speed
+from papers.ftpipe import finetune_convergence, finetune_models, finetune_speed
 
 
 def test_a_simulated_run_reaches_its_limit():
@@ -23,6 +25,31 @@ def test_what_the_ranks_lack_is_seen():
     costs = Costs(forward=[1.0, 2.0], recompute=[1.0, 0.0], backward=[2.0, 6.0], latency=3.0)
     seconds, limit = finetune_speed.judged(simulate(schedule.build((finetune_speed.ACCUMULATION,) * 20), costs))
     assert limit == pytest.approx(8.0) and seconds > limit
+
+
+@pytest.mark.full
+def test_cuts_of_a_t5_keep_a_limit_of_memory(tmp_path):
+    """A partition of each method is written with its simulated time, or none fits."""
+    shape = {"d_model": 16, "d_ff": 32, "num_heads": 1}
+    finetune_models.write_t5(tmp_path, length=8, target=4, **shape)
+    words = [
+        str(tmp_path / "t5"), "--task", "text-to-text", "--train_file", str(tmp_path / "train.jsonl"),
+        "--max_seq_length", "8", "--max_target_length", "4", "--per_device_train_batch_size", "1", "--optim", "sgd",
+        "--devices", "2", "--output", str(tmp_path),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="fits"):
+        finetune_speed.write_cuts(*words, "--memory", "0.1MiB")
+    finetune_speed.write_cuts(*words, "--memory", "64MiB")
+    simulated = json.loads((tmp_path / "simulated.json").read_text())
+    assert sorted(simulated) == ["mixed", "sequential"] and min(simulated.values()) > 0
+    ranks = json.loads((tmp_path / "sequential.json").read_text())["rank_of_stage"]
+    assert sorted(ranks) == [0, 1]
+
+
+def test_a_model_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        finetune_speed.main(["bert"])
+    assert "'bert' is no model" in capsys.readouterr().err
 
 
 def test_epochs_to_the_end_of_flush(capsys):

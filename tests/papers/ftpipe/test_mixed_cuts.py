@@ -1,6 +1,9 @@
 """Where mixed stages win, on graphs whose best partitions are known by hand, and the simulation of published runs."""
 
+import functools
+
 import pytest
+from rich.console import Console
 
 from megatron.partition import Partition, parse_graph
 from papers.ftpipe import mixed_cuts, published_speedups
@@ -29,8 +32,8 @@ def layers(*milliseconds, **machine):
     return OfLayers(None, content | machine)
 
 
-def gain(model, devices, room):
-    (found,) = mixed_cuts.gains("", model, CASE, devices, room, effort=0.05, units=("layers",))
+def gain(model, devices, room, **options):
+    (found,) = mixed_cuts.gains("", model, CASE, devices, room, effort=0.05, units=("layers",), **options)
     return found
 
 
@@ -53,6 +56,33 @@ def test_equal_layers_gain_nothing():
     found = gain(layers(*[2.0] * 8), 4, 1.0)
     assert found.objective_ms == {"sequential": 4.0, "mixed": 4.0}
     assert len(found.stages) == 4
+
+
+RUN = functools.partial(mixed_cuts.rounds_of, seconds=0.02, rounds=1)
+
+
+@pytest.mark.full
+def test_what_runs_takes_the_times_of_its_partition(capsys):
+    """Stages that sleep, on three processes: no rank is faster than its stages, and mixed stages win."""
+    found = gain(ENCODER_DECODER, 3, 1.0, run=RUN)
+    for method, (milliseconds,) in found.measured_ms.items():
+        assert milliseconds >= 0.98 * found.objective_ms[method]
+    assert found.measured_ms["sequential"][0] > 1.2 * found.measured_ms["mixed"][0]
+    mixed_cuts.show_measured([found], Console(width=200))
+    assert f"{found.measured_ms['sequential'][0]:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_what_runs_waits_for_its_transfers():
+    """Each transfer takes three times as long as all that a stage computes, also over the edge that skips a stage."""
+    model = layers(1.0, 1.0, 1.0)
+    model.content["edges"].append([0, 2])
+    for node in model.content["nodes"][:2]:
+        node["out_bytes"] = 3 * 10**7
+    contender = contender_of("", model.graph("layers"), Partition({0: 0, 1: 1, 2: 2}, (0, 1, 2)))
+    assert contender.transfer == pytest.approx((3e-3,) * 3)
+    ((milliseconds,),) = RUN({"mixed": contender}).values()
+    assert milliseconds >= 0.98 * 1000 * simulated(contender) > 2.9
 
 
 def test_what_fits_only_mixed_is_said():
