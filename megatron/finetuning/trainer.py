@@ -173,7 +173,12 @@ class Trainer:
         self._report(reports)
 
     def _drain(self) -> None:
-        self._report(self.pipeline.engine.drain())
+        start = time.perf_counter()
+        reports = self.pipeline.engine.drain()
+        if self._waiting:
+            batch, first, seconds = self._waiting.pop()
+            self._waiting.append((batch, first, seconds + time.perf_counter() - start))
+        self._report(reports)
         self.drains.append(self.pipeline.engine.next_batch)
         assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
 
@@ -294,7 +299,8 @@ class Report:
             sys.stdout.flush()
 
     def batch(self, report: BatchReport, seconds: float) -> None:
-        """Report a batch. `seconds`: the time in which the engine ran the batch's part of the program."""
+        """Report a batch. `seconds`: the time in which the engine ran the batch's part of the program,
+        and the drain if one followed."""
         if not self.writes:
             return
         step, loss = report.batch + 1, report.losses["loss"]

@@ -44,14 +44,15 @@ def in_turn(command: list[str], num_stages: int, path: Path) -> None:
 
 
 def run_all(listed: str) -> None:
-    """Do the runs of the file `listed`: `commands`, each a list of words, and `stages`, the number of stages of all
-    runs."""
-    content, partition = json.loads(Path(listed).read_text()), Path(listed).with_name("partition.json")
+    """Do the runs of the file `listed`: `commands`, each a list of words, and either `stages`, the number of stages of
+    all runs, or `partition`, their file."""
+    content = json.loads(Path(listed).read_text())
+    partition = Path(content.get("partition", Path(listed).with_name("partition.json")))
     stop = StopSignal().install()
     first = parse_args(content["commands"][0])
     job.join_job(first)
     with initialize.left_in_order(), failure_guard.guard():
-        if first.rank == 0:
+        if first.rank == 0 and "stages" in content:
             in_turn(content["commands"][0], content["stages"], partition)
         torch.distributed.barrier()
         for command in content["commands"]:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 
@@ -66,7 +66,10 @@ class Study(ABC):
 
     ways: tuple[tuple[int, float], ...]
     """The ways of freezing to try, the latest first: (epochs before the first interval, alpha)."""
-    tried_seeds: tuple[int, ...]
+    tried_seeds: tuple[int, ...] = (101, 102)
+    arms: tuple[str, ...] = ("dense", "frozen", "all")
+    tried_arm = "all"
+    """The arm in which the ways are tried."""
 
     def __init__(self, options: argparse.Namespace, *, epochs: int, epochs_of_interval: float) -> None:
         self.options = options
@@ -108,7 +111,6 @@ class Study(ABC):
 
 class VisionStudy(Study):
     ways = (10, 0.5), (6, 0.33), (6, 0.5)
-    tried_seeds = 101, 102
 
     def prepare(self) -> None:
         if (self.pretrained / "latest_checkpointed_iteration.txt").exists():
@@ -145,7 +147,6 @@ class VisionStudy(Study):
 
 class TextStudy(Study):
     ways = (5, 0.5), (4, 0.5), (3, 0.5)
-    tried_seeds = 101, 102
     num_samples = 1500
 
     @property
@@ -238,7 +239,8 @@ def choose(study: Study) -> tuple[tuple[int, float], dict]:
     """Choose the way of freezing. Returns it, and way -> (seconds, validation accuracy) of each trial run."""
     tried: dict[str, list] = {}
     for way in (None, *study.ways):
-        runs = [study.arm("all" if way else "dense", seed, way or (0, 0.0), test=False) for seed in study.tried_seeds]
+        arm = study.tried_arm if way else "dense"
+        runs = [study.arm(arm, seed, way or (0, 0.0), test=False) for seed in study.tried_seeds]
         found = [(run["seconds"], run["validation"][-1][1]) for run in runs]
         tried[named(way)] = found
         means = fmean(each[0] for each in found), fmean(each[1] for each in found)
@@ -253,22 +255,18 @@ def named(way: tuple[int, float] | None) -> str:
     return "dense" if way is None else f"from epoch {way[0]} on, alpha {way[1]:g}"
 
 
-def measure(options: argparse.Namespace) -> dict:
-    study = STUDIES[options.model](options)
+def measure(study: Study, options: argparse.Namespace) -> dict:
     study.folder.mkdir(parents=True, exist_ok=True)
     study.prepare()
     way, tried = choose(study) if options.way is None else ((int(options.way[0]), options.way[1]), {})
     order = random.Random(0)
-    runs: dict[str, list[dict]] = {name: [] for name in ARMS}
+    runs: dict[str, list[dict]] = {name: [] for name in study.arms}
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        for name in order.sample(ARMS, len(ARMS)):
+        for name in order.sample(study.arms, len(study.arms)):
             runs[name].append(study.arm(name, seed, way, test=True))
             last = runs[name][-1]
             print(f"seed {seed}, {name}: {last['seconds']:.1f} s, {last['test']:.4f}", file=sys.stderr, flush=True)
     return {"model": options.model, "epochs": study.epochs, "way": way, "tried": tried, "runs": runs}
-
-
-ARMS = ("dense", "frozen", "all")
 
 
 def interval(values: Sequence[float]) -> str:
@@ -277,6 +275,11 @@ def interval(values: Sequence[float]) -> str:
         return f"{values[0]:+.2f}"
     quantile = student.ppf(0.975, len(values) - 1)
     return f"{fmean(values):+.2f} ± {quantile * stdev(values) / math.sqrt(len(values)):.2f}"
+
+
+def ranged(values: Sequence[float]) -> str:
+    """The median with the least and the greatest value, as text."""
+    return f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def reached(run: dict, accuracy: float) -> float | None:
@@ -293,7 +296,9 @@ def show(result: dict, console: Console) -> None:
                 f"tried on {len(found)} other seeds: {name}: {seconds:.1f} s, {accuracy:.4f} of validation data"
             )
     console.print(f"{result['model']}: {result['epochs']} epochs, frozen {named(result['way'])}, {len(dense)} seeds")
-    table = Table(*("", "seconds", "sooner", "test accuracy", "lower, points", "reaches dense's", "frozen at the end"))
+    columns = ("", "seconds", "sooner", "test accuracy", "lower, points", "reaches dense's", "frozen at the end")
+    is_simulated = "simulated" in dense[0]
+    table = Table(*columns, *["than its start", "simulated sooner"] * is_simulated)
     for name, runs in result["runs"].items():
         pairs = list(zip(dense, runs, strict=True))
         sooner = [one["seconds"] / other["seconds"] for one, other in pairs]
@@ -302,24 +307,32 @@ def show(result: dict, console: Console) -> None:
             (reached(one, one["validation"][-1][1]), reached(other, one["validation"][-1][1])) for one, other in pairs
         ]
         ratios = [other / one for one, other in times if other is not None]
+        further = []
+        if is_simulated:
+            further = [ranged([each["as_at_first"] / each["seconds"] for each in runs])]
+            further += [ranged([one["simulated"] / other["simulated"] for one, other in pairs])]
         table.add_row(
-            name, f"{median(each['seconds'] for each in runs):.1f}",
-            f"{median(sooner):.2f} ({min(sooner):.2f}-{max(sooner):.2f})",
+            name, f"{median(each['seconds'] for each in runs):.1f}", ranged(sooner),
             f"{fmean(each['test'] for each in runs):.4f}", interval(lower) if name != "dense" else "",
             f"{median(ratios):.2f} ({len(ratios)} of {len(runs)})" if ratios else "never",
             ", ".join(str(each["changes"][-1][1] if each["changes"] else 0) for each in runs),
+            *further,
         )  # fmt: skip
     console.print(table)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", choices=STUDIES)
+def main(
+    doc: str | None = __doc__, studies: Mapping[str, Callable[[argparse.Namespace], Study]] = STUDIES,
+    *, name: str = "freeze_study", sooner: float = 1.55,
+) -> int:  # fmt: skip
+    """Study one of `studies`, or show results. `doc`, `name`: of the command. `sooner`: default of --sooner."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", choices=studies)
     parser.add_argument("--reviews", type=Path, help="the archive for the BERT")
-    parser.add_argument("--output", type=Path, default=Path("outputs/freeze_study"))
+    parser.add_argument("--output", type=Path, default=Path("outputs") / name)
     parser.add_argument("--seeds", type=int, default=5, help="default: 5")
     parser.add_argument("--first-seed", type=int, default=0, help="seeds whose test data were read choose no more")
-    parser.add_argument("--sooner", type=float, default=1.55, help="than dense: of those ways the latest is chosen")
+    parser.add_argument("--sooner", type=float, default=sooner, help="than dense: of those ways the latest is chosen")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--way", type=float, nargs=2, metavar=("EPOCHS", "ALPHA"), help="do not choose, take this one")
     parser.add_argument("--show", type=Path, nargs="+", help="results of earlier calls")
@@ -329,7 +342,7 @@ def main() -> int:
         if options.model is None:
             parser.error("name a model, or results to --show")
         try:
-            results = [measure(options)]
+            results = [measure(studies[options.model](options), options)]
         except ValueError as error:
             parser.error(str(error))
         (options.output / f"{options.model}.json").write_text(json.dumps(results[0], indent=1) + "\n")

@@ -1,6 +1,8 @@
 """Captured models of which layers freeze, and train again: against a plain loop, resumed, and what a rank holds."""
 
 import dataclasses
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.plan import captured_model, decaying, make_plan
 from megatron.finetuning.pretrained import open_model
 from megatron.finetuning.samples import read_data
+from megatron.finetuning.trainer import Trainer
+from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests import workers
 from tests.finetuning import cases, tiny
 
@@ -102,8 +106,9 @@ def partition(folder, ranks, *, by_layers):
     return path
 
 
-def run(folder, name, *argv, ranks=2, by_layers=True, case="finetune", **options):
-    argv = (*map(str, argv), "--partition", str(partition(folder, ranks, by_layers=by_layers)))
+def run(folder, name, *argv, ranks=2, stages=None, by_layers=True, case="finetune", **options):
+    """`stages`: of a pipeline, if there are several."""
+    argv = (*map(str, argv), "--partition", str(partition(folder, stages or ranks, by_layers=by_layers)))
     return workers.run(
         ranks, f"tests.finetuning.cases:{case}", folder=folder, task=NAME, argv=argv, name=name, **options
     )
@@ -195,6 +200,51 @@ def resumable(folder, name, argv, **options):
     argv = (*map(str, argv), "--partition", str(cut))
     return workers.run(2, "tests.finetuning.cases:finetune", folder=folder, task=NAME, argv=argv, name=name,
                        dropout=0.1, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_replicas_freeze_as_one_pipeline(folder, schedule):
+    """Two pipelines with two microbatches a batch each, and one with four. Of 20 rows the second batch has a microbatch
+    for the first replica alone. A layer freezes and trains again; in between the replicas go on from the checkpoint of
+    the one pipeline. The norms that decide are the same, too.
+    """
+    argv = [*COMMON[:-1], "--pipeline_schedule", schedule, "--freeze_interval", 3, "--freeze_schedule", "1",
+            "--do_train", "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 3,
+            "--eval_strategy", "steps", "--freeze_watch_validation", -10, "--save_steps", 2]  # fmt: skip
+    one, *_ = run(folder, f"one-{schedule}", *argv, "--gradient_accumulation_steps", 4)
+    argv += ["--data_parallel_size", 2]
+    two, *_ = run(folder, f"two-{schedule}", *argv, ranks=4, stages=2)
+    saved = folder / f"one-{schedule}" / "checkpoint-4"
+    rest, *_ = run(folder, f"rest-{schedule}", *argv, "--resume_from_checkpoint", saved, ranks=4, stages=2)
+    rest.lines = [line for line in one.lines if line["step"] <= 4] + rest.lines
+    assert changes(one) == [(3, 1), (6, 0)] and len(one.losses) == 8
+    for found in (two, rest):
+        assert changes(found) == changes(one)
+        require_close(found, (one.losses, one.weights))
+        for key in ("grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
+            expected = [line[key] for line in one.lines if key in line]
+            assert [line[key] for line in found.lines if key in line] == pytest.approx(expected, rel=1e-5)
+    norms = [
+        SavedProgress.read(folder / f"{name}-{schedule}" / "checkpoint-2").freezing["norms"] for name in ("one", "two")
+    ]
+    for of_one, of_two in zip(*norms, strict=True):
+        assert of_one["count"] == of_two["count"] == 2 and any(of_one["sums"])
+        assert of_two["sums"] == pytest.approx(of_one["sums"], rel=1e-5)
+
+
+def test_the_drain_counts_as_the_last_batch():
+    """A frozen first rank runs a batch ahead of its report, so it waits for the others when the pipeline drains."""
+
+    def drain():
+        time.sleep(0.1)
+        return [BatchReport(1), BatchReport(2)]
+
+    engine, report = mock.Mock(next_batch=3, drain=drain), mock.Mock()
+    trainer = Trainer(mock.Mock(engine=engine), mock.Mock(fp16=False), report, *[None] * 9)
+    trainer._waiting.extend([(1, 4, 0.5), (2, 8, 0.25)])
+    trainer._drain()
+    before, last = (call.args[1] for call in report.batch.call_args_list)
+    assert before == 0.5 and 0.35 <= last < 0.5
 
 
 def test_frozen_layers_have_no_gradients_moments_versions_or_traffic(folder):

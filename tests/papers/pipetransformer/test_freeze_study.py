@@ -43,7 +43,7 @@ class Tried:
     """A study whose runs are given: seconds and validation accuracy by way."""
 
     ways = (1, 0.2), (1, 0.4), (1, 0.6)
-    tried_seeds = (7,)
+    tried_seeds, tried_arm = (7,), "all"
     found: dict
 
     def __init__(self, **found: tuple[float, float]) -> None:
