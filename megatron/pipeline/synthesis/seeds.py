@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import chain, pairwise, product
 
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, Instruction, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.orders import ORDERS
 from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem, Words
@@ -59,7 +59,7 @@ def _word(problem: Problem, row: tuple[Instruction, ...]) -> list[int]:
         kind, stage = instruction.kind, instruction.stage
         if kind is Kind.FORWARD:
             word.append(problem.number_of[kind, stage])
-        elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+        elif kind in BEGINS_BACKWARD:
             kinds = [problem.begins_backward]
             if stage in problem.recomputed:
                 kinds.insert(0, Kind.RECOMPUTE)

@@ -239,21 +239,21 @@ def test_a_captured_llama_beside_flush_and_fsdp(tmp_path):
 
 
 def test_a_peer_that_is_ahead_is_a_complaint():
-    complaints, fsdp_name = captured.complaints, captured.PEER
+    complaints, fsdp_name = captured.complaints, captured.PEERS["FSDP2"]
     row = {"failed": None, "losses": [5.0, 4.0], "seconds": [1.0, 1.0], "state": 10, "made": 10, "moved": 10}
     flush = {**row, "contender": "flush", "moved": 0}
     relay = {**row, "contender": "l2l"}
     fsdp = {**row, "contender": fsdp_name, "seconds": [1.2, 1.1], "losses": [5.0, 4.00001]}
-    assert complaints(captured.with_peer([flush, relay, fsdp])) == []
+    assert complaints(captured.with_peers([flush, relay, fsdp])) == []
     for change, words in (
         ({"seconds": [0.9, 0.9]}, "l2l: 0.900 of the speed"),
         ({"made": 9}, "l2l: 20 bytes on the device, and FSDP2, CPUOffloadPolicy has 19"),
         ({"moved": 9}, "l2l: 10 bytes moved"),
         ({"losses": [5.0, 4.1]}, "not those of flush"),
     ):
-        (sentence,) = complaints(captured.with_peer([flush, relay, {**fsdp, **change}]))
+        (sentence,) = complaints(captured.with_peers([flush, relay, {**fsdp, **change}]))
         assert words in sentence
-    (sentence,) = complaints(captured.with_peer([flush, {**relay, "losses": [5.0, 4.000001]}, fsdp]))
+    (sentence,) = complaints(captured.with_peers([flush, {**relay, "losses": [5.0, 4.000001]}, fsdp]))
     assert "l2l: its losses" in sentence
-    found = captured.with_peer([flush, relay, fsdp])
-    assert found[1]["over_fsdp"] == [1.2, 1.1] and captured.with_peer([{**flush}])[0]["over_fsdp"] is None
+    found = captured.with_peers([flush, relay, fsdp])
+    assert found[1]["over_fsdp"] == [1.2, 1.1] and captured.with_peers([{**flush}])[0]["over_fsdp"] is None

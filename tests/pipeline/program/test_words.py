@@ -33,6 +33,7 @@ HOLDERS = {  # files that have to name several words in one table, and why
     "megatron/pipeline/program/instruction.py": "the table",
     "megatron/pipeline/program/csv_text.py": "the words that torch has, too",
     "megatron/trainer/changes/times.py": "the computations of which layers' times are learned",
+    "megatron/pipeline/synthesis/problem.py": "the computations of which a made program consists",
 }
 
 
