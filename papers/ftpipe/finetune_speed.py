@@ -1,6 +1,6 @@
 """The gain of mixed partitions on real, unbalanced models: T5s on two processes, each on a core of its own.
 
-    python -m papers.ftpipe.finetune_speed                  # about 12 minutes; a table for each model
+    python -m papers.ftpipe.finetune_speed                  # about 15 minutes; a table for each model
     python -m papers.ftpipe.finetune_speed few-layers --json result.json
 
 few-layers      one encoder and one decoder layer, a long source and a large vocabulary. The two products of the

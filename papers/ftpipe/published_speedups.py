@@ -1,6 +1,6 @@
 """FTPipe's Tables 2 and 3, simulated: the paper's models on its GPUs, GPipe against asynchronous and mixed pipelines.
 
-    python -m papers.ftpipe.published_speedups                  # about 6 minutes of one core, nothing runs; a table
+    python -m papers.ftpipe.published_speedups                  # about 4 minutes of one core, nothing runs; a table
     python -m papers.ftpipe.published_speedups wic --json result.json
 
 The costs are those of `partition_units`: a roofline of the RTX 2080 Ti in single precision, with its assumptions. Batch
