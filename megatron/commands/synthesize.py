@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags, count, count_from_0, positive, times
-from megatron.documents.files import write_whole
 from megatron.documents.picture import one_panel, require_picture
 from megatron.documents.tables import print_table
 from megatron.pipeline.program.edges import rank_of_stage
 from megatron.pipeline.simulate.costs import Costs, measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
-from megatron.pipeline.synthesis.problem import Problem
-from megatron.pipeline.synthesis.search import Synthesis, bubble, named_points, synthesize
+
+if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the search and its processes
+    from megatron.pipeline.synthesis import Problem, Synthesis
 
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
 _ONE, _BEST = "one", "best"
@@ -143,11 +144,13 @@ def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
     return replace(costs, **given)
 
 
-def _problems(options: argparse.Namespace, limit: float | None) -> list[Problem]:
+def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem]":
     """The problems to solve: for each placement, without recompute or with it, as the options allow.
 
     Raises ValueError where the limit allows none of them.
     """
+    from megatron.pipeline.synthesis import Problem
+
     measured = Timeline.load(options.measured) if options.measured else None
     costs = _costs(options, measured)
     problems, refusal = [], None
@@ -180,15 +183,17 @@ def _problems(options: argparse.Namespace, limit: float | None) -> list[Problem]
 class _Answer:
     """The fastest program for the options, and the bound over everything that they allow."""
 
-    best: Synthesis
+    best: "Synthesis"
     bound: float
     bound_from: str
 
 
 def _search(
-    options: argparse.Namespace, limit: float | None, known: Mapping[tuple[int, ...], Synthesis] | None = None
+    options: argparse.Namespace, limit: float | None, known: "Mapping[tuple[int, ...], Synthesis] | None" = None
 ) -> _Answer:
     """Search for the fastest program. `known`: programs for smaller limits, by placement."""
+    from megatron.pipeline.synthesis import synthesize
+
     problems = _problems(options, limit)
     found = []
     with _progress() as report:
@@ -225,6 +230,8 @@ def _progress() -> Iterator[Callable[[float], None]]:
 
 
 def _print(answer: _Answer) -> None:
+    from megatron.pipeline.synthesis.search import bubble
+
     best, problem = answer.best, answer.best.problem
     least = bubble(problem, answer.bound)
     rows = [
@@ -243,7 +250,7 @@ def _print(answer: _Answer) -> None:
     print(*(f"{name:{width}}  {value}" for name, value in rows), sep="\n")
 
 
-def _order(best: Synthesis, otherwise: str) -> str:
+def _order(best: "Synthesis", otherwise: str) -> str:
     return otherwise if best.named is None else f"{best.named[0]}: {best.named[1]:g}"
 
 
@@ -252,6 +259,8 @@ def _above(seconds: float, bound: float) -> str:
 
 
 def _write(options: argparse.Namespace, answer: _Answer) -> None:
+    from megatron.documents.files import write_whole
+
     best = answer.best
     if options.csv == "-":
         sys.stdout.write(best.program.to_csv())
@@ -280,6 +289,8 @@ def _frontier(options: argparse.Namespace, limits: Sequence[float]) -> None:
     if options.picture:
         if not points:
             raise ValueError(f"no limit of --frontier allows a program: {rows[0][-1]}")
+        from megatron.pipeline.synthesis.search import named_points
+
         orders = {name: point for each in _problems(options, math.inf) for name, point in named_points(each).items()}
         _draw(Path(options.picture), points, orders)
         print(f"wrote {options.picture}")

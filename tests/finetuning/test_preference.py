@@ -20,7 +20,7 @@ from tests.finetuning.test_runs import same
 
 TASK = "dpo"
 BETA = 0.3
-TRAINS = ["--dpo_beta", BETA, "--learning_rate", 0.01, "--num_train_epochs", 2, "--adam_epsilon", 1e-5]
+TRAINS = ["--dpo_beta", BETA, "--learning_rate", 0.01, "--num_train_epochs", 2, "--adam_epsilon", 1e-4]
 EVALUATES = ["--do_train", "--do_eval"]
 
 
