@@ -1,7 +1,8 @@
 """A time that no program of a problem beats: what one rank has to compute, wait for, and hold.
 
-Three relaxations, each of one rank or of one microbatch; the bound is the greatest.
+Four relaxations, each of one rank or of the path; the bound is the greatest.
 
+- **Path.** The microbatches pass all stages and come back, one behind the other.
 - **Turns.** The j-th computation of a queue ends after the j-th of each queue that feeds it, and after its own rank has
   computed j of everything before it. Where a limit lets a stage hold K microbatches, its j-th forward starts after its
   (j-K)-th backward has ended. So each computation has a head, the least time before it, and by the same rules from the

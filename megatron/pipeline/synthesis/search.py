@@ -7,25 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
-from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb
-from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
-PATTERNS_OF_ROUND, ATTEMPTS_OF_ROUND = 200, 2_000
-"""The first rounds make as many patterns, and as many moves of the best words; later ones fewer and more."""
-
+_PATTERNS, _MOVES = 200, 2_000  # of the first rounds; later ones make fewer patterns and more moves
 _LONGEST = 10  # the most moves of a round, in those of the first one
-
-KEPT = 6  # the number of different words that are improved in turns
+_KEPT = 6  # the number of different words that are improved in turns
 _SIMULATED = 3  # the number of words of which the simulator chooses one
 _COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a round takes about a second or two
 
@@ -61,11 +56,6 @@ class Synthesis:
     seed: int
 
     @property
-    def gap(self) -> float:
-        """The part of the bound by which the program takes longer than it."""
-        return self.seconds / self.bound - 1
-
-    @property
     def bubble(self) -> float:
         """The idle part of the busiest rank's batch, where recomputes count as idle."""
         return bubble(self.problem, self.seconds)
@@ -85,8 +75,8 @@ class Synthesis:
                 "recomputed": sorted(problem.recomputed),
                 "seconds": {f"{stage}{kind.value}": each
                             for (kind, stage), each in zip(problem.queues, problem.seconds, strict=True)},
-                "transfer_seconds": [max(problem.sources[problem.number_of[Kind.FORWARD, stage]][1], 0.0)
-                                     for stage in range(1, problem.num_stages)],
+                "seconds_of_transfer_to": {f"{stage}{kind.value}": delay for (kind, stage), (source, delay)
+                                           in zip(problem.queues, problem.sources, strict=True) if source != NONE},
                 "saved": problem.saved_sizes,
                 "deferred": problem.deferred_sizes,
                 "limits": [None if math.isinf(problem.limit_of(rank)) else problem.limit_of(rank)
@@ -108,20 +98,26 @@ def bubble(problem: Problem, seconds: float) -> float:
 
 @dataclass(frozen=True)
 class _Found:
-    """The seconds of words, which attempt found them, the words, and the name of what they were improved from."""
+    """Words with their seconds.
+
+    Attributes:
+        name: what they are, or were improved from.
+        is_order: they are a registered order as it is.
+    """
 
     seconds: float
     words: Words
     name: str
+    is_order: bool = False
 
 
 @dataclass(frozen=True)
 class _Result:
-    """What one process found: its fastest words, its number of rounds, and the fastest registered order."""
+    """What one process found: its fastest words, the fastest registered order, and its number of rounds."""
 
     pool: list[_Found]
-    rounds: int
     named: _Found | None
+    rounds: int
 
 
 def synthesize(
@@ -204,47 +200,39 @@ def _search(
     begun, clock, chance = time.monotonic(), Clock(problem), random.Random(seed)
     size = problem.num_microbatches * len(problem.queues)
     part = min(1.0, _COMPUTATIONS / size)
-    named, pool = None, []
-    for name, words in chain(_begin(problem), ((_KNOWN, words) for words in known)):
-        times = clock.times(words)
-        if times is not None:
-            pool.append(_Found(times.seconds, words, name))
-            if (
-                not name.startswith(_WITHIN)
-                and name not in (_PLAIN, _KNOWN)
-                and (named is None or times.seconds < named.seconds)
-            ):
-                named = pool[-1]
-    pool = _best(pool)
+    begin = list(_begin(problem, clock, known))
+    named = min((each for each in begin if each.is_order), key=lambda each: each.seconds, default=None)
+    pool = _best(begin)
     patterns, number = Patterns(problem, clock), 0
     while pool[0].seconds > bound * (1 + ROUNDING):
         if number >= rounds if rounds is not None else time.monotonic() - begun > seconds:
             break
-        count = max(10, round(PATTERNS_OF_ROUND * part)) if number < 2 or number % 8 == 0 else 0
+        count = max(10, round(_PATTERNS * part)) if number < 2 or number % 8 == 0 else 0
         pool = _best([*pool, *_patterns(patterns, chance, count)])
         index = 0 if number % 2 == 0 else number // 2 % len(pool)
         climb = Climb(problem, clock, pool[index].words, chance)
-        attempts = ATTEMPTS_OF_ROUND * part * min(_LONGEST, 1 + number // 3)
+        attempts = _MOVES * part * min(_LONGEST, 1 + number // 3)
         climb.run(max(200, round(attempts)), warmth=chance.choice((0.2, 1.0, 1.0, 4.0)))
         if climb.best[0] < pool[index].seconds:
             pool[index] = _Found(*climb.best, pool[index].name)
-        pool = _best(pool)
+            pool = _best(pool)
         number += 1
         done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
-    return _Result(pool, number, named)
+    return _Result(pool, named, number)
 
 
-_PLAIN, _WITHIN, _KNOWN = "one microbatch after another", "within limits:", "known words"
-
-
-def _begin(problem: Problem) -> Iterator[tuple[str, Words]]:
-    """Yield the words of registered orders and, where they exceed limits, what list scheduling makes of them."""
-    yield _PLAIN, one_after_another(problem)
+def _begin(problem: Problem, clock: Clock, known: Sequence[Words]) -> Iterator[_Found]:
+    """Yield known words, registered orders and, where these exceed limits, what list scheduling makes of them."""
+    found = [("one microbatch after another", one_after_another(problem), False)]
+    found += [("known words", words, False) for words in known]
     for name, words in named_words(problem):
         if all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
-            yield name, words
+            found.append((name, words, True))
         elif (within := listed(problem, words)) is not None:
-            yield f"{_WITHIN} {name}", within
+            found.append((f"within limits: {name}", within, False))
+    for name, words, is_order in found:
+        if (times := clock.times(words)) is not None:
+            yield _Found(times.seconds, words, name, is_order)
 
 
 def _patterns(patterns: Patterns, chance: random.Random, count: int) -> Iterator[_Found]:
@@ -258,4 +246,4 @@ def _best(found: list[_Found]) -> list[_Found]:
     kept: dict[float, _Found] = {}
     for each in sorted(found, key=lambda each: each.seconds):
         kept.setdefault(round(each.seconds, 9), each)
-    return list(kept.values())[:KEPT]
+    return list(kept.values())[:_KEPT]

@@ -264,6 +264,7 @@ def listed(problem: Problem, words: Words) -> Words | None:
             feeds[source].append((queue, delay))
     ready = [[0.0 if source == NONE else math.inf] * m for source, _ in problem.sources]
     counts, held, free = [0] * len(problem.queues), [0.0] * problem.num_ranks, [0.0] * problem.num_ranks
+    limits = [problem.limit_of(rank) * (1 + ROUNDING) for rank in range(problem.num_ranks)]
     made: Words = [[] for _ in range(problem.num_ranks)]
     wakes = [(0.0, rank) for rank in range(problem.num_ranks)]
     while wakes:
@@ -275,9 +276,7 @@ def listed(problem: Problem, words: Words) -> Words | None:
             number, ahead = counts[queue], problem.before[queue]
             if number == m or (ahead != NONE and number >= counts[ahead]):
                 continue
-            if problem.takes[queue] and held[rank] + problem.takes[queue] + room[queue] > problem.limit_of(rank) * (
-                1 + ROUNDING
-            ):
+            if problem.takes[queue] and held[rank] + problem.takes[queue] + room[queue] > limits[rank]:
                 continue
             if ready[queue][number] > time:
                 later = min(later, ready[queue][number])
