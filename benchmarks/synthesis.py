@@ -1,6 +1,6 @@
 """How near synthesized programs come to their bound, and how far ahead of registered orders they are.
 
-    python benchmarks/synthesis.py                          # 24 sets of costs, 7 limits; about an hour of two cores
+    python benchmarks/synthesis.py                          # 24 sets of costs, 7 limits; never run as a whole
     python benchmarks/synthesis.py --sets ZB-1.5B-24 head-1.4 --limits 0.75 1 --seconds 20
 
 Costs of even stages are the 12 published rows of zero bubble (Qi et al. 2024; microseconds of F, I, W and a transfer).
