@@ -215,7 +215,7 @@ def test_replicas_freeze_as_one_pipeline(folder, schedule):
     argv += ["--data_parallel_size", 2]
     two, *_ = run(folder, f"two-{schedule}", *argv, ranks=4, stages=2)
     saved = folder / f"one-{schedule}" / "checkpoint-4"
-    rest, *_ = run(folder, f"rest-{schedule}", *argv, "--resume_from_checkpoint", saved, ranks=4, stages=2)
+    rest, *_ = run(folder, f"rest-of-two-{schedule}", *argv, "--resume_from_checkpoint", saved, ranks=4, stages=2)
     rest.lines = [line for line in one.lines if line["step"] <= 4] + rest.lines
     assert changes(one) == [(3, 1), (6, 0)] and len(one.losses) == 8
     for found in (two, rest):

@@ -256,4 +256,4 @@ def test_a_peer_that_is_ahead_is_a_complaint():
     (sentence,) = complaints(captured.with_peers([flush, {**relay, "losses": [5.0, 4.000001]}, fsdp]))
     assert "l2l: its losses" in sentence
     found = captured.with_peers([flush, relay, fsdp])
-    assert found[1]["over_fsdp"] == [1.2, 1.1] and captured.with_peers([{**flush}])[0]["over_fsdp"] is None
+    assert found[1]["over"] == {fsdp_name: [1.2, 1.1]} and captured.with_peers([{**flush}])[0]["over"] == {}
