@@ -6,9 +6,9 @@ is dropped before it is timed. Minimised is the time plus the mean start of all 
 does not tell that fill or drain have become shorter on some ranks only. Slower words are accepted with a probability
 that falls (simulated annealing, Kirkpatrick et al. 1983).
 
-`shaken` changes words by a few warm moves or by a loose sweep, and squeezes them (iterated local search, Lourenço et al. 2003). A
-pair of sweeps takes the time of some tens of moves, and shortens fill and drain of all ranks together, which single moves
-do not.
+`shaken` changes words by a few warm moves or by a loose sweep, and squeezes them (iterated local search, Lourenço et
+al. 2003). A pair of sweeps takes the time of some tens of moves. It shortens fill and drain on all ranks together,
+which single moves do not.
 """
 
 import math

@@ -139,7 +139,7 @@ class Patterns:
     def _excess(self, offsets: list[float], period: float) -> float:
         """By what parts of their limits ranks exceed them, together, once the pattern has begun to repeat.
 
-        This takes no words. So it does not depend on the number of microbatches, and patterns that hold too much cost little.
+        It needs no words, so its time does not grow with the number of microbatches.
         """
         problem, excess = self.problem, 0.0
         for rank, own in enumerate(problem.queues_of_rank):

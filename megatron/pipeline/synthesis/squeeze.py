@@ -1,10 +1,10 @@
 """Make words faster by pulling computations into gaps, from the beginning and from the end in turns.
 
-A sweep goes through the words in the order of time. Where a rank waits, it takes a later computation that is ready, that
-ends before the awaited one has to start, and that fits the limit until the place from which it is pulled. So nothing
-starts later than before, and what follows the gaps moves up. A sweep with time running backwards then puts everything as
-late as it can be. Forwards of the drain leave room, and gaps gather where the next sweep fills them. This is
-the justification of project scheduling (Li and Willis 1992; Valls, Ballestin and Quintanilla 2005), with memory for the resource.
+A sweep goes through the words in the order of time. Where a rank waits, it takes a later computation that is ready,
+ends before the awaited one has to start, and fits the limit until the place from which it is pulled. So nothing starts
+later than before, and what follows the gaps moves up. A sweep with time running backwards then puts everything as late
+as it can be. Forwards thus leave room, and gaps gather where the next sweep fills them. This is the justification of
+project scheduling (Li and Willis 1992; Valls, Ballestin and Quintanilla 2005), with memory for the resource.
 
 Backwards, each computation waits for the one that waits for it, takes what it gives, and gives what it takes.
 """
@@ -35,7 +35,9 @@ class Squeeze:
                 after[before] = queue
         self._clock = clock
         self._unit = max(map(problem.work, range(problem.num_ranks))) / problem.num_microbatches
-        self._onwards = _Direction(problem, clock, problem.sources, followers, problem.before, problem.takes, problem.gives)
+        self._onwards = _Direction(
+            problem, clock, problem.sources, followers, problem.before, problem.takes, problem.gives
+        )
         self._backwards = _Direction(
             problem, Clock(problem, followers), followers, problem.sources, after, problem.gives, problem.takes
         )
@@ -66,7 +68,13 @@ class Squeeze:
 
 @dataclass(frozen=True, slots=True)
 class _Loose:
-    """By how many seconds what a rank takes for a gap may end too late, at which part of the gaps, drawn from `chance`."""
+    """How loose a sweep is.
+
+    Attributes:
+        seconds: by how much what a rank takes for a gap may end too late.
+        part: the part of the gaps for which it may.
+        chance: draws these gaps.
+    """
 
     seconds: float
     part: float
@@ -93,7 +101,7 @@ class _Direction:
     gives: Sequence[float]
 
     def sweep(self, words: Words, loose: _Loose | None = None) -> Words:
-        """Return words in which each rank has filled its gaps. Unless it may be loose, nothing starts later than before."""
+        """Return words with filled gaps. Nothing starts later than before, unless the sweep is loose."""
         return _Sweep(self, words, loose).run()
 
 
@@ -175,7 +183,7 @@ class _Sweep:
         return chosen
 
     def _fits(self, rank: int, queue: int, place: int) -> bool:
-        """Whether the rank keeps its limit if the queue's computation is taken before all that is left up to `place`."""
+        """Whether the rank keeps its limit if it takes the queue's computation before what is left up to `place`."""
         takes, gives, taken = self._way.takes, self._way.gives, self._taken[rank]
         limit = self._way.problem.limit_of(rank) * (1 + ROUNDING)
         if not takes[queue] or math.isinf(limit):
