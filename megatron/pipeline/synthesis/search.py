@@ -20,7 +20,7 @@ from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 _PATTERNS, _MOVES = 200, 2_000  # of the first rounds; later ones make fewer patterns and more moves
-_SEEDS, _SHAKES = 4, 12
+_SEEDS, _SHAKES = 2, 12  # the orders and the patterns that a round squeezes, and the number of changes
 _SWEEPS = 10  # the most pairs of sweeps for words to begin with
 _LONGEST = 10  # the most moves of a round, in those of the first one
 _KEPT = 6  # the number of different words that are improved in turns
@@ -205,14 +205,15 @@ def _search(
     part = min(1.0, _COMPUTATIONS / size)
     begin = list(_begin(problem, clock, known))
     named = min((each for each in begin if each.is_order), key=lambda each: each.seconds, default=None)
-    pool, seeds = _best(begin), _best(begin)
+    pool, orders, made = _best(begin), _best(begin), []
     squeeze, patterns, number = Squeeze(problem, clock), Patterns(problem, clock), 0
+    count = max(1, round(_SEEDS * part))
     while pool[0].seconds > bound * (1 + ROUNDING):
         if number >= rounds if rounds is not None else time.monotonic() - begun > seconds:
             break
         if number < 2 or number % 4 == 0:
-            seeds = _best([*seeds, *_patterns(patterns, chance, max(10, round(_PATTERNS * part)))])
-        fresh, seeds = seeds[: max(1, round(_SEEDS * part))], seeds[max(1, round(_SEEDS * part)) :]
+            made = _best([*made, *_patterns(patterns, chance, max(10, round(_PATTERNS * part)))])
+        fresh, orders, made = orders[:count] + made[:count], orders[count:], made[count:]
         pool = _best([*pool, *(_Found(*squeeze.words(each.words, _SWEEPS), each.name) for each in fresh)])
         index = 0 if number % 4 < 2 else number // 4 % len(pool)
         if number % 2 == 0:
