@@ -263,9 +263,9 @@ def _write(options: argparse.Namespace, answer: _Answer) -> None:
 
     best = answer.best
     if options.csv == "-":
-        sys.stdout.write(best.program.to_csv())
+        sys.stdout.write(best.csv)
     elif options.csv:
-        write_whole(Path(options.csv), best.program.to_csv())
+        write_whole(Path(options.csv), best.csv)
     if options.json:
         certificate = best.certificate() | {"bound": answer.bound, "bound_from": answer.bound_from}
         write_whole(Path(options.json), json.dumps(certificate, indent=1) + "\n")
