@@ -24,9 +24,10 @@ from megatron.pipeline.simulate.timeline import Timeline
 from megatron.pipeline.synthesis import Problem, Synthesis, synthesize
 from megatron.planner import Configuration
 from megatron.planner.memory.encoder_decoder import activations_of
-from megatron.planner.memory.memory import GIB, estimate_memory
+from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.memory.schedule_demand import proved_demand
+from megatron.planner.synthesis import problem_of
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of
 from megatron.trainer.arguments import resolve_platform, validate_args
@@ -308,41 +309,20 @@ def _problem(config: TrainConfig, costs_of: _Measured | _Profiled) -> Problem:
     layers = from_flags.layers_of_stages(transformer_config(replace(config, **from_flags.WITHOUT_ENGINE)))
     (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
     shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
-    schedule, splits = config.schedule, config.schedule.splits_backward
-    saved, workspace, deferred = activations_of(shape, setting).by_stage(layers)
-    if not splits:
-        deferred = [0.0] * len(layers)
-    # What W needs beside saved activations counts from the forward on: more than is held, never less.
-    whole = [max(pair) / GIB for pair in zip(saved, deferred, strict=True)]
-    ranks = [[stage for stage, owner in enumerate(schedule.rank_of_stage) if owner == rank]
-             for rank in range(schedule.num_ranks)]  # fmt: skip
-    limit = config.pipeline_memory_limit
-    limits = [min(num_microbatches, schedule.num_ranks) * sum(whole[stage] for stage in own) for own in ranks]
+    schedule = config.schedule
+    memory, limit = None, config.pipeline_memory_limit
     if limit is not None:
         memory = estimate_memory(
             shape, setting, from_flags.training_state(config), proved_demand(schedule, num_microbatches),
             layers=layers, counts_communicators=from_flags.uses_nccl(config),
         )  # fmt: skip
-        for each, own in zip(memory, ranks, strict=True):
-            at_work = max(workspace[stage] for stage in own)
-            parts = replace(each.parts, activations=0.0, deferred=0.0, workspace=max(at_work, each.parts.workspace))
-            if parts.total / GIB >= limit:
-                raise ValueError(
-                    f"--pipeline-memory-limit {limit:g}: rank {each.rank} takes {parts.total / GIB:.3g} GiB without "
-                    "activations; raise it, or use more GPUs"
-                )
-            limits[each.rank] = limit - parts.while_computing / GIB
+    costs, activations = costs_of(config, layers), activations_of(shape, setting)
     try:
-        return Problem(
-            rank_of_stage=tuple(schedule.rank_of_stage), num_microbatches=num_microbatches,
-            costs=costs_of(config, layers), saved=whole, deferred=[each / GIB for each in deferred] if splits else None,
-            limits=limits, splits=splits,
-        )  # fmt: skip
+        return problem_of(schedule, num_microbatches, costs, activations, layers, memory=memory, limit=limit)
     except ValueError as error:
         if limit is None:
             raise
-        named = f"--pipeline-memory-limit {limit:g}, of which activations get what is left"
-        raise ValueError(f"{named}: {error}") from error
+        raise ValueError(f"--pipeline-memory-limit {limit:g}: {error}") from error
 
 
 # --- what is kept and said

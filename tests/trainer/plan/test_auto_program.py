@@ -94,14 +94,14 @@ def test_no_rank_takes_more_than_the_limit(profiled):
     validate_args(named, world_size=2)
     resolve_platform(named, CPU)
     whole = total(TrainConfig.of(named, padded_vocab_size=128))
-    with pytest.raises(ValueError, match="without activations; raise it") as refused:
+    with pytest.raises(ValueError, match="without activations; raise the limit") as refused:
         made_for(parsed(profiled, "--pipeline-memory-limit 1e-4"))
     least = float(str(refused.value).split(" takes ")[1].split()[0])
     assert least < whole
     limit = least + 0.7 * (whole - least)
     _, job = made_for(parsed(profiled, f"--pipeline-memory-limit {limit}"))
     assert total(job) <= limit < whole
-    with pytest.raises(ValueError, match=r"of which activations get what is left: rank \d may hold"):
+    with pytest.raises(ValueError, match=r"--pipeline-memory-limit \S+: rank \d may hold"):
         made_for(parsed(profiled, f"--pipeline-memory-limit {least * 1.0001}"))
 
 
