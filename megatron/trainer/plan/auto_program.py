@@ -11,7 +11,6 @@ where it asks for the same.
 import argparse
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -204,12 +203,6 @@ def _require_flags(args: argparse.Namespace) -> None:
             f"{named} has no costs; give --pipeline-profile FILE, which tools/profile_model.py writes, or the "
             "measured.json of a short run with --pipeline-timeline"
         )
-    for name, value in (
-        ("--pipeline-memory-limit", args.pipeline_memory_limit),
-        ("--pipeline-synthesis-seconds", args.pipeline_synthesis_seconds),
-    ):
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"{name} {value:g} is no positive number; give one")
 
 
 # --- costs

@@ -112,7 +112,7 @@ def test_no_rank_takes_more_than_the_limit(profiled):
         ("--pipeline-recompute", "--pipeline-recompute does not go with"),
         ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
         ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
-        ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1 is no positive number"),
+        ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1.0 must be greater than 0"),
         ("--rampup-batch-size 2 2 8", "for batches of one size, and this run has batches of 2 to 8"),
         ("--freeze-training --freeze-interval 2", "--freeze-training: the program of --pipeline-schedule auto"),
         ("--balance-activations", "--balance-activations: the program of --pipeline-schedule auto"),

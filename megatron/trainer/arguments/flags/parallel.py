@@ -1,5 +1,6 @@
 """Flags that place the model on ranks, and flags of the pipeline."""
 
+from collections import ChainMap
 from dataclasses import dataclass
 
 from megatron.pipeline.program.lane_order import DEVICE, HOST
@@ -25,7 +26,7 @@ class Pipeline:
         "bubble. docs/zero_bubble.md. l2l: weights, gradients and optimizer state on the host, weights of few "
         "stages, each a layer, on the device; exact. docs/l2l.md. auto: the program that the costs of "
         "--pipeline-profile and --pipeline-memory-limit ask for, made when the job starts; exact. docs/synthesis.md.",
-        choices=(*PRESETS, AUTO),
+        choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
     )
     pipeline_profile: str | None = option(
         None,

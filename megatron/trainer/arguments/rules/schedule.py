@@ -57,7 +57,11 @@ _REMEDIES = {
 def pipeline_program(args: argparse.Namespace) -> list[str]:
     """Fills `program`: the schedule of the file, or None; and `pipeline_program_sha256`, its hash."""
     args.program = args.pipeline_program_sha256 = None
-    _require_auto(args)
+    if args.pipeline_schedule == AUTO:
+        raise ValueError(
+            f"--pipeline-schedule {AUTO} makes a program when a training or its --dry-run starts, and nothing trains "
+            "here; name a schedule"
+        )
     if args.pipeline_program is None:
         return []
     named = flag_of_program(args)
@@ -87,22 +91,6 @@ def refuse_what_a_program_says(args: argparse.Namespace) -> None:
             value = getattr(args, name)
             given = name_of(name) if value is True else f"{name_of(name)} {value}"
             raise ValueError(f"{given}: the program of {flag_of_program(args)} {what}; leave one of the two out")
-
-
-def _require_auto(args: argparse.Namespace) -> None:
-    """Refuse the flags of `auto` without it, and `auto` where no program was made."""
-    if args.pipeline_schedule == AUTO:
-        raise ValueError(
-            f"--pipeline-schedule {AUTO} makes a program when a training or its --dry-run starts, and nothing trains "
-            "here; name a schedule"
-        )
-    if args.made_program is None:
-        for name in OF_AUTO:
-            if name in args.given:
-                raise ValueError(
-                    f"{name_of(name)} is for --pipeline-schedule {AUTO}, and this is {args.pipeline_schedule}; use "
-                    f"{AUTO}, or leave it out"
-                )
 
 
 def _read(args: argparse.Namespace) -> ProgramSchedule:
@@ -220,6 +208,11 @@ def _waits_for(args: argparse.Namespace) -> str | None:
 def schedule(args: argparse.Namespace) -> list[str]:
     """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
     `moves_activations`."""
+    if args.made_program is None and (lone := [each for each in OF_AUTO if each in args.given]):
+        raise ValueError(
+            f"{name_of(lone[0])} is for --pipeline-schedule {AUTO}, and this is {choice_of(args).name}; use {AUTO}, or "
+            "leave it out"
+        )
     if args.program is None:
         _stages_of_ranks(args)
     weights = choice_of(args).policy
