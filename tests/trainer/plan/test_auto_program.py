@@ -8,6 +8,10 @@ from functools import partial
 import pytest
 import torch
 
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
