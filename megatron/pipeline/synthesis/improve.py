@@ -1,35 +1,44 @@
-"""Make words faster by moving one computation at a time.
+"""Make words faster by moving one computation at a time, or by changing some and squeezing the rest.
 
 A move takes a computation to another place of its word. Half of the moves take one from the critical path. A third pull
 a later computation into a gap in which its rank waits. The others are at random. A move that breaks an order or a limit
 is dropped before it is timed. Minimised is the time plus the mean start of all computations, because the time alone
 does not tell that fill or drain have become shorter on some ranks only. Slower words are accepted with a probability
 that falls (simulated annealing, Kirkpatrick et al. 1983).
+
+`shaken` changes words by a few warm moves or by a loose sweep, and squeezes them (iterated local search, Lourenço et
+al. 2003). A pair of sweeps takes the time of some tens of moves. It shortens fill and drain on all ranks together,
+which single moves do not.
 """
 
 import math
 import random
 
 from megatron.pipeline.synthesis.problem import Problem, Words
+from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock, Times
 
 _WARMEST = 0.01  # the first temperature, in the work of a rank for one microbatch
 _STEPS = (-1, -1, -1, 1, 1, -2, 2, -3, 3, -5, 5, -8, 8)
 _SLACK = 1e-9
+_SWEEPS = 6  # the most pairs of sweeps behind a change
+_FEW_MOVES = 60, 200
+_WORSE = 0.02  # the temperature of changes, in the work of a rank for one microbatch
 
 
 class Climb:
     """Improves words of one problem.
 
     Attributes:
+        words: the words as the moves so far have left them.
         best: the fastest words so far, with their seconds.
     """
 
     def __init__(self, problem: Problem, clock: Clock, words: Words, chance: random.Random) -> None:
         self._problem, self._clock, self._chance = problem, clock, chance
         self._unit = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
-        self._words = [list(word) for word in words]
-        times = clock.times(self._words)
+        self.words = [list(word) for word in words]
+        times = clock.times(self.words)
         assert times is not None, "words to begin with have no deadlock"
         self.best: tuple[float, Words] = times.seconds, [list(word) for word in words]
         self._accept(times)
@@ -42,20 +51,20 @@ class Climb:
             if move is None:
                 continue
             rank, word, place = move
-            before = self._words[rank]
-            self._words[rank] = word
-            times = self._clock.times(self._words, self._times, rank, place)
+            before = self.words[rank]
+            self.words[rank] = word
+            times = self._clock.times(self.words, self._times, rank, place)
             temperature = _WARMEST * warmth * self._unit * (1 - attempt / attempts) ** 2 + 1e-12 * self._unit
             if times is None:
-                self._words[rank] = before
+                self.words[rank] = before
                 continue
             worse = times.seconds + times.mean_start - self._cost
             if worse <= 0 or chance.random() < math.exp(-worse / temperature):
                 self._accept(times)
                 if times.seconds < self.best[0] * (1 - _SLACK):
-                    self.best = times.seconds, [list(each) for each in self._words]
+                    self.best = times.seconds, [list(each) for each in self.words]
             else:
-                self._words[rank] = before
+                self.words[rank] = before
 
     def _accept(self, times: Times) -> None:
         self._times, self._cost = times, times.seconds + times.mean_start
@@ -74,10 +83,10 @@ class Climb:
             if kind < 0.85:
                 rank, place = chance.choice(self._critical())
             else:
-                rank = chance.randrange(len(self._words))
-                place = chance.randrange(len(self._words[rank]))
-            to = min(max(0, place + chance.choice(_STEPS)), len(self._words[rank]) - 1)
-        word = self._words[rank]
+                rank = chance.randrange(len(self.words))
+                place = chance.randrange(len(self.words[rank]))
+            to = min(max(0, place + chance.choice(_STEPS)), len(self.words[rank]) - 1)
+        word = self.words[rank]
         if word[place] == word[to]:
             return None
         moved = word[:]
@@ -93,7 +102,7 @@ class Climb:
         if not self._gaps:
             return None
         rank, place, end = self._chance.choice(self._gaps)
-        word, queue = self._words[rank], self._chance.choice(self._problem.queues_of_rank[rank])
+        word, queue = self.words[rank], self._chance.choice(self._problem.queues_of_rank[rank])
         if queue not in word[place + 1 :]:
             return None
         at = word.index(queue, place + 1)
@@ -105,7 +114,7 @@ class Climb:
     def _find_gaps(self) -> list[tuple[int, int, float]]:
         """For each wait of a rank, the rank, the place of the computation that waits, and its start."""
         gaps, seconds = [], self._problem.seconds
-        for rank, (word, starts) in enumerate(zip(self._words, self._times.starts, strict=True)):
+        for rank, (word, starts) in enumerate(zip(self.words, self._times.starts, strict=True)):
             free = 0.0
             for place, (queue, start) in enumerate(zip(word, starts, strict=True)):
                 if start > free + _SLACK * self._unit:
@@ -123,22 +132,43 @@ class Climb:
         problem, starts = self._problem, self._times.starts
         places: list[list[tuple[int, int]]] = [[] for _ in problem.queues]
         microbatches: list[list[int]] = []
-        for rank, word in enumerate(self._words):
+        for rank, word in enumerate(self.words):
             numbers = []
             for place, queue in enumerate(word):
                 numbers.append(len(places[queue]))
                 places[queue].append((rank, place))
             microbatches.append(numbers)
-        rank = max(range(len(starts)), key=lambda each: starts[each][-1] + problem.seconds[self._words[each][-1]])
-        place, path = len(self._words[rank]) - 1, []
+        rank = max(range(len(starts)), key=lambda each: starts[each][-1] + problem.seconds[self.words[each][-1]])
+        place, path = len(self.words[rank]) - 1, []
         while True:
             path.append((rank, place))
             start = starts[rank][place]
             if start <= 0.0:
                 return path
-            before = self._words[rank][place - 1] if place else -1
+            before = self.words[rank][place - 1] if place else -1
             if place and starts[rank][place - 1] + problem.seconds[before] >= start - _SLACK * self._unit:
                 place -= 1
                 continue
-            source, _ = problem.sources[self._words[rank][place]]
+            source, _ = problem.sources[self.words[rank][place]]
             rank, place = places[source][microbatches[rank][place]]
+
+
+def shaken(
+    problem: Problem, clock: Clock, squeeze: Squeeze, words: Words, chance: random.Random, count: int
+) -> tuple[float, Words]:
+    """Change and squeeze words `count` times. Returns the fastest words and their seconds."""
+    unit = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
+    now = best = squeeze.words(words, _SWEEPS)
+    for _ in range(count):
+        if chance.random() < 0.5:
+            changed = squeeze.loosened(now[1], chance)
+        else:
+            climb = Climb(problem, clock, now[1], chance)
+            climb.run(chance.choice(_FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
+            changed = climb.words
+        made = squeeze.words(changed, _SWEEPS)
+        worse = made[0] - now[0]
+        if worse <= 0 or (unit and chance.random() < math.exp(-worse / (_WORSE * unit))):
+            now = made
+        best = min(best, now, key=lambda each: each[0])
+    return best

@@ -13,13 +13,16 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
-from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.improve import Climb, shaken
 from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
+from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 _PATTERNS, _MOVES = 200, 2_000  # of the first rounds; later ones make fewer patterns and more moves
+_SEEDS, _SHAKES = 4, 12
+_SWEEPS = 10  # the most pairs of sweeps for words to begin with
 _LONGEST = 10  # the most moves of a round, in those of the first one
 _KEPT = 6  # the number of different words that are improved in turns
 _SIMULATED = 3  # the number of words of which the simulator chooses one
@@ -212,19 +215,25 @@ def _search(
     part = min(1.0, _COMPUTATIONS / size)
     begin = list(_begin(problem, clock, known))
     named = min((each for each in begin if each.is_order), key=lambda each: each.seconds, default=None)
-    pool = _best(begin)
-    patterns, number = Patterns(problem, clock), 0
+    pool, seeds = _best(begin), _best(begin)
+    squeeze, patterns, number = Squeeze(problem, clock), Patterns(problem, clock), 0
     while pool[0].seconds > bound * (1 + ROUNDING):
         if number >= rounds if rounds is not None else time.monotonic() - begun > seconds:
             break
-        count = max(10, round(_PATTERNS * part)) if number < 2 or number % 8 == 0 else 0
-        pool = _best([*pool, *_patterns(patterns, chance, count)])
-        index = 0 if number % 2 == 0 else number // 2 % len(pool)
-        climb = Climb(problem, clock, pool[index].words, chance)
-        attempts = _MOVES * part * min(_LONGEST, 1 + number // 3)
-        climb.run(max(200, round(attempts)), warmth=chance.choice((0.2, 1.0, 1.0, 4.0)))
-        if climb.best[0] < pool[index].seconds:
-            pool[index] = _Found(*climb.best, pool[index].name)
+        if number < 2 or number % 4 == 0:
+            seeds = _best([*seeds, *_patterns(patterns, chance, max(10, round(_PATTERNS * part)))])
+        fresh, seeds = seeds[: max(1, round(_SEEDS * part))], seeds[max(1, round(_SEEDS * part)) :]
+        pool = _best([*pool, *(_Found(*squeeze.words(each.words, _SWEEPS), each.name) for each in fresh)])
+        index = 0 if number % 4 < 2 else number // 4 % len(pool)
+        if number % 2 == 0:
+            changed = shaken(problem, clock, squeeze, pool[index].words, chance, max(2, round(_SHAKES * part)))
+        else:
+            climb = Climb(problem, clock, pool[index].words, chance)
+            attempts = _MOVES * part * min(_LONGEST, 1 + number // 3)
+            climb.run(max(200, round(attempts)), warmth=chance.choice((0.2, 1.0, 1.0, 4.0)))
+            changed = squeeze.words(climb.best[1], _SWEEPS)
+        if changed[0] <= pool[index].seconds:
+            pool[index] = _Found(*changed, pool[index].name)
             pool = _best(pool)
         number += 1
         done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
@@ -253,7 +262,7 @@ def _patterns(patterns: Patterns, chance: random.Random, count: int) -> Iterator
 
 def _best(found: list[_Found]) -> list[_Found]:
     """Return the fastest of the words found, of which no two take equally long."""
-    kept: dict[float, _Found] = {}
+    kept: dict[str, _Found] = {}
     for each in sorted(found, key=lambda each: each.seconds):
-        kept.setdefault(round(each.seconds, 9), each)
+        kept.setdefault(f"{each.seconds:.9g}", each)
     return list(kept.values())[:_KEPT]

@@ -121,14 +121,10 @@ class Patterns:
         if offsets is None:
             return None
         self._made += 1
-        words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
-        excess = sum(
-            max(0.0, problem.most_held(rank, word) / problem.limit_of(rank) - 1 - ROUNDING)
-            for rank, word in enumerate(words)
-        )
-        if excess:
+        if excess := self._excess(offsets, waits.period):
             self._keep(excess, 0.0, waits)
             return None
+        words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
         times = self._clock.times(words)
         if times is None or not all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
             return None
@@ -139,6 +135,25 @@ class Patterns:
         if not any(each[:2] == (excess, seconds) for each in self._best):
             insort(self._best, (excess, seconds, self._made, waits))
             del self._best[_PARENTS:]
+
+    def _excess(self, offsets: list[float], period: float) -> float:
+        """By what parts of their limits ranks exceed them, together, once the pattern has begun to repeat.
+
+        It needs no words, so its time does not grow with the number of microbatches.
+        """
+        problem, excess = self.problem, 0.0
+        for rank, own in enumerate(problem.queues_of_rank):
+            most = 0.0
+            for queue in own:
+                if problem.takes[queue]:
+                    held = 0.0
+                    for other in own:
+                        periods, into = divmod(offsets[queue] - offsets[other], period)
+                        held += (periods + 1) * (problem.takes[other] - problem.gives[other])
+                        held += problem.gives[other] * (into == 0.0)
+                    most = max(most, held)
+            excess += max(0.0, most / problem.limit_of(rank) - 1 - ROUNDING)
+        return excess
 
     def _word(self, rank: int, offsets: list[float], period: float) -> list[int]:
         turns = (

@@ -1,6 +1,7 @@
 """When the computations of words start, if each begins as soon as its rank and its input are ready."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.synthesis.problem import Problem, Words
@@ -24,14 +25,19 @@ class Times:
 
 
 class Clock:
-    """Times words of one problem. Transfers delay, and do not queue for their channel, which the simulator adds."""
+    """Times words of one problem. Transfers delay, and do not queue for their channel, which the simulator adds.
 
-    def __init__(self, problem: Problem) -> None:
-        self._sources, self._seconds = problem.sources, problem.seconds
+    Args:
+        problem: the problem.
+        sources: for each queue, the queue that it waits for, and the delay; None: as the problem says.
+    """
+
+    def __init__(self, problem: Problem, sources: Sequence[tuple[int, float]] | None = None) -> None:
+        self._sources, self._seconds = problem.sources if sources is None else sources, problem.seconds
         self._num_queues, self._num_ranks = len(problem.queues), problem.num_ranks
         self._own, ranks = problem.queues_of_rank, problem.rank_of_queue
         wakes: list[set[int]] = [set() for _ in range(problem.num_ranks)]
-        for queue, (source, _) in enumerate(problem.sources):
+        for queue, (source, _) in enumerate(self._sources):
             if source >= 0 and ranks[source] != ranks[queue]:
                 wakes[ranks[source]].add(ranks[queue])
         self._wakes = [sorted(each) for each in wakes]
