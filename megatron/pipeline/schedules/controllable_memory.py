@@ -27,7 +27,6 @@ ranks:
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -152,10 +151,7 @@ def _rows(blocks: tuple[_Block, ...], num_microbatches: int, squeezes_all: bool)
         """Return the place, among the turns left of a rank, of the one that it takes; None: it waits."""
         row, count, most_before, late, overtaken = left[rank], held[rank], held[rank], None, set()
         begin = row[0][0]
-        if squeezes_all or begin >= drain:
-            end = math.inf
-        else:
-            end = steady if begin < steady else begin + 1
+        end = math.inf if squeezes_all or begin >= drain else steady if begin < steady else begin + 1
         for place, (time, (kind, microbatch)) in enumerate(row):
             if time >= end or len(overtaken) == _PERIOD:
                 break

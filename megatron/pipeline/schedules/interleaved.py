@@ -55,8 +55,7 @@ class Interleaved(Order):
     def validate_placement(self) -> None:
         if self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
             raise ValueError(
-                f"{self.name} takes stages that are dealt out in turn, not {self.rank_of_stage}; "
-                "drop rank_of_stage"
+                f"{self.name} takes stages that are dealt out in turn, not {self.rank_of_stage}; drop rank_of_stage"
             )
 
     def validate(self, num_microbatches: int) -> None:

@@ -8,9 +8,10 @@ each, called `a` and `b`, and four microbatches:
     rank 0   Fa0 Fa1 Fb0 Fb1  .  Fa2 Ib0 Wb0 Fa3 Ib1 Wb1 Fb2 Ia0 Wa0 Fb3 Ia1 Wa1 Ib2 Wb2 Ib3 Wb3 Ia2 Wa2 Ia3 Wa3
     rank 1    .  Fa0 Fa1 Fb0 Ib0 Fb1 Ib1 Fa2 Ia0 Wb0 Fa3 Ia1 Wb1 Fb2 Ib2 Wa0 Fb3 Ib3 Wa1 Ia2 Wb2 Ia3 Wb3 Wa2 Wa3
 
-I and the I of other ranks do not wait for W, and W are computed where a rank would otherwise wait at the end. With one
-unit of time for each F, I and W a rank idles for (p-1)f/v, with f for the whole share of a rank, if the batch has whole
-groups. With one stage on each rank the order is ZB-H1.
+Gradients do not wait for the W of later stages, and at the end each rank computes its remaining W. With one unit of
+time for each F, I and W and a batch of two groups or more, a rank idles for (p-1)f/v, with f for its whole share. With
+more than six ranks it is a few units more, since the first rank waits between its first rounds of forwards.
+With one stage on each rank the order is ZB-H1.
 """
 
 from megatron.pipeline.program.instruction import Kind
