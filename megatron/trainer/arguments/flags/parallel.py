@@ -22,10 +22,12 @@ class Pipeline:
         "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
         "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
         "pairs of stages, as --balance-activations does. zb-h1: flush whose backwards are split, so that weight "
-        "gradients fill bubbles; exact. zbv: the same with two stages on each rank in a V, which leaves next to no "
-        "bubble. docs/zero_bubble.md. l2l: weights, gradients and optimizer state on the host, weights of few "
-        "stages, each a layer, on the device; exact. docs/l2l.md. auto: the program that the costs of "
-        "--pipeline-profile and --pipeline-memory-limit ask for, made when the job starts; exact. docs/synthesis.md.",
+        "gradients fill bubbles; exact. zb-h2: the same with twice the memory and a smaller bubble. interleaved-zb: "
+        "interleaved with split backwards. zbv: two stages on each rank in a V, which leaves next to no bubble. "
+        "v-half, v-min: zbv with half and a third of its memory. docs/zero_bubble.md. l2l: weights, gradients and "
+        "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
+        "the program that the costs of --pipeline-profile and --pipeline-memory-limit ask for, made when the job "
+        "starts; exact. docs/synthesis.md.",
         choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
     )
     pipeline_profile: str | None = option(
