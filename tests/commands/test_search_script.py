@@ -226,7 +226,7 @@ def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
 
 
 def test_the_script_trains_with_a_program_that_is_faster_than_named_schedules(run, tmp_path, monkeypatch):
-    """A large head on the last of eight stages: a V of equal memory has room for a program, and not for `zbv`."""
+    """Five layers of a rank do not divide into two stages of a named V; the program has stages of two and of three."""
     from megatron.trainer.arguments import parse_args
     from megatron.trainer.dry_run.dry_run import check_job
 
