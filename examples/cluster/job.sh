@@ -8,7 +8,7 @@
 #                    (a model's file may give these itself, in data_args, tokenizer_args and CHECKPOINTS)
 #   TOPOLOGY         optional: the cluster's nodes and bandwidths (docs/placement.md)
 #   NNODES, GPUS_PER_NODE, TP, PP, VP (stages on each rank), MICRO_BATCH, GLOBAL_BATCH, RECOMPUTE (none, attention,
-#   layer, stage), SCHEDULE, BALANCE (1: --balance-activations), DISTRIBUTED_OPTIMIZER (0 or 1), RANK_MAPPING
+#   layer, stage), SCHEDULE or PIPELINE_PROGRAM (a file in its place), BALANCE (1: --balance-activations), DISTRIBUTED_OPTIMIZER (0 or 1), RANK_MAPPING
 #                    optional: they change what the model's file says
 #
 # MODEL is one of models/, or a file in their form, as those of examples/models, and as tools/grid_search.py writes it
@@ -90,14 +90,18 @@ arguments=(
     --metrics-file "$checkpoints/metrics.jsonl"
     "${model_args[@]}" "${training_args[@]}" "${recompute_args[@]}" "${tokenizer_args[@]}"
     --micro-batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH"
-    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --pipeline-schedule "$SCHEDULE"
-    --rank-mapping "$RANK_MAPPING"
+    --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --rank-mapping "$RANK_MAPPING"
 )
+if [ -n "${PIPELINE_PROGRAM:-}" ]; then
+    arguments+=(--pipeline-program "$PIPELINE_PROGRAM")
+else
+    arguments+=(--pipeline-schedule "$SCHEDULE")
+    if [ "${VP:-1}" -gt 1 ]; then
+        arguments+=(--num-virtual-stages-per-pipeline-rank "$VP")
+    fi
+fi
 if [ "$TP" -gt 1 ] && [ "${SEQUENCE_PARALLEL:-1}" = 1 ]; then
     arguments+=(--sequence-parallel)
-fi
-if [ "${VP:-1}" -gt 1 ]; then
-    arguments+=(--num-virtual-stages-per-pipeline-rank "$VP")
 fi
 if [ "${BALANCE:-0}" = 1 ]; then
     arguments+=(--balance-activations)

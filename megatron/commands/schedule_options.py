@@ -394,8 +394,8 @@ _MICROBATCHES = (
 )  # fmt: skip
 _PRESET = (
     ("--stages", count, "P", "pipeline stages, one on each rank (default: 4)"),
-    ("--virtual-stages", count, "V", "interleaved, zbv, l2l: number of stages of each rank (default: 2)"),
-    ("--microbatch-group-size", count, "N", "interleaved: microbatches in a row (default: P)"),
+    ("--virtual-stages", count, "V", "interleaved(-zb), zbv, l2l: number of stages of each rank (default: 2)"),
+    ("--microbatch-group-size", count, "N", "interleaved(-zb): microbatches in a row (default: P)"),
     ("--batches", count, "N", "number of batches if --microbatches is one number (default: 3; pipedream: 2P)"),
     ("--resident-stages", count, "K", "l2l: stages of a rank on the device at the same time (default: 2)"),
     ("--host-update", str, None, "l2l: update a stage as soon as its gradients are on the host, or after the step "

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the s
 
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
 _ONE, _BEST = "one", "best"
+_SEARCHED = 3  # the most problems that are searched to the end
 _COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency")
 
 
@@ -54,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--deferred", times, "X[,X...]", "what it holds from I to W (default: as --saved)"),
         ("--stage-input", times, "X[,X...]", "what it holds from F to its recompute (default: 0)", {"default": 0.0}),
         ("--limit", times, "X[,X...]", "the most that a rank may hold, one for each rank or for all (default: any)"),
-        ("--recompute", str, None, "recompute no stage, all, or what is faster (default: none)",
+        ("--recompute", str, None, "recompute no stage, all, or the best of these and of the stages of the first or of "
+         "the last ranks (default: none)",
          {"choices": ("none", "all", _BEST), "default": "none", "dest": "recompute_stages"}),
     )  # fmt: skip
     add_flags(
@@ -156,10 +158,7 @@ def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem
     problems, refusal = [], None
     for placement in _placements(options, measured):
         most = max(placement.count(rank) for rank in placement)
-        stages = frozenset(range(len(placement)))
-        for recomputed in {"none": [frozenset()], "all": [stages], _BEST: [frozenset(), stages]}[
-            options.recompute_stages
-        ]:
+        for recomputed in _recomputed(options.recompute_stages, placement):
             try:
                 problems.append(Problem(
                     rank_of_stage=placement,
@@ -179,6 +178,14 @@ def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem
     return problems
 
 
+def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
+    """The sets of recomputed stages to try: none, all, and for the best those of the first or the last ranks, too."""
+    num_ranks = max(placement) + 1
+    every = [range(end) for end in range(num_ranks + 1)] + [range(first, num_ranks) for first in range(1, num_ranks)]
+    tried = {"none": [range(0)], "all": [range(num_ranks)], _BEST: every}[name]
+    return [frozenset(stage for stage, rank in enumerate(placement) if rank in ranks) for ranks in tried]
+
+
 @dataclass(frozen=True)
 class _Answer:
     """The fastest program for the options, and the bound over everything that they allow."""
@@ -191,25 +198,39 @@ class _Answer:
 def _search(
     options: argparse.Namespace, limit: float | None, known: "Mapping[tuple[int, ...], Synthesis] | None" = None
 ) -> _Answer:
-    """Search for the fastest program. `known`: programs for smaller limits, by placement."""
+    """Search for the fastest program. `known`: programs for smaller limits, by placement.
+
+    Where several problems could have it, a first round of each tells which are searched further.
+    """
     from megatron.pipeline.synthesis import synthesize
 
     problems = _problems(options, limit)
-    found = []
+    earlier, bounds, further = list((known or {}).values()), [], problems
     with _progress() as report:
-        for number, problem in enumerate(problems):
+        if len(problems) > _SEARCHED:
+            firsts = [synthesize(each, rounds=1, seed=options.seed) for each in problems]
+            bounds = [(each.bound, each.bound_from) for each in firsts]
+            firsts.sort(key=lambda each: each.seconds)
+            earlier += firsts[:_SEARCHED]
+            further = [each.problem for each in firsts[:_SEARCHED]]
+        found = []
+        for number, problem in enumerate(further):
 
             def done(part: float, number: int = number) -> None:
-                report((number + part) / len(problems))
+                report((number + part) / len(further))
 
-            earlier = (known or {}).get(problem.rank_of_stage)
-            fits = earlier is not None and earlier.problem.recomputed == problem.recomputed
+            alike = [each.words for each in earlier if _is_alike(each.problem, problem)]
             found.append(synthesize(
-                problem, seconds=options.seconds / len(problems), rounds=options.rounds, seed=options.seed,
-                processes=options.processes, known=[earlier.words] if fits else (), done=done,
+                problem, seconds=options.seconds / len(further), rounds=options.rounds, seed=options.seed,
+                processes=options.processes, known=alike, done=done,
             ))  # fmt: skip
-    bound, bound_from = min((each.bound, each.bound_from) for each in found)
+    bound, bound_from = min(bounds or [(each.bound, each.bound_from) for each in found])
     return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
+
+
+def _is_alike(one: "Problem", other: "Problem") -> bool:
+    """Whether words for one problem are words for the other, but for its limits."""
+    return (one.rank_of_stage, one.recomputed) == (other.rank_of_stage, other.recomputed)
 
 
 @contextmanager
@@ -263,9 +284,9 @@ def _write(options: argparse.Namespace, answer: _Answer) -> None:
 
     best = answer.best
     if options.csv == "-":
-        sys.stdout.write(best.program.to_csv())
+        sys.stdout.write(best.csv)
     elif options.csv:
-        write_whole(Path(options.csv), best.program.to_csv())
+        write_whole(Path(options.csv), best.csv)
     if options.json:
         certificate = best.certificate() | {"bound": answer.bound, "bound_from": answer.bound_from}
         write_whole(Path(options.json), json.dumps(certificate, indent=1) + "\n")

@@ -122,16 +122,17 @@ class Planner:
             return sharded_memory(self.model, self.software.of(configuration), configuration)
         schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
         demand = schedule_demand(schedule, configuration.num_microbatches, proved=proved)
-        return self._memory(configuration, demand, self.layers(configuration) if layers is None else layers)
+        return self.memory_of(configuration, demand, self.layers(configuration) if layers is None else layers)
 
     def least_memory(self, configuration: Configuration) -> tuple[RankMemory, ...]:
         """The memory that each rank needs under any schedule: one microbatch, one weight version, equal stages of no
         more layers than each has."""
         least = Schedule(order="1f1b", weights=FLUSH, num_stages=configuration.pipeline)
         layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
-        return self._memory(configuration, closed_form_demand(least, 1), layers)
+        return self.memory_of(configuration, closed_form_demand(least, 1), layers)
 
-    def _memory(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
+    def memory_of(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
+        """The memory of each rank for the demand of any program."""
         software = self.software.of(configuration)
         return estimate_memory(
             self.model,

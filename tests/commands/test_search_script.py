@@ -223,3 +223,27 @@ def test_a_search_without_a_result_leaves_no_script(run, tmp_path):
     (tmp_path / "best.sh").write_text("mine")
     assert run(*CLUSTER, *GPT, *QUICK, "--hidden-size", 16384, "--output", tmp_path)[0] == 1
     assert (tmp_path / "best.sh").read_text() == "mine"
+
+
+def test_the_script_trains_with_a_program_that_is_faster_than_named_schedules(run, tmp_path, monkeypatch):
+    """Five layers of a rank do not divide into two stages of a named V; the program has stages of two and of three."""
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.dry_run.dry_run import check_job
+
+    plan = tmp_path / "plan"
+    argv = ["--num-layers", 40, "--hidden-size", 5120, "--num-attention-heads", 40, "--seq-length", 4096,
+            "--vocab-size", 128000, "--global-batch-size", 16, "--cluster", "A100-80", "--nodes", 1, "--tensor", 1,
+            "--pipeline", 8, "--schedules", "flush,zb-h1,zbv,interleaved", "--auto", 1, "--json"]  # fmt: skip
+    status, out, _ = run(*argv, "--output", plan)
+    assert status == 0
+    (note,) = (each for each in json.loads(out)["notes"] if "a program made for" in each)
+    assert "p=8" in note and "faster than the best named schedule" in note
+    words = stubbed(plan / "best.sh", tmp_path, "--dry-run")
+    assert words[words.index("--pipeline-program") + 1].endswith("/auto.csv")
+    assert not {"--pipeline-schedule", "--num-virtual-stages-per-pipeline-rank"} & {*words}
+    monkeypatch.chdir(plan)
+    result = check_job(parse_args(words[1:]))
+    assert result.verdict.fits and result.args.schedule.rank_of_stage == (*range(8), *reversed(range(8)))
+    status, out, _ = run(*argv, "--microbatches", 16, "--output", plan)
+    notes = " ".join(json.loads(out)["notes"]) if status == 0 else ""
+    assert "a program made for" not in notes and not (plan / "auto.csv").exists()

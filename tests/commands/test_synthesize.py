@@ -39,23 +39,24 @@ def test_the_best_placement_and_recompute_are_chosen(run):
     times = [float(each["time of a batch"]) for each in (v, in_turn, best)]
     assert times[2] == min(times) < max(times)
     assert best["placement"] == min((v, in_turn), key=lambda each: float(each["time of a batch"]))["placement"]
-    tight = [
-        "--ranks",
-        "2",
-        "--microbatches",
-        "4",
-        "--saved",
-        "4",
-        "--stage-input",
-        "1",
-        "--limit",
-        "5",
-        "--rounds",
-        "2",
-    ]
+    tight = ["--ranks", 2, "--microbatches", 4, "--saved", 4, "--stage-input", 1, "--limit", 5, "--rounds", 2]
     slow, fast = (run("synthesize", *tight, "--recompute", each)[1] for each in ("none", "best"))
     times = [float(lines_of(out)["time of a batch"]) for out in (slow, fast)]
     assert times[1] < times[0]
+
+
+def test_stages_of_the_first_ranks_are_recomputed_where_these_hold_most(run, tmp_path):
+    """Which is faster than no stage and than all, and can be trained with."""
+    csv = tmp_path / "some.csv"
+    given = ["--ranks", 4, "--microbatches", 12, "--forward", "1,1,1,1", "--saved", 4, "--stage-input", 0.5,
+             "--limit", 9, "--rounds", 2, "--csv", csv]  # fmt: skip
+    found = [lines_of(run("synthesize", *given, "--recompute", each)[1]) for each in ("none", "all", "best")]
+    times = [float(each["time of a batch"]) for each in found]
+    assert times[2] < times[1] < times[0] and found[2]["recomputed stages"].strip() == "0 1"
+    bounds = [float(each["lower bound"].split()[0]) for each in found]
+    assert bounds[2] <= min(bounds[:2])
+    schedule = read_schedule(csv, recompute=True)
+    assert [schedule.recomputes(stage) for stage in range(4)] == [True, True, False, False]
 
 
 def test_costs_come_from_a_measured_run(run, tmp_path):

@@ -18,7 +18,7 @@ NUM_COMMANDS = {
     "schedules_bpipe.md": 3,
     "schedules_interleaved.md": 1,
     "schedules_l2l.md": 6,
-    "zero_bubble.md": 3,
+    "zero_bubble.md": 6,
 }
 """Page -> how many commands of tools/schedule.py it shows; no page on schedules is without any."""
 

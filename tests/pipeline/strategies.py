@@ -11,7 +11,10 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import Schedule
 
-PRESETS = ("gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv", "l2l")
+IN_A_V = ("v-half", "v-min")  # always with two stages on each rank
+PRESETS = (
+    "gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zb-h2", "interleaved-zb", "zbv", *IN_A_V, "l2l",
+)  # fmt: skip
 DELAYED = (WeightPolicy("3bw", delay=2), WeightPolicy("4bw", delay=3))
 """Policies that no preset has, in place of 2bw's."""
 
@@ -36,10 +39,11 @@ def schedules(
 ) -> Schedule:  # fmt: skip
     """`reads`: the numbers of microbatches that predictions may read."""
     name, num_stages = draw(st.sampled_from(presets)), draw(st.integers(1, max_stages))
+    num_stages += num_stages % 2 if name in IN_A_V else 0
     flags = {"recompute": draw(st.booleans()), "data_parallel": draw(st.booleans())}
     if name == "l2l":
         flags["residency"] = Residency(draw(st.integers(1, 3)), draw(st.sampled_from((EAGER, DEFERRED))))
-    if name in ("interleaved", "l2l"):
+    if name in ("interleaved", "interleaved-zb", "l2l"):
         flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 3, 4, 1) if num_stages % v == 0]))
     if name == "zbv":
         flags["num_virtual_stages"] = draw(st.sampled_from([v for v in (2, 1) if num_stages % v == 0]))
@@ -50,7 +54,7 @@ def schedules(
     if balances and name in ("flush", "2bw", "interleaved"):
         flags["balance"] = draw(st.booleans())
     schedule = Schedule.preset(name, num_stages=num_stages, **flags)
-    if name == "zb-h1":
+    if name in ("zb-h1", "zb-h2"):
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, TWO_BW, *DELAYED))))
     if name == "2bw":
         schedule = replace(schedule, weights=draw(st.sampled_from((schedule.weights, PROVISIONAL, *DELAYED))))
@@ -66,7 +70,8 @@ def fewest_microbatches(schedule: Schedule) -> int:
     """
     if not schedule.weights.delay:
         return 1
-    in_flight = 2 * schedule.num_stages - 1 if schedule.extra_warmup else schedule.num_stages
+    twice = schedule.extra_warmup or schedule.order == "zb-h2"
+    in_flight = 2 * schedule.num_stages - 1 if twice else schedule.num_stages
     return in_flight if schedule.balance else math.ceil(in_flight / schedule.weights.delay)
 
 
@@ -75,7 +80,7 @@ def sizes(schedule: Schedule, more: int = 6) -> st.SearchStrategy[int]:
     if schedule.weights is STASH:
         return st.just(1)
     fewest = fewest_microbatches(schedule)
-    if schedule.order == "interleaved" and schedule.num_virtual_stages > 1:
+    if schedule.order in ("interleaved", "interleaved-zb") and schedule.num_virtual_stages > 1:
         return st.integers(1, max(1, 2 * more // 3)).map(lambda groups: groups * schedule.num_ranks)
     return st.integers(fewest, fewest + more)
 

@@ -32,12 +32,16 @@ FILES = {
     "interleaved_p4_v2_m8": ("interleaved", 8, (8,)),
     "zb_h1_p4_m8": ("zb-h1", 4, (8,)),
     "zbv_p4_m8": ("zbv", 8, (8,)),
+    "zb_h2_p4_m10": ("zb-h2", 4, (10,)),
+    "interleaved_zb_p2_v2_m4": ("interleaved-zb", 4, (4,)),
+    "v_half_p4_m8": ("v-half", 8, (8,)),
+    "v_min_p4_m8": ("v-min", 8, (8,)),
     "l2l_p1_n4_m2": ("l2l", 4, (2, 2)),
     "l2l_eager_p1_n4_m2": ("l2l", 4, (2, 2)),
     "l2l_p2_n4_m2": ("l2l", 4, (2, 2)),
 }
 CHOICES = {
-    **{name: {"num_virtual_stages": 2} for name in ("interleaved_p2_v2_m4", "interleaved_p4_v2_m8", "zbv_p4_m8")},
+    **{name: {"num_virtual_stages": 2} for name in FILES if "_v2_" in name},
     "bpipe_figure10": {"num_virtual_stages": 2, "balance": True},
     "provisional_p2_m4": {"predict": True, "tied_embeddings": True},
     "provisional_uniform_p2_m4": {"predict": True, "tied_embeddings": True, "provisional_microbatches": 1},

@@ -27,7 +27,7 @@ from megatron.commands.grid_search.search_inputs import (
     read_cluster,
     read_model,
 )
-from megatron.commands.grid_search.search_script import ROOT, remove_script, script_text, write_topology
+from megatron.commands.grid_search.search_script import PROGRAM, ROOT, remove_script, script_text, write_topology
 from megatron.documents import command_line, counted
 from megatron.documents.files import write_whole
 from megatron.documents.tables import console
@@ -56,6 +56,7 @@ from megatron.planner.search.notes import (
 from megatron.planner.search.outcome import Budget
 from megatron.planner.search.search import Progress
 from megatron.planner.search.space import delayed, offer, schedules_on_device
+from megatron.planner.search.synthesized import Made, sentence, synthesized
 from megatron.planner.search.table import expectation, kept_record, unvalidated, write_csv, write_jsonl
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
@@ -81,6 +82,9 @@ class Searched:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_arguments(parser)
+    parser.add_argument("--auto", type=command_line.positive, metavar="SECONDS",
+                        help="search so long for programs, too, that are faster than the named schedules of the best "
+                        "configurations: docs/synthesis.md")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--top", type=command_line.count, default=10, metavar="N",
                         help="rows of the table (default: %(default)s)")  # fmt: skip
@@ -104,10 +108,16 @@ def run(options: argparse.Namespace) -> int:
         fewer = note_on_fewer_nodes(
             outcome, cluster, lambda part: search_for(options, model, part, progress).outcome.best
         )
-    notes = (*machines.notes, *filter(None, [fewer]), *_notes(outcome))
+    made = of_program = None
+    if options.auto is not None and outcome.best is not None:
+        made = synthesized(outcome.ranking, found.planner_of, seconds=options.auto, refuse=model.job.refusal)
+        of_program = sentence(made, outcome.best)
+        if made is not None and made.kept.estimate.seconds >= outcome.best.estimate.seconds:
+            made = None
+    notes = (*machines.notes, *filter(None, [fewer, of_program]), *_notes(outcome))
     seconds = time.perf_counter() - started
     if options.output:
-        _write(Path(options.output), found, notes)
+        _write(Path(options.output), found, notes, made)
     if options.json:
         print(json.dumps(_as_dict(outcome, options.top, notes, seconds)))
     else:
@@ -352,7 +362,7 @@ def docs_url() -> str | None:
     return folder.as_uri() if (folder / "convergence.md").is_file() else None
 
 
-def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
+def _write(folder: Path, found: Searched, notes: tuple[str, ...], made: Made | None) -> None:
     from megatron.documents.picture import as_png
     from megatron.planner.search.report import draw_outcome, html_report
 
@@ -379,7 +389,12 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
             *sentences_on_layers(outcome.kept),
             without_pipeline_sentence(outcome, has_script=True),
         ]
-        script = script_text(job, outcome.best, cluster, command=command, others=[*filter(None, others)])
+        best, program = (outcome.best, None) if made is None else (made.kept, PROGRAM)
+        script = script_text(
+            job, best, cluster, command=command, others=[*filter(None, others)], program=program
+        )  # fmt: skip
+        if made is not None:
+            write_whole(folder / PROGRAM, made.found.csv)
         write_whole(folder / "best.sh", script)
         if any(each.choice.rank_mapping == "optimized" for each in outcome.kept):
             write_topology(folder / "topology.yaml", cluster)
@@ -390,4 +405,4 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...]) -> None:
     )
     write_whole(folder / "report.html", page)
     print(f"wrote {folder}/: configurations.jsonl, configurations.csv, throughput_memory.png, report.html"
-          + (", best.sh" if script else ""), file=sys.stderr)  # fmt: skip
+          + (", best.sh" if script else "") + (f", {PROGRAM}" if made else ""), file=sys.stderr)  # fmt: skip

@@ -16,6 +16,8 @@ from megatron.planner.search.table import describe, expectation
 from megatron.trainer.plan.command import SOURCES, Job
 
 ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = "auto.csv"
+"""The file with a script's program, where that is faster than all named schedules."""
 _CHECKOUT = f":-{ROOT}" if (ROOT / "examples").is_dir() else ":?has to name a checkout, whose examples/cluster start it"
 _WIDTH = 116
 _LAYERS = {"transformer_engine": "Transformer Engine's", "local": "megatron.core's own (local)"}
@@ -27,10 +29,18 @@ _WITHOUT_MODEL = ("GPT2BPETokenizer", "NullTokenizer", "ByteLevelTokenizer")  # 
 
 
 def script_text(
-    job: Job, kept: Kept, cluster: Cluster, *, command: str, others: Sequence[str] = (), topology: str = "topology.yaml"
+    job: Job,
+    kept: Kept,
+    cluster: Cluster,
+    *,
+    command: str,
+    others: Sequence[str] = (),
+    topology: str = "topology.yaml",
+    program: str | None = None,
 ) -> str:
     """The script's text. For its head, `command`: that made it; `others`: what there is beside it. `topology`: the
-    name of the file beside it that an optimized mapping reads, which `write_topology` writes."""
+    name of the file beside it that an optimized mapping reads, which `write_topology` writes. `program`: that of the
+    file beside it with a program in place of the schedule."""
     choice, estimate = kept.choice, kept.estimate
     hosts = cluster.gpus_of_hosts
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
@@ -47,9 +57,10 @@ def script_text(
     training = [*_others(job), *chosen, *locations.others, *_defaults(job)]
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
+    what = f"{program} in place of {describe(choice)}" if program else describe(choice)
     lines = [
         "#!/usr/bin/env bash",
-        *_comment(f"{describe(choice)}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),
+        *_comment(f"{what}: {cluster.num_gpus} x {cluster.gpu}, {memory}."),
         *_comment(
             f"Expected: {estimate.seconds:.3g} s an iteration, {kept.sequences_per_second:.3g} sequences/s, "
             f"{100 * estimate.mfu:.1f}% MFU, with {_LAYERS[kept.software.transformer_impl]} layers and "
@@ -73,6 +84,7 @@ def script_text(
         "fi",
         "# shellcheck disable=SC2034  # job.sh reads them",
         *_topology(choice.rank_mapping, topology),
+        *([f'PIPELINE_PROGRAM="${{PIPELINE_PROGRAM:-$(dirname "${{BASH_SOURCE[0]}}")/{program}}}"'] if program else []),
         f"program={job.program} gpu={gpu} num_gpus={cluster.num_gpus}",
         *_assignments({"GPUS_PER_NODE": hosts[0], **variables}),
         *_array("model_args", job.argv_of(*_MODEL_GROUPS) + _vocabulary(job)),
@@ -101,10 +113,13 @@ def write_topology(path: Path, cluster: Cluster) -> None:
 
 
 def remove_script(path: Path) -> None:
-    """Remove the script of an earlier search, whose best it was, and nothing else that has its name."""
+    """Remove the script of an earlier search, whose best it was, with its program, and nothing else of these names."""
     with suppress(OSError, UnicodeDecodeError):
-        if _MADE_BY in path.read_text(encoding="utf-8"):
+        text = path.read_text(encoding="utf-8")
+        if _MADE_BY in text:
             path.unlink()
+            if f"/{PROGRAM}}}" in text:
+                (path.parent / PROGRAM).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

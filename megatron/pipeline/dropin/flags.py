@@ -13,13 +13,15 @@ from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead, read_schedule
 
 _NOT_HERE = {
-    "zbv": "places two stages on each rank, there and back again, and Megatron-LM's model providers deal them out in "
-    "turn; use zb-h1",
     "pipedream": "keeps a version of the weights for each microbatch in flight, which Megatron-LM's optimizers and "
     "checkpoints do not; use 2bw",
     "l2l": "keeps weights on the host, and Megatron-LM's optimizers have theirs on the device; use this project's own "
     "pretrain_gpt.py",
 }
+_IN_A_V = (
+    "places two stages on each rank, there and back again, and Megatron-LM's model providers deal them out in turn; "
+    "use zb-h1"
+)
 
 
 def reason_against(name: str) -> str | None:
@@ -28,6 +30,8 @@ def reason_against(name: str) -> str | None:
     preset = PRESETS[name]
     if name in _NOT_HERE:
         return _NOT_HERE[name]
+    if preset.placement == "v":
+        return _IN_A_V
     if preset.residency is not None or preset.placement != "round-robin":
         return "is not for Megatron-LM's models; use flush, gpipe, bpipe, interleaved, zb-h1 or 2bw"
     return _reason_against_weights(preset.policy)

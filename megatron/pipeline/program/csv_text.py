@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from megatron.documents import counted
@@ -118,13 +118,18 @@ def _write_value(value: Any) -> str:
 # --- writing
 
 
-def to_csv(extent: Extent, rows: Rows) -> str:
-    """Write a program as the text that `Program.from_csv` reads."""
+FACTS_OF_RUN = ("tied_embeddings", "data_parallel")
+"""What rows without updates may leave to the run that reads them."""
+
+
+def to_csv(extent: Extent, rows: Rows, *, leave_out: Collection[str] = ()) -> str:
+    """Write a program as the text that `Program.from_csv` reads. `leave_out`: the facts that are not written."""
 
     def says_something(value: Any) -> bool:  # 0 does, although it equals False
         return value is not None and value is not False and value != ()
 
     names = [name for name in _READ if name not in _OF_FEW or says_something(getattr(extent, name))]
+    names = [name for name in names if name not in leave_out]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 

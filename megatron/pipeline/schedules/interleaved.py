@@ -37,6 +37,7 @@ behind them.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from megatron.pipeline.program.edges import round_robin
 from megatron.pipeline.schedules.order import Order, backward, forward
@@ -46,6 +47,7 @@ from megatron.pipeline.schedules.passes import Segment, Segments
 class Interleaved(Order):
     drains = True
     interleaves = True
+    name: ClassVar[str] = "interleaved"
 
     def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         return [*(self._segment(rank, batch) for batch in batches), []]
@@ -53,8 +55,7 @@ class Interleaved(Order):
     def validate_placement(self) -> None:
         if self.rank_of_stage != round_robin(self.num_ranks, self.num_virtual_stages):
             raise ValueError(
-                f"{type(self).__name__.lower()} takes stages that are dealt out in turn, not {self.rank_of_stage}; "
-                "drop rank_of_stage"
+                f"{self.name} takes stages that are dealt out in turn, not {self.rank_of_stage}; drop rank_of_stage"
             )
 
     def validate(self, num_microbatches: int) -> None:
@@ -70,7 +71,7 @@ class Interleaved(Order):
             return
         or_more = f", or so that {self.num_ranks} and more are left over" if group > self.num_ranks else ""
         raise ValueError(
-            f"interleaved takes microbatches in groups of {group}, which {num_microbatches} microbatches do not fill; "
+            f"{self.name} takes microbatches in groups of {group}, which {num_microbatches} microbatches do not fill; "
             f"make the batch a multiple of {group}{or_more}, or use flush"
         )
 
@@ -85,7 +86,7 @@ class Interleaved(Order):
         return max(self._in_flight_after_group(stage, size) for size in sizes)
 
     def max_in_flight_on_rank(self, rank: int) -> int:
-        return self._ahead(rank, self._group_size) + 1
+        return self._held(rank) + 1
 
     # --- parts
 
@@ -107,17 +108,21 @@ class Interleaved(Order):
             return ranks_after
         return 2 * ranks_after + (self.num_virtual_stages - 1) * group
 
+    def _held(self, rank: int) -> int:
+        """Return how many more forwards than backwards a rank has ended in a long batch, before a forward."""
+        return self._ahead(rank, self._group_size)
+
     def _in_flight_after_group(self, stage: int, size: int) -> int:
         """Return how many microbatches a stage has in flight late in a long batch, when a group of forwards has ended.
 
         `size` is the size of this last group. Forwards and backwards of the rank are counted from the start of the
-        group's round over the chunks. The rank is `ahead` forwards ahead, and the backward that is due after the newest
+        group's round over the chunks. The rank is `_held` forwards ahead, and the backward that is due after the newest
         forward has not run yet. In each round of backwards, the stage has one group, after the groups of the chunks
         above its own. A negative number of backwards means that backwards of earlier rounds remain; the groups of
         these rounds are full.
         """
         chunk, rank = divmod(stage, self.num_ranks)
-        num_backwards = (chunk + 1) * size - 1 - self._ahead(rank, self._group_size)
+        num_backwards = (chunk + 1) * size - 1 - self._held(rank)
         group = size if num_backwards >= 0 else self._group_size
         chunks_above = self.num_virtual_stages - 1 - chunk
         num_rounds, begun = divmod(num_backwards - chunks_above * group, self.num_virtual_stages * group)
@@ -143,6 +148,7 @@ class Interleaved(Order):
 
 class Relay(Interleaved):
     relays = True
+    name = "relay"
 
     def validate(self, num_microbatches: int) -> None:
         """Accept any batch: a batch is one full group."""

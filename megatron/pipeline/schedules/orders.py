@@ -5,11 +5,14 @@ from dataclasses import dataclass
 from megatron.pipeline.program.edges import PLACEMENTS
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
+from megatron.pipeline.schedules.controllable_memory import VHalf, VMin
 from megatron.pipeline.schedules.interleaved import Interleaved, Relay
+from megatron.pipeline.schedules.interleaved_zero_bubble import InterleavedZeroBubble
 from megatron.pipeline.schedules.merged import Asynchronous, MergedGPipe, MergedOneForwardOneBackward
 from megatron.pipeline.schedules.one_f_one_b import GPipe, OneForwardOneBackward
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
+from megatron.pipeline.schedules.zero_bubble_h2 import ZeroBubbleH2
 from megatron.pipeline.schedules.zero_bubble_v import ZeroBubbleV
 
 ORDERS: dict[str, type[Order]] = {
@@ -18,7 +21,11 @@ ORDERS: dict[str, type[Order]] = {
     "interleaved": Interleaved,
     "relay": Relay,
     "zb-h1": ZeroBubbleH1,
+    "zb-h2": ZeroBubbleH2,
+    "interleaved-zb": InterleavedZeroBubble,
     "zbv": ZeroBubbleV,
+    "v-half": VHalf,
+    "v-min": VMin,
     "async": Asynchronous,
     "merged-gpipe": MergedGPipe,
     "merged-1f1b": MergedOneForwardOneBackward,
@@ -83,6 +90,10 @@ PRESETS: dict[str, Preset] = {
     "interleaved": Preset("interleaved", "flush"),
     "bpipe": Preset("1f1b", "flush", balance=True),
     "zb-h1": Preset("zb-h1", "flush"),
+    "zb-h2": Preset("zb-h2", "flush"),
+    "interleaved-zb": Preset("interleaved-zb", "flush"),
     "zbv": Preset("zbv", "flush", placement="v"),
+    "v-half": Preset("v-half", "flush", placement="v"),
+    "v-min": Preset("v-min", "flush", placement="v"),
     "l2l": Preset("relay", "flush", recompute=True, residency=Residency()),
 }

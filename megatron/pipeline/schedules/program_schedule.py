@@ -296,6 +296,7 @@ class OtherRun(ValueError):
 def read_schedule(
     path: str | Path,
     *,
+    text: str | None = None,
     recompute: bool | None = None,
     tied_embeddings: bool | None = None,
     data_parallel: bool | None = None,
@@ -307,6 +308,7 @@ def read_schedule(
 
     Args:
         path: a CSV file with a row of instructions for each rank.
+        text: its text, where it is known; `path` is then the name for messages alone.
         recompute: whether a recompute precedes each backward; it is added to rows without updates. None: as in the
             file.
         tied_embeddings: whether the first and another stage share an embedding; None: as in the file.
@@ -324,7 +326,7 @@ def read_schedule(
         ValueError: the file cannot be read, or no schedule can be made of it. All of these errors name the file.
     """
     asked = {"recompute": recompute, "tied_embeddings": tied_embeddings, "data_parallel": data_parallel}
-    text = _text(path)
+    text = _text(path) if text is None else text
     try:
         notes = read_notes(text)
         _require_degrees(notes, {"tensor": tensor, "data": data})

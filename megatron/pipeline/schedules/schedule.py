@@ -59,7 +59,8 @@ class Schedule(PipelineSchedule):
         work: for each stage, seconds of a forward and of a backward with its recompute (only for order async); empty:
             equal stages.
         microbatch_group_size: the number of microbatches that a rank takes through one of its stages before it turns to
-            the next, at least num_ranks (only for order interleaved). None: num_ranks, as in Megatron.
+            the next, at least num_ranks (only for orders interleaved and interleaved-zb). None: num_ranks, as in
+            Megatron.
         recompute: recompute the activations of a microbatch before its backward.
         extra_warmup: start twice as many forwards ahead, to hide transfers (only for order 1f1b).
         balance: move saved activations between the stages of a pair, so that all stages save about as much (BPipe).
@@ -136,8 +137,8 @@ class Schedule(PipelineSchedule):
         """Make the schedule of a preset.
 
         Args:
-            name: a key of `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, zb-h1, zbv, l2l or a registered
-                name.
+            name: a key of `PRESETS`: gpipe, flush, 2bw, pipedream, interleaved, bpipe, zb-h1, zbv, l2l, ... or a
+                registered name.
             num_stages: the number of stages of the whole pipeline.
             predict: use the policy that also predicts; only weights 2bw and stale have such a policy.
             choices: further arguments of the constructor. The default of `num_virtual_stages` is the number that the

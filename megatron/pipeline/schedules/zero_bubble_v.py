@@ -26,9 +26,11 @@ It takes the turns of 2p-1 microbatches, without the computations of the missing
 order is ZB-H1.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import count
+from typing import ClassVar
 
 from megatron.pipeline.program.edges import v
 from megatron.pipeline.program.instruction import Instruction
@@ -42,22 +44,37 @@ _Turn = tuple[Callable[[int, int], Instruction], int]
 """A computation of the next microbatch at the lower or the upper stage of a rank."""
 
 
-class ZeroBubbleV(Order):
+class VOrder(Order):
+    """An order of one batch after another, for two stages on each rank, placed in a V.
+
+    Attributes:
+        name: the name of the order in messages; also that of its preset.
+    """
+
     drains = True
     interleaves = True
     virtual_stages = 2
+    name: ClassVar[str]
 
     def segments(self, rank: int, batches: Sequence[range]) -> Segments:
         return [*(self._segment(rank, batch) for batch in batches), []]
 
     def validate_placement(self) -> None:
         if self.microbatch_group_size is not None:
-            raise ValueError("zbv takes no groups of microbatches; drop microbatch_group_size")
+            raise ValueError(f"{self.name} takes no groups of microbatches; drop microbatch_group_size")
         if self.rank_of_stage != v(self.num_ranks, self.num_virtual_stages):
             raise ValueError(
-                f"zbv takes stages that are placed there and back again, not {self.rank_of_stage}; use placement v, as "
-                "the preset zbv does"
+                f"{self.name} takes stages that are placed there and back again, not {self.rank_of_stage}; use "
+                f"placement v, as the preset {self.name} does"
             )
+
+    @abstractmethod
+    def _segment(self, rank: int, batch: range) -> Segment:
+        """Return the computations of a rank for one batch."""
+
+
+class ZeroBubbleV(VOrder):
+    name = "zbv"
 
     def max_in_flight(self, stage: int) -> int:
         """Return the largest number in flight, which the stage reaches with the last forward before its first I."""

@@ -55,7 +55,7 @@ from megatron.trainer.dry_run.text import DryRun, HostedRun, print_dry_run, to_d
 from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
-from megatron.trainer.plan import from_flags
+from megatron.trainer.plan import auto_program, from_flags
 from megatron.trainer.plan.arrangement import cut_model, decide, degrees_of, evictors
 from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.report.log import packages_not_here
@@ -105,13 +105,6 @@ def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
     rows = padded_vocabulary(args, assumed_vocabulary(args))
     source = "as --vocab-size says" if args.vocab_size else f"as {name}; --vocab-size says another"
     return rows, [f"{problem}; the embedding is taken to have {rows} rows, {source}"]
-
-
-_OF_ENGINE = {
-    "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
-    "moe_router_padding_for_quantization": False,
-}  # fmt: skip
-"""Flags for which megatron.core looks for Transformer Engine, which may be missing here. No shape depends on them."""
 
 
 # --- the dry run ------------------------------------------------------------------------------------------------------
@@ -201,8 +194,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     args, warnings = replace(args, padded_vocab_size=rows), missing + assumed
     warnings += missing_cache(args) if args.activation_cache is not None else []
     warnings += packages_not_here(args).values()
-    # megatron.core looks for a fused kernel when it is configured, and the cluster's is not here.
-    config = transformer_config(replace(args, **_OF_ENGINE))
+    config = transformer_config(replace(args, **from_flags.WITHOUT_ENGINE))
     optimizer_config(args)
     report, demand = prove(args)
     layers, hosting = from_flags.layers_of_stages(config), from_flags.hosting_of(args)
@@ -243,8 +235,12 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
                 "dry run here give the model's flags in its place"
             )
         args = with_checkpoint_arguments(args)
-    notes = validate_args(args, world_size=args.dry_run)
-    notes += resolve_platform(args, assumed_platform(args.assume_packages))
+    platform, notes = assumed_platform(args.assume_packages), []
+    if auto_program.is_auto(args):
+        made = auto_program.make(args, world_size=args.dry_run, platform=platform)
+        args, notes = auto_program.with_program(args, made), list(made.lines)
+    notes += validate_args(args, world_size=args.dry_run)
+    notes += resolve_platform(args, platform)
     if args.fp8 is not None and (device := DEVICES.get(args.dry_run_gpu)) is not None:
         refuse_units(args.dry_run_gpu, device)
         refuse_recipe(args.fp8_recipe, args.dry_run_gpu, "--fp8-recipe")

@@ -239,6 +239,14 @@ def uses_nccl(args: TrainConfig) -> bool:
     return args.distributed_backend != "gloo"
 
 
+WITHOUT_ENGINE = {
+    "apply_rope_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False, "fp8": None,
+    "moe_router_padding_for_quantization": False,
+}  # fmt: skip
+"""Flags for which megatron.core looks for a fused kernel when it is configured, and the cluster's is not here. No shape
+depends on them."""
+
+
 def layers_of_stages(config: TransformerConfig) -> tuple[int, ...]:
     """How many layers each stage has, as megatron.core splits them."""
     from megatron.core.transformer.enums import LayerType

@@ -29,6 +29,7 @@ from megatron.pipeline.runtime.failure.errors import (
 )
 from megatron.pipeline.start_up.core_version import require_trained_core
 from megatron.trainer.arguments import parse_args, validate_args
+from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.ranks import StopSignal
 
 if TYPE_CHECKING:
@@ -44,9 +45,14 @@ def run(prog: str, program: Callable[[], TrainingProgram], *, defaults: dict | N
         if args.dry_run is not None:
             _require_torch("--dry-run builds what megatron.core makes of the flags")
             return _dry_run(args, prog)
-        notes = None
-        if not args.use_checkpoint_args:
-            notes = validate_args(args, world_size=number_of("WORLD_SIZE", 1), rank=number_of("RANK", 0))
+        notes, job = None, {"world_size": number_of("WORLD_SIZE", 1), "rank": number_of("RANK", 0)}
+        if args.pipeline_schedule == AUTO:  # the program is made when the ranks have met
+            if not args.use_checkpoint_args:
+                from megatron.trainer.plan import auto_program  # the planner, which other runs start without
+
+                auto_program.require(args, **job)
+        elif not args.use_checkpoint_args:
+            notes = validate_args(args, **job)
     except ValueError as error:
         return end(prog, error)
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -46,6 +48,7 @@ from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.datasets import SPLITS
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
+from megatron.trainer.plan import auto_program
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank, iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
@@ -73,6 +76,8 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
     owner_mark = prepare_outputs(args)
     try:
         _require_one_program(args)
+        if args.made_program is not None and args.save is not None and args.rank == 0:
+            auto_program.keep(args.made_program, Path(args.save))
         return _build(args, program, owner_mark)
     except BaseException:
         if owner_mark is not None:
@@ -274,8 +279,12 @@ def _join_job(
     """
     problem = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
+    patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
+    made_here = auto_program.is_auto(args)
     try:
-        args, notes = complete(args, notes)
+        if not made_here:
+            args, notes = complete(args, notes)
     except ValueError as error:
         problem = str(error)
     try:
@@ -283,15 +292,23 @@ def _join_job(
         store = initialize.rendezvous()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
-    patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
+    if made_here:
+        try:
+            args, notes = complete(args, program_over=(store, patience))
+        except ValueError as error:
+            problem = str(error)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
     initialize.join_process_group(store, args.distributed_backend, timeout)
     return replace(args, rank=assignment.rank), assignment, notes
 
 
-def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> tuple[TrainConfig, list[str]]:
+def complete(
+    args: argparse.Namespace,
+    notes: Sequence[str] | None = None,
+    *,
+    program_over: tuple[torch.distributed.Store, timedelta] | None = None,
+) -> tuple[TrainConfig, list[str]]:
     """The run's configuration, with what follows from the flags, from the checkpoint and from this machine, and notes
     for the log.
 
@@ -299,12 +316,22 @@ def complete(args: argparse.Namespace, notes: Sequence[str] | None = None) -> tu
         args: parsed.
         notes: what `validate_args` has said of `args`; None: they are validated here, with the checkpoint's arguments
             where `--use-checkpoint-args` asks for them.
+        program_over: the store over which rank 0 hands out the program of `--pipeline-schedule auto`, and how long to
+            wait for that.
 
     Raises ValueError.
     """
     if notes is None:
         rank, world_size, _ = initialize.environment_ranks()
         args, overridden = _take_over(args) if args.use_checkpoint_args else (args, [])
+        if program_over is not None:
+            store, patience = program_over
+            make = partial(
+                auto_program.make, args, world_size=world_size, platform=initialize.this_platform(),
+                settled=lambda like: initialize.on_this_device(TrainConfig.of(like)),
+            )  # fmt: skip
+            args = auto_program.shared(args, store, rank=rank, patience=patience, make_it=make)
+            overridden = [*overridden, *args.made_program.lines]
         notes = overridden + validate_args(args, world_size=world_size, rank=rank)
     notes = [*notes, *resolve_platform(args, initialize.this_platform())]
     args = TrainConfig.of(args)

@@ -9,7 +9,7 @@ from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, weight_policy
 from megatron.pipeline.schedules import Schedule
-from tests.pipeline.strategies import runs
+from tests.pipeline.strategies import PRESETS, runs
 
 
 def written(*rows: str, batches: tuple[int, ...] = (1,), weights: str = "flush", **fields: object) -> Program:
@@ -48,23 +48,32 @@ def saved_bounds(schedule: Schedule, batches: tuple[int, ...]) -> list[int]:
     p, largest = schedule.num_stages, max(batches)
     if schedule.order == "gpipe":
         return [largest] * p
-    if schedule.order == "zb-h1":
-        return [min(p, largest) if schedule.weights is FLUSH else p] * p
+    if schedule.order in ("zb-h1", "zb-h2"):
+        most = p if schedule.order == "zb-h1" else 2 * p - 1
+        return [min(most, largest) if schedule.weights is FLUSH else most] * p
+    if schedule.order in ("v-half", "v-min"):
+        ranks = schedule.num_ranks
+        most = 2 * ((ranks + 2) // 2 if schedule.order == "v-half" else (ranks + 4) // 3)
+        return [min(most, largest)] * p
     if schedule.order == "zbv":
         ranks = schedule.num_ranks
         own = [*range(2 * ranks, ranks, -1), *range(ranks, 0, -1)] if schedule.num_virtual_stages == 2 else [ranks] * p
         return [min(each, largest) for each in own]
     if schedule.num_virtual_stages > 1:
-        return interleaved_bounds(schedule.num_ranks, schedule.num_virtual_stages, largest)
+        late = schedule.order == "interleaved-zb"
+        return interleaved_bounds(schedule.num_ranks, schedule.num_virtual_stages, largest, late=late)
+    if schedule.order == "interleaved-zb":
+        return [min(p, largest)] * p
     bounds = [2 * (p - stage) - 1 if schedule.extra_warmup else p - stage for stage in range(p)]
     return [min(bound, largest) for bound in bounds] if schedule.weights is FLUSH else bounds
 
 
-def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
-    """Megatron's turns in groups of p, counted: the k-th forward and backward of a rank, and its warm-up."""
+def interleaved_bounds(p: int, v: int, m: int, *, late: bool = False) -> list[int]:
+    """Megatron's turns in groups of p, counted: the k-th forward and backward of a rank, and its warm-up. `late`: a
+    backward ends with a W, as many turns behind the newest forward as the first rank's backward is."""
     peaks = [0] * (p * v)
     for rank in range(p):
-        saved, ahead = [0] * v, min(2 * (p - rank - 1) + (v - 1) * p, m * v)
+        saved, ahead = [0] * v, min(2 * (p - (0 if late else rank) - 1) + (v - 1) * p, m * v)
         for k in range(m * v):
             saved[k % (p * v) // p] += 1
             for chunk in range(v):
@@ -75,9 +84,10 @@ def interleaved_bounds(p: int, v: int, m: int) -> list[int]:
 
 
 CHOICES = {
-    "presets": ("gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "zbv"), "balances": False,
+    "presets": PRESETS[:-1],
+    "balances": False,
     "reads": (None, 1),
-}  # fmt: skip
+}
 """Schedules whose programs `saved_bounds` and the oracle know."""
 
 

@@ -71,7 +71,10 @@ PREDICTIONS = {
     "uniform": {"provisional_microbatches": 1},
     "reduced": {"provisional_microbatches": 1, "reduce_partial": True},
 }  # of 2bw-provisional
-NAMES = ["gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "2bw-zb-h1", "zbv", *PREDICTIONS]
+NAMES = [
+    "gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "2bw-zb-h1", "zb-h2", "interleaved-zb", "zbv",
+    "v-half", "v-min", *PREDICTIONS,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,12 +115,15 @@ def assert_judged_as_the_oracle(name: str, mutants: Iterable[tuple[Program, str]
     assert_each_is_judged(mutants, lambda mutant: verdict(mutant, bounds), max_saved=bounds)
 
 
+IN_GROUPS = ("interleaved", "interleaved-zb", "zbv", "v-half", "v-min")  # two stages on each rank
+
+
 def full_schedule(name: str) -> Schedule:
     flags = {} if name == "pipedream" else {"tied_embeddings": True}
     if name in PREDICTIONS:
         flags |= {"num_stages": 3, "recompute": True, "data_parallel": True, **PREDICTIONS[name]}
         return Schedule(order="1f1b", weights=PROVISIONAL, **flags)
-    if name in ("interleaved", "zbv"):
+    if name in IN_GROUPS:
         return Schedule.preset(name, num_stages=4, num_virtual_stages=2, recompute=True, data_parallel=True, **flags)
     if name == "2bw-zb-h1":
         return Schedule(order="zb-h1", weights="2bw", num_stages=3, recompute=True, data_parallel=True, **flags)
@@ -125,5 +131,5 @@ def full_schedule(name: str) -> Schedule:
 
 
 def full_program(name: str) -> Program:
-    batches = {"pipedream": (1,) * 7, "interleaved": (4, 2), "zbv": (4, 2)}
+    batches = {"pipedream": (1,) * 7} | dict.fromkeys(IN_GROUPS, (4, 2))
     return full_schedule(name).build(batches.get(name, (3, 4, 5)))

@@ -106,7 +106,7 @@ def test_error_feedback():
 
 def test_what_can_run_is_what_help_lists(capsys):
     """And nothing else."""
-    assert runnable() == ("gpipe", "flush", "2bw", "interleaved", "bpipe", "zb-h1")
+    assert runnable() == ("gpipe", "flush", "2bw", "interleaved", "bpipe", "zb-h1", "zb-h2", "interleaved-zb")
     with pytest.raises(SystemExit):
         arguments("--help")
-    assert "{gpipe,flush,2bw,interleaved,bpipe,zb-h1}" in "".join(capsys.readouterr().out.split())
+    assert "{gpipe,flush,2bw,interleaved,bpipe,zb-h1,zb-h2,interleaved-zb}" in "".join(capsys.readouterr().out.split())

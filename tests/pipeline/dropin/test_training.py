@@ -39,6 +39,7 @@ def run(checkout):
         (f"{P} 2 --eval-interval 2", 2, "flush"),
         pytest.param(f"{P} 2 --eval-interval 2", 2, "gpipe", marks=FULL),
         pytest.param(f"{P} 2", 2, "zb-h1", marks=FULL),
+        pytest.param(f"{P} 2", 2, "zb-h2", marks=FULL),
         pytest.param(f"{P} 1", 1, "flush", marks=FULL),
         pytest.param(f"{P} 4", 4, "bpipe", marks=FULL),
         pytest.param(f"{P} 2", 4, "flush", marks=FULL),
@@ -55,12 +56,13 @@ def test_schedules_that_drain_train_as_theirs(flags, ranks, schedule, run):
 
 
 @pytest.mark.full
-def test_interleaved_trains_as_flush_from_one_checkpoint(run, tmp_path):
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zb"])
+def test_interleaved_trains_as_flush_from_one_checkpoint(schedule, run, tmp_path):
     """Each rank has two chunks, and each of them data of its own."""
     run(f"{P} 2 --train-iters 1 --clip-grad 0 --save {tmp_path}/save --save-interval 1")
     shared = f"{P} 2 --load {tmp_path}/save --clip-grad 0"
     flush = run(f"{shared} --pipeline-schedule flush")
-    ours = run(f"{shared} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule interleaved")
+    ours = run(f"{shared} --virtual-pipeline-model-parallel-size 2 --pipeline-schedule {schedule}")
     assert [each[:2] for each in losses(ours)] == [each[:2] for each in losses(flush)]
 
 

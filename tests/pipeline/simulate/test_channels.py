@@ -77,7 +77,7 @@ def test_who_is_held_computes_later():
 @pytest.mark.parametrize("name", PRESETS)
 def test_holding_senders_ends_no_run(name):
     """Whoever is held goes on by himself, so every preset runs to its end, and later than with overlap."""
-    virtual = 2 if name == "interleaved" else 1
+    virtual = PRESETS[name].virtual_stages or 2
     batches = (1,) * 6 if name == "pipedream" else (8, 8)
     lowered = build(name, 4 * virtual, batches, num_virtual_stages=virtual)
     costs = {"forward_bytes": 0.5, "bandwidth": 1.0, "latency": 0.1}

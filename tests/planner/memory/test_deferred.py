@@ -24,13 +24,17 @@ H, S, V = 64, 32, 128
 SHAPE = Architecture.gpt3(num_layers=16, hidden_size=H, num_attention_heads=4, sequence_length=S, vocabulary_size=V)
 
 
+IN_A_V = "zbv", "v-half", "v-min"
+HALVES = "zb-h1", "zb-h2", "interleaved-zb", *IN_A_V
+
+
 def schedule_of(name: str, p: int) -> Schedule:
     if name == "2bw-zb-h1":
         return Schedule(order="zb-h1", weights="2bw", num_stages=p)
-    v = 2 if name == "zbv" or (name in ORDERS and ORDERS[name].interleaves) else 1
+    v = 2 if name in ORDERS and ORDERS[name].interleaves else 1
     return Schedule(
         order=name, weights="flush", num_stages=p * v,
-        rank_of_stage=(*range(p), *reversed(range(p))) if name == "zbv" else None, num_virtual_stages=v,
+        rank_of_stage=(*range(p), *reversed(range(p))) if name in IN_A_V else None, num_virtual_stages=v,
     )  # fmt: skip
 
 
@@ -57,7 +61,7 @@ def test_bytes_over_tensor_ranks():
 
 @draws(15)
 @given(
-    st.sampled_from(["zb-h1", "zbv", "2bw-zb-h1", "split-late", "split-in-part", "split-interleaved"]),
+    st.sampled_from([*HALVES, "2bw-zb-h1", "split-late", "split-in-part", "split-interleaved"]),
     st.integers(1, 5), st.integers(1, 3), st.booleans(),
 )  # fmt: skip
 def test_the_peak_is_that_of_both_together(name: str, p: int, groups: int, recompute: bool):

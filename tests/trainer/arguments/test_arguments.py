@@ -334,7 +334,7 @@ TRANSLATED = {  # a rule turns the flag into another value, or refuses what cann
     "checkpoint_activations", "grad_reduce_in_bf16", "recompute_activations",
     "balance_activations", "dataloader_type", "create_attention_mask_in_dataloader", "ckpt_format",
     "l2l_update", "l2l_resident_stages", "l2l_stash", "freeze_alpha", "freeze_schedule", "epochs",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
     "microbatch_group_size_per_virtual_pipeline_stage", "make_vocab_size_divisible_by",
     "num_layer_list", "pipeline_model_parallel_layout", "patch_tokenizer_type", "moe_enable_deepep",
 }  # fmt: skip

@@ -19,6 +19,7 @@ EDGE = {
     "trainer/checkpoint/arguments.py",  # what a checkpoint holds is a namespace, as Megatron-LM's
     "trainer/checkpoint/checkpoint.py",
     "trainer/dry_run/dry_run.py",
+    "trainer/plan/auto_program.py",  # makes arguments of a job, before they are validated
     "trainer/plan/command.py",
     "trainer/plan/from_flags.py",
     "trainer/profile/pool.py",

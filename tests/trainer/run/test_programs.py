@@ -150,8 +150,11 @@ def test_logs_and_checkpoints_carry_the_hash(tmp_path):
 
 
 def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
-    """Rows for a large head and little memory add up gradients as `flush` does."""
+    """Rows for a large head and little memory add up gradients as `flush` does. The file leaves to the run whether
+    embeddings are tied and replicas reduce.
+    """
     costs = Costs(forward=[1.0, 2.0], backward=[2.0, 4.0])
     found = synthesize(Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=costs, limits=1.5), rounds=2)
-    rows = found.program.to_csv()
-    check(2, FOUR, f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, rows)}", exact=True)
+    layout = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, found.csv)}"
+    check(2, FOUR, layout, exact=True)
+    check(4, f"{CLIPPED} --global-batch-size 8", layout, exact=False)

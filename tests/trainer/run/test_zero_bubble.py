@@ -15,6 +15,10 @@ ZB_H1, ZBV = "--pipeline-schedule zb-h1", f"--pipeline-schedule zbv {V2}"
 RUNS = {
     "zb-h1, bf16": (2, f"{EXACT} --bf16", f"{P2} {ZB_H1}"),
     "zbv, full recompute": (2, f"{EXACT} {FULLY}", f"{P2} {ZBV}"),
+    "zb-h2": (2, EXACT, f"{P2} --pipeline-schedule zb-h2"),
+    "interleaved-zb": (2, EXACT, f"{P2} --pipeline-schedule interleaved-zb {V2}"),
+    "v-half": (2, EXACT, f"{P2} --pipeline-schedule v-half"),
+    "v-min, bf16": (2, f"{EXACT} --bf16", f"{P2} --pipeline-schedule v-min"),
     "zb-h1 of four stages": (4, EXACT, f"{P4} {ZB_H1}"),
     "zb-h1, replicas": (4, CLIPPED, f"{P2} {ZB_H1} --use-distributed-optimizer"),
     "zb-h1, sequence parallel": (4, f"{CLIPPED} {UNDROPPED}", f"{P2} {ZB_H1} {TENSOR}"),

@@ -28,6 +28,21 @@ from megatron.trainer.arguments.flags import (
 from megatron.trainer.arguments.flags.values import BatchSizes
 
 
+@dataclass(frozen=True)
+class MadeProgram:
+    """A program that was made for a job.
+
+    Attributes:
+        csv: its text, as a file would have it.
+        lines: what the log says of it.
+        certificate: what is known of it, as JSON.
+    """
+
+    csv: str
+    lines: tuple[str, ...]
+    certificate: str
+
+
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Derived:
     """What follows from the flags, the job, the files and the machine.
@@ -37,7 +52,8 @@ class Derived:
         given: the destinations that the command line named.
         unread: a note for each flag on the command line that only Megatron-LM reads.
         virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
-        program: the schedule of --pipeline-program.
+        made_program: the program that was made for --pipeline-schedule auto.
+        program: the schedule of --pipeline-program, or of `made_program`.
         moves_activations: ranks send saved activations to their pair in a batch of any size.
         class_names: of a text classifier.
         changes: the pipeline may change while it trains.
@@ -56,6 +72,7 @@ class Derived:
     data_parallel_size: int
     transformer_pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
+    made_program: MadeProgram | None = None
     program: ProgramSchedule | None
     pipeline_program_sha256: str | None
     schedule: PipelineSchedule
@@ -179,7 +196,7 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
     placement = schedule.rank_of_stage
     in_turn = tuple(stage % schedule.num_ranks for stage in range(schedule.num_stages))
     return PipelineChoice(
-        flag=f"--pipeline-program {args.pipeline_program}", name=f"program {args.pipeline_program}",
+        flag=flag_of_program(args), name=f"program {args.pipeline_program}",
         policy=schedule.weights, residency=None, interleaves=schedule.num_stages > schedule.num_ranks,
         virtual_stages=None,
         recompute=schedule.recompute, placement=lambda *_: placement,
@@ -225,6 +242,11 @@ def runs_of_sample(args: TrainConfig | argparse.Namespace) -> int:
 def is_gated(args: TrainConfig | argparse.Namespace) -> bool:
     """Whether an MLP multiplies two products of its input."""
     return args.swiglu or args.quick_geglu or args.gated_gelu
+
+
+def flag_of_program(args: TrainConfig | argparse.Namespace) -> str:
+    """The flag that a run's program comes from, for messages."""
+    return f"{'--pipeline-program' if args.made_program is None else '--pipeline-schedule'} {args.pipeline_program}"
 
 
 def schedule_text(args: TrainConfig) -> str:

@@ -1,10 +1,14 @@
 """Flags that place the model on ranks, and flags of the pipeline."""
 
+from collections import ChainMap
 from dataclasses import dataclass
 
 from megatron.pipeline.program.lane_order import DEVICE, HOST
 from megatron.pipeline.schedules import PRESETS
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
+
+AUTO = "auto"
+"""The value of --pipeline-schedule for a program that is made when the job starts."""
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -18,10 +22,28 @@ class Pipeline:
         "stashing, one update a microbatch. interleaved: Megatron-LM's order for several stages on each rank, "
         "exact; the default where the flags ask for several. bpipe: flush with saved activations balanced over "
         "pairs of stages, as --balance-activations does. zb-h1: flush whose backwards are split, so that weight "
-        "gradients fill bubbles; exact. zbv: the same with two stages on each rank in a V, which leaves next to no "
-        "bubble. docs/zero_bubble.md. l2l: weights, gradients and optimizer state on the host, weights of few "
-        "stages, each a layer, on the device; exact. docs/l2l.md.",
-        choices=PRESETS.keys(),
+        "gradients fill bubbles; exact. zb-h2: the same with twice the memory and a smaller bubble. interleaved-zb: "
+        "interleaved with split backwards. zbv: two stages on each rank in a V, which leaves next to no bubble. "
+        "v-half, v-min: zbv with half and a third of its memory. docs/zero_bubble.md. l2l: weights, gradients and "
+        "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
+        "the program that the costs of --pipeline-profile and --pipeline-memory-limit ask for, made when the job "
+        "starts; exact. docs/synthesis.md.",
+        choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
+    )
+    pipeline_profile: str | None = option(
+        None,
+        "With auto: where the costs come from: a profile of tools/profile_model.py, or the measured.json of a run with "
+        "--pipeline-timeline, whose stages the program then has.",
+        metavar="FILE",
+    )
+    pipeline_memory_limit: float | None = option(
+        None,
+        "With auto: the most memory that the job may take on a device, in GiB, as --dry-run estimates it. Default: as "
+        "many microbatches on each rank as there are ranks, which flush holds on the first one.",
+        metavar="GIB",
+    )
+    pipeline_synthesis_seconds: float = option(
+        30.0, "With auto: how long to search, in seconds. The search ends sooner where no program can be faster."
     )
     pipeline_program: str | None = option(
         None,

@@ -237,7 +237,7 @@ def parse_args(
     """
     parser = _shared_parser(prog)
     namespace = parse_known(parser, sys.argv[1:] if argv is None else argv)
-    fill_defaults(namespace, GROUPS, {"architecture": "gpt", **(defaults or {})})
+    fill_defaults(namespace, GROUPS, {"architecture": "gpt", "made_program": None, **(defaults or {})})
     refuse(namespace, GROUPS, accepts)
     return namespace
 

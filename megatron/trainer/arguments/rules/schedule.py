@@ -12,8 +12,9 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import OtherRun, ProgramSchedule, Schedule, TooManyRead, read_schedule
 from megatron.pipeline.start_up.late_weights import require_predictions, take_error_feedback
 from megatron.planner.memory.schedule_demand import representative_sizes
-from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, num_replicas
+from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, flag_of_program, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.rules.stages import tied_stage
 
@@ -40,6 +41,9 @@ _SAYS_ITSELF = {
 }
 """Destination -> what the program does itself, or never does, about the subject of that flag."""
 
+OF_AUTO = ("pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds")
+"""Destinations of flags that only `auto` reads."""
+
 _REMEDIES = {
     ("recompute", True): "or leave out --pipeline-recompute",
     ("recompute", False): "or add --pipeline-recompute",
@@ -53,16 +57,17 @@ _REMEDIES = {
 def pipeline_program(args: argparse.Namespace) -> list[str]:
     """Fills `program`: the schedule of the file, or None; and `pipeline_program_sha256`, its hash."""
     args.program = args.pipeline_program_sha256 = None
+    if args.pipeline_schedule == AUTO:
+        raise ValueError(
+            f"--pipeline-schedule {AUTO} makes a program when a training or its --dry-run starts, and nothing trains "
+            "here; name a schedule"
+        )
     if args.pipeline_program is None:
         return []
-    named = f"--pipeline-program {args.pipeline_program}"
+    named = flag_of_program(args)
     if not args.pipeline_program:
         raise ValueError("--pipeline-program is empty; name a file or leave the flag out")
-    for name, what in _SAYS_ITSELF.items():
-        if name in args.given and getattr(args, name) not in (False, None, "off"):
-            value = getattr(args, name)
-            given = name_of(name) if value is True else f"{name_of(name)} {value}"
-            raise ValueError(f"{given}: the program of {named} {what}; leave one of the two out")
+    refuse_what_a_program_says(args)
     schedule = args.program = _read(args)
     args.pipeline_program_sha256 = schedule.sha256
     _require_ranks(args, schedule, named)
@@ -79,12 +84,23 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
     return _notes(args, schedule)
 
 
+def refuse_what_a_program_says(args: argparse.Namespace) -> None:
+    """Raise ValueError for a flag about something that the program of the run says itself, or never does."""
+    for name, what in _SAYS_ITSELF.items():
+        if name in args.given and getattr(args, name) not in (False, None, "off"):
+            value = getattr(args, name)
+            given = name_of(name) if value is True else f"{name_of(name)} {value}"
+            raise ValueError(f"{given}: the program of {flag_of_program(args)} {what}; leave one of the two out")
+
+
 def _read(args: argparse.Namespace) -> ProgramSchedule:
     ties = not args.untie_embeddings_and_output_weights and args.architecture not in CLASSIFIERS
     ties = ties or bool(args.mtp_num_layers)
+    flag = flag_of_program(args).split()[0]
     try:
         return read_schedule(
             args.pipeline_program,
+            text=None if args.made_program is None else args.made_program.csv,
             recompute=args.pipeline_recompute,
             tied_embeddings=ties,
             data_parallel=num_replicas(args) > 1,
@@ -93,9 +109,9 @@ def _read(args: argparse.Namespace) -> ProgramSchedule:
         )
     except OtherRun as error:
         remedy = _REMEDIES.get((error.fact, error.is_asked))
-        raise ValueError(f"--pipeline-program {error}{f', {remedy}' if remedy else ''}") from error
+        raise ValueError(f"{flag} {error}{f', {remedy}' if remedy else ''}") from error
     except ValueError as error:
-        raise ValueError(f"--pipeline-program {error}") from error
+        raise ValueError(f"{flag} {error}") from error
 
 
 def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: str) -> None:
@@ -192,6 +208,11 @@ def _waits_for(args: argparse.Namespace) -> str | None:
 def schedule(args: argparse.Namespace) -> list[str]:
     """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
     `moves_activations`."""
+    if args.made_program is None and (lone := [each for each in OF_AUTO if each in args.given]):
+        raise ValueError(
+            f"{name_of(lone[0])} is for --pipeline-schedule {AUTO}, and this is {choice_of(args).name}; use {AUTO}, or "
+            "leave it out"
+        )
     if args.program is None:
         _stages_of_ranks(args)
     weights = choice_of(args).policy

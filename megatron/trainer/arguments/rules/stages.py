@@ -5,7 +5,7 @@ from collections import Counter
 
 from megatron.documents import counted
 from megatron.planner.job.configuration import even_layers, layout_text
-from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.config import choice_of, flag_of_program
 from megatron.trainer.arguments.flags.specification import name_of
 
 _WAYS = (
@@ -65,7 +65,7 @@ def _stages_of_program(args: argparse.Namespace) -> None:
         if in_layout != schedule.num_stages:
             raise ValueError(
                 f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout} has {in_layout} stages, and "
-                f"--pipeline-program {args.pipeline_program} has {schedule.num_stages}; write as many, or leave the "
+                f"{flag_of_program(args)} has {schedule.num_stages}; write as many, or leave the "
                 "layout out"
             )
     most = schedule.num_virtual_stages
@@ -137,7 +137,7 @@ def further_layers(args: argparse.Namespace) -> None:
         copy = num_stages(args) + (-1 if stage is None else stage)
         if of_program != copy:
             raise ValueError(
-                f"--pipeline-program {args.pipeline_program} adds up the gradients of the embedding of the first stage "
+                f"{flag_of_program(args)} adds up the gradients of the embedding of the first stage "
                 f"and {'the last' if of_program == num_stages(args) - 1 else of_program}, and "
                 f"{'the output layer is' if stage is None else 'layers of multi-token prediction are'} on stage "
                 f"{copy}; write # tied_stage: {copy} into it"

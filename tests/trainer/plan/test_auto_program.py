@@ -1,0 +1,208 @@
+"""`--pipeline-schedule auto`: the program that a job gets, what it may take, what is kept, and what is refused."""
+
+import json
+import threading
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.planner.memory.memory import GIB, estimate_memory
+from megatron.planner.memory.schedule_demand import proved_demand
+from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.plan import auto_program, from_flags
+from tests.planner.profiles import profile
+from tests.reliability import launch
+from tests.trainer.arguments.command_line import CPU, argv
+from tests.trainer.run import run_case
+
+P2 = "--pipeline-model-parallel-size 2 --distributed-backend gloo"
+UNEVEN = Costs(
+    forward=[1.0, 2.0], backward=[2.0, 4.0], backward_input=[1.0, 2.0], backward_weight=[1.0, 2.0], recompute=[1.0, 2.0]
+)
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """The times of a run of zb-h1 on two ranks, the second of which takes twice as long."""
+    path = tmp_path / "measured.json"
+    simulate(Schedule.preset("zb-h1", num_stages=2).build([4]), UNEVEN).save(path)
+    return path
+
+
+@pytest.fixture
+def profiled(tmp_path):
+    """A profile of a machine whose times are formulas, for the model of `command_line`."""
+    path = tmp_path / "profile.json"
+    profile(tensors=(1,), sizes=(1,), counts=(1, 2, 4), halves=True).save(path)
+    return path
+
+
+def parsed(costs, extra: str = ""):
+    auto = f"--pipeline-schedule auto --pipeline-profile {costs} --pipeline-synthesis-seconds 0.5"
+    return parse_args(argv(f"{P2} {auto} {extra}"))
+
+
+def made_for(args, *, world_size: int = 2) -> tuple[auto_program.MadeProgram, TrainConfig]:
+    """The program, and the configuration of the job that has it."""
+    made = auto_program.make(args, world_size=world_size, platform=CPU)
+    job = auto_program.with_program(args, made)
+    validate_args(job, world_size=world_size)
+    resolve_platform(job, CPU)
+    return made, TrainConfig.of(job, padded_vocab_size=128)
+
+
+@pytest.mark.parametrize(
+    ("extra", "world_size"), [("", 2), ("--num-virtual-stages-per-pipeline-rank 2", 2), ("--global-batch-size 16", 4)]
+)
+def test_the_program_is_proved_and_not_slower_than_named_orders(profiled, extra, world_size):
+    """One stage on a rank, two in a V, and replicas, whose reductions the rows get."""
+    made, job = made_for(parsed(profiled, extra), world_size=world_size)
+    known = json.loads(made.certificate)
+    assert known["bound"] <= known["seconds"] * (1 + 1e-9)
+    assert known["best_registered_order"] is None or known["seconds"] <= known["best_registered_order"][1]
+    assert job.schedule.data_parallel == (world_size == 4) and job.schedule.tied_embeddings
+    assert job.schedule.program.batches == (8,)
+    assert job.schedule.rank_of_stage == ((0, 1, 1, 0) if "virtual" in extra else (0, 1))
+    assert made.lines[0].startswith("auto: a batch takes")
+
+
+def test_measured_times_of_a_run_are_costs(measured):
+    """Ranks keep their stages, and the slower one is always busy behind its fill."""
+    made, job = made_for(parsed(measured))
+    assert job.schedule.rank_of_stage == (0, 1)
+    known = json.loads(made.certificate)
+    assert known["seconds"] == pytest.approx(known["bound"]) and known["seconds"] == pytest.approx(1 + 8 * 6)
+
+
+def test_no_rank_takes_more_than_the_limit(profiled):
+    """The limit lies halfway between what zb-h1 takes and what one microbatch after another takes."""
+
+    def total(job: TrainConfig) -> float:
+        memory = estimate_memory(
+            from_flags.architecture(job), from_flags.activation_setting(job), from_flags.training_state(job),
+            proved_demand(job.schedule, 8), layers=(2, 2),
+        )  # fmt: skip
+        return max(each.total for each in memory) / GIB
+
+    named = parse_args(argv(f"{P2} --pipeline-schedule zb-h1"))
+    validate_args(named, world_size=2)
+    resolve_platform(named, CPU)
+    whole = total(TrainConfig.of(named, padded_vocab_size=128))
+    with pytest.raises(ValueError, match="without activations; raise the limit") as refused:
+        made_for(parsed(profiled, "--pipeline-memory-limit 1e-4"))
+    least = float(str(refused.value).split(" takes ")[1].split()[0])
+    assert least < whole
+    limit = least + 0.7 * (whole - least)
+    _, job = made_for(parsed(profiled, f"--pipeline-memory-limit {limit}"))
+    assert total(job) <= limit < whole
+    with pytest.raises(ValueError, match=r"--pipeline-memory-limit \S+: rank \d may hold"):
+        made_for(parsed(profiled, f"--pipeline-memory-limit {least * 1.0001}"))
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ("--pipeline-model-parallel-size 1", "is for a pipeline; give --pipeline-model-parallel-size 2 or more"),
+        ("--pipeline-recompute", "--pipeline-recompute does not go with"),
+        ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
+        ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
+        ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1.0 must be greater than 0"),
+        ("--rampup-batch-size 2 2 8", "for batches of one size, and this run has batches of 2 to 8"),
+        ("--freeze-training --freeze-interval 2", "--freeze-training: the program of --pipeline-schedule auto"),
+        ("--balance-activations", "--balance-activations: the program of --pipeline-schedule auto"),
+    ],
+)
+def test_what_cannot_be_made_is_refused_before_anything_is_searched(profiled, extra, reason):
+    with pytest.raises(ValueError, match=reason):
+        auto_program.require(parsed(profiled, extra), world_size=2)
+
+
+def test_costs_are_needed_and_have_to_fit(profiled, measured, tmp_path):
+    """No file, none that can be read, one of another model, and one of other ranks."""
+    with pytest.raises(ValueError, match="has no costs; give --pipeline-profile FILE"):
+        auto_program.require(parse_args(argv(f"{P2} --pipeline-schedule auto")), world_size=2)
+    with pytest.raises(ValueError, match="cannot be read"):
+        auto_program.require(parsed(tmp_path / "nowhere.json"), world_size=2)
+    with pytest.raises(ValueError, match=r"profile.json: the profile is of a model with hidden_size 64, not 32"):
+        made_for(parsed(profiled, "--hidden-size 32"))
+    with pytest.raises(ValueError, match="stages on the ranks 0 1, and the job's are on 0 1 2 3"):
+        made_for(parsed(measured, "--pipeline-model-parallel-size 4"), world_size=4)
+
+
+def test_its_flags_are_for_it_alone(profiled):
+    with pytest.raises(ValueError, match="--pipeline-memory-limit is for --pipeline-schedule auto"):
+        validate_args(parse_args(argv(f"{P2} --pipeline-memory-limit 4")), world_size=2)
+    with pytest.raises(ValueError, match="makes a program when a training or its --dry-run starts"):
+        validate_args(parsed(profiled), world_size=2)
+
+
+def test_a_program_is_kept_for_the_same_job(measured, tmp_path):
+    """Beside the checkpoint that is loaded; another limit asks for another program, and the log says why."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    first, _ = made_for(parsed(measured))
+    auto_program.keep(first, folder)
+    again, _ = made_for(parsed(measured, f"--load {folder}"))
+    assert (again.csv, again.certificate) == (first.csv, first.certificate)
+    assert again.lines == (f"auto: the program is {folder}/pipeline_program.csv, as before",)
+    other, _ = made_for(parsed(measured, f"--load {folder} --pipeline-memory-limit 100"))
+    assert "was made for another memory limit, so another program is made" in other.lines[0] and len(other.lines) > 1
+    (folder / auto_program.CERTIFICATE).unlink()
+    other, _ = made_for(parsed(measured, f"--load {folder}"))
+    assert "does not say what" in other.lines[0]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_all_ranks_get_what_rank_0_made(measured, fails):
+    """Over the store by which ranks meet: the same rows, or the same reason."""
+    args, store, found = parsed(measured), torch.distributed.HashStore(), {}
+
+    def make() -> auto_program.MadeProgram:
+        if fails:
+            raise ValueError("the limit allows none")
+        return auto_program.make(args, world_size=2, platform=CPU)
+
+    def take_part(rank: int) -> None:
+        share = partial(auto_program.shared, args, store, rank=rank, patience=timedelta(seconds=60), make_it=make)
+        try:
+            found[rank] = share().made_program
+        except ValueError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert found[0] == found[1]
+    assert found[0] == "the limit allows none" if fails else found[0].csv.count("\n") > 2
+
+
+def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, tmp_path):
+    """Started by a launcher: losses to the last bit, and a resumed job keeps the program."""
+    flags = ["--train-iters", "4", "--num-layers", "4"]
+    auto = ["--pipeline-schedule", "auto", "--pipeline-profile", measured, "--pipeline-synthesis-seconds", "1"]
+    saved = ["--save", tmp_path / "saved", "--save-interval", "2", "--metrics-file", tmp_path / "metrics.jsonl"]
+    whole = run_case.train(2, base=" ".join([*launch.TINY, *flags]), flags=" ".join(launch.SYNTHETIC))
+    outputs = []
+    for more in (["--exit-interval", "2"], ["--load", tmp_path / "saved"]):
+        command = launch.training_command(2, *flags, *auto, *saved, *more)
+        with launch.Job(command, directory=tmp_path) as job:
+            outcome = job.wait()
+        outcome.assert_succeeded()
+        outputs.append(outcome.output)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["lm_loss"] for record in records if "lm_loss" in record]
+    assert losses == [record["lm_loss"] for record in whole[-1]["records"] if "lm_loss" in record] and len(losses) == 4
+    assert "auto: a batch takes" in outputs[0] and "program auto (sha256" in outputs[0]
+    assert f"auto: the program is {tmp_path}/saved/pipeline_program.csv, as before" in outputs[1]
