@@ -95,8 +95,8 @@ class SavedProgress:
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
             pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))
-            its, wanted = self.flags | self.contents, other.flags | other.contents
-            pairs += [(f"--{name}", its[name], value) for name, value in wanted.items() if name in its]
+            for saved, own in ((self.flags, other.flags), (self.contents, other.contents)):
+                pairs += [(f"--{name}", saved[name], value) for name, value in own.items() if name in saved]
         for name, its, wanted in pairs:
             if its != wanted:
                 raise ValueError(

@@ -86,7 +86,8 @@ def test_another_file_with_as_many_rows_is_refused(folder, saved, cache):
     lines = [line.replace("{", "{" + " " * 2**18, 1) for line in lines]
     file.write_text("".join(lines))
     shutil.copy(file, copy)
-    assert lines[10] != (changed := lines[10].replace('"w', '"v', 1)) and len(changed) == len(lines[10])
+    changed = lines[10].replace('"w', '"v', 1)
+    assert changed != lines[10] and len(changed) == len(lines[10])
     other.write_text("".join([*lines[:10], changed, *lines[11:]]))
     argv = [*saved[0], *(str(each).replace("CACHE", str(folder)) for each in cache), "--max_steps", 4]
     name = f"own-{len(cache)}"
