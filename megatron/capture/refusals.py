@@ -187,6 +187,10 @@ _CONFIG = "in its configuration (config.json)"
 
 _REMEDIES = (
     _Remedy(
+        r"grid_thw|num_real_images_per_batch",
+        "no setting changes that, so choose a model whose images have one size, such as LLaVA",
+    ),
+    _Remedy(
         r"layerdrop|skip_the_layer",
         f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them",
     ),

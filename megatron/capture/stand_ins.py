@@ -6,6 +6,8 @@
   (the images of a batch); any other use of that object is refused.
 - ``torch.nn.functional.ctc_loss`` makes a tensor whose shape depends on values, for its own backward alone. It is kept
   as one operator.
+- ``torch.vmap`` leaves no more than a shell. Where transformers makes a mask so, from a function of four indices
+  (Gemma 3 with images), the function takes all indices at once.
 - ``torch._check_tensor_all`` becomes a check of each batch.
 - The gated delta rule (Qwen3-Next) solves a triangular system; for an export it would write out 63 steps in each layer,
   which takes long. It is told that nothing is exported.
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy
 import torch
@@ -68,6 +70,18 @@ def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object
 
 _EXPORTING, _DELTA_RULE = "is_torchdynamo_exporting", "torch_chunk_gated_delta_rule"
 _TO, _CHECK_ALL = torch.nn.Module.to, torch._check_tensor_all
+
+
+def _of_all_indices(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def mask(*indices: Tensor) -> Tensor:
+        """A mask of all indices of four dimensions."""
+        places = [each.view([-1 if at == place else 1 for at in range(4)]) for place, each in enumerate(indices)]
+        return mask_function(*places).expand([each.shape[0] for each in indices])
+
+    return mask
+
+
+_MASKS = {"_vmap_expansion_sdpa": _of_all_indices, "TransformGetItemToIndex": contextlib.nullcontext}
 
 
 class _Rows:
@@ -126,6 +140,8 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
     spaces = [vars(sys.modules[name]) for name in sources if name in sys.modules and not name.startswith("torch.")]
     replaced = [(space, "len", _symbolic_len) for space in spaces if "len" not in space]
     replaced += [(space, _EXPORTING, lambda: False) for space in spaces if _DELTA_RULE in space and _EXPORTING in space]
+    spaces = [vars(module) for name, module in sys.modules.items() if name == "transformers.masking_utils"]
+    replaced += [(space, name, value) for space in spaces for name, value in _MASKS.items() if name in space]
     originals = [(space, name, space[name]) for space, name, _ in replaced if name in space]
     attributes = {module: dict(vars(module)) for module in model.modules()}
     drawn = _other_generators()

@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,10 @@ class SavedProgress:
         signature: of the captured graph.
         stages: a digest of the stages and their ranks.
         softened: the flags that soften staleness.
-        samples, batch_size, flags: compared only if the resumed run goes on training. `batch_size`: samples of a batch
-            over all replicas, so their number may change as long as a batch stays the same. `flags`: a checkpoint made
-            by an earlier version lacks some, which are not compared.
+        samples, batch_size, flags, contents: compared only if the resumed run goes on training. `batch_size`: samples
+            of a batch over all replicas, so their number may change as long as a batch stays the same. `flags`, and
+            `contents` of the files that flags name: a checkpoint made by an earlier version lacks some, which are not
+            compared, nor what another rank of the host compares.
         best: the state of `Best`; None if the run has none.
         freezing: the state of `Freezer`; None if no layers freeze.
         owes_evaluation: an evaluation was due here, and a stop request left it out.
@@ -73,6 +74,7 @@ class SavedProgress:
     best: dict[str, Any] | None = None
     freezing: dict[str, Any] | None = None
     owes_evaluation: bool = False
+    contents: dict[str, str | None] = field(default_factory=dict)
 
     @staticmethod
     def read(folder: Path) -> SavedProgress:
@@ -93,8 +95,8 @@ class SavedProgress:
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))
             pairs.append((BATCH_SIZE, self.batch_size, other.batch_size))
-            flags = other.flags.items()
-            pairs += [(f"--{name}", self.flags[name], value) for name, value in flags if name in self.flags]
+            for saved, own in ((self.flags, other.flags), (self.contents, other.contents)):
+                pairs += [(f"--{name}", saved[name], value) for name, value in own.items() if name in saved]
         for name, its, wanted in pairs:
             if its != wanted:
                 raise ValueError(

@@ -27,7 +27,7 @@ from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Epochs, Feed, Share
-from megatron.finetuning.data.files import state_of_file
+from megatron.finetuning.data.stored import StoredRows
 from megatron.finetuning.decoding import Generation
 from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.freezing_arguments import FREEZING
@@ -38,8 +38,8 @@ from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import build_relay, rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import (
-    FILES_OF_ROWS,
     Data,
+    contents_of_files,
     epochs_of,
     flags_of_rows,
     read_data,
@@ -50,7 +50,7 @@ from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
-from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.failure.errors import OnThisRank, environment_ranks
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.timeline_files import write_pictures
 from megatron.trainer.ranks import StopSignal
@@ -291,15 +291,23 @@ def _facts(args: argparse.Namespace, plan: RunPlan, data: Data) -> dict[str, obj
         "samples": len(data.training) if args.do_train else None,
         "batch_size": rows_of_batch(args) if args.do_train else None,
         "flags": _flags(args) if args.do_train else {},
+        "contents": _contents(args, data) if args.do_train else {},
     }
 
 
 def _flags(args: argparse.Namespace) -> dict[str, object]:
-    """The flags that a resumed run must repeat if it trains; of files, what says whether they are the same."""
+    """The flags that a resumed run must repeat if it trains."""
     names = {*KEPT, *flags_of_rows(), *(FREEZING if args.freeze_training else ())}
-    given = {name: getattr(args, name) for name in sorted(names)}
-    files = [name for name in FILES_OF_ROWS if given[name] is not None]
-    return given | {name: state_of_file(Path(given[name])) for name in files}
+    return {name: getattr(args, name) for name in sorted(names)}
+
+
+def _contents(args: argparse.Namespace, data: Data) -> dict[str, str | None]:
+    """What a resumed run compares of files: with rows in files, what these were made from; else the first rank of each
+    host reads them once more, the others have nothing to compare."""
+    if isinstance(data.training, StoredRows):
+        return data.training.contents
+    rank, _, local_rank = environment_ranks()
+    return contents_of_files(args) if 0 in (rank, local_rank) else {}
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:

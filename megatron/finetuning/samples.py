@@ -31,7 +31,7 @@ from megatron.finetuning.data import (
     token_classification,
 )
 from megatron.finetuning.data.batches import Epochs, Rows
-from megatron.finetuning.data.files import File, read_file, stream_file
+from megatron.finetuning.data.files import File, read_file, state_of_file, stream_file
 from megatron.finetuning.data.lengths import Lengths
 from megatron.finetuning.data.stored import cached_rows, in_parts, states
 from megatron.finetuning.data.task import Forward, Prompts, Task
@@ -124,7 +124,8 @@ def read_data(args: argparse.Namespace) -> Data:
             return None
         if file is training and args.data_cache is not None:
             parts = partial(in_parts, file, prepared.rows_of_pieces)
-            made = cached_rows(Path(args.data_cache), _deciding(args, prepared.changes), parts)
+            contents = partial(contents_of_files, args)
+            made = cached_rows(Path(args.data_cache), _deciding(args, prepared.changes), parts, contents)
         else:
             made = prepared.rows(file)
         made.convert(getattr(torch, args.dtype))
@@ -167,11 +168,17 @@ FILES_OF_ROWS = ("train_file", "chat_template")
 """Flags that decide the rows to train on by what the file has that they name."""
 
 
+def contents_of_files(args: argparse.Namespace) -> dict[str, str | None]:
+    """Flag that names a file -> what tells its content from any other; None if the flag is not given."""
+    given = {name: getattr(args, name) for name in FILES_OF_ROWS}
+    return {name: None if path is None else state_of_file(Path(path)) for name, path in given.items()}
+
+
 def flags_of_rows() -> set[str]:
-    """The names of the flags that decide the rows to train on."""
+    """The names of the flags that decide the rows to train on by their values."""
     parser = argparse.ArgumentParser(add_help=False)
     add_data(parser.add_argument_group(), required=False)
-    return {action.dest for action in parser._actions} - _ELSEWHERE
+    return {action.dest for action in parser._actions} - _ELSEWHERE.union(FILES_OF_ROWS)
 
 
 def _deciding(args: argparse.Namespace, changes: Mapping[str, object]) -> dict[str, object]:
@@ -182,7 +189,7 @@ def _deciding(args: argparse.Namespace, changes: Mapping[str, object]) -> dict[s
     small = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".txt", ".model", ".jinja")]
     templates = [Path(args.chat_template)] if args.chat_template else []
     return {
-        "form": 1, "flags": {name: getattr(args, name) for name in flags_of_rows()},
+        "form": 2, "flags": {name: getattr(args, name) for name in flags_of_rows()},
         "files": states([Path(args.train_file), *templates, *small]), "classes": repr(sorted(changes.items())),
         "versions": [require_transformers().__version__, tokenizers.__version__],
     }  # fmt: skip

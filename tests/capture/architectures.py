@@ -79,6 +79,27 @@ def _dialogues(samples: int, configuration: dict) -> dict[str, Tensor]:
     return {**texts, **_images(2 * samples, configuration["vision_config"]), "labels": tokens(samples, 16)}
 
 
+def _captions(samples: int, configuration: dict) -> dict[str, Tensor]:
+    """One image in every text, four places for it."""
+    texts, place = _text(samples, 16), configuration["image_token_id"]
+    texts["input_ids"][texts["input_ids"] == place] = 2
+    texts["input_ids"][:, 1:5] = place
+    return {**texts, "labels": tokens(samples, 16), "token_type_ids": (texts["input_ids"] == place).long()}
+
+
+def _grids(samples: int, configuration: dict) -> dict[str, Tensor]:
+    texts, side = _captions(samples, configuration), configuration["vision_config"]["patch_size"]
+    texts["mm_token_type_ids"] = texts.pop("token_type_ids")
+    pixels = torch.randn(4 * samples, 3 * side**2)
+    return {**texts, "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 2, 2]] * samples)}
+
+
+def _tiles(samples: int, configuration: dict) -> dict[str, Tensor]:
+    texts, images = _captions(samples, configuration), _images(samples, configuration["vision_config"])
+    del texts["token_type_ids"]
+    return {**texts, "pixel_values": images["pixel_values"][:, None]}
+
+
 def _sound(samples: int) -> dict[str, Tensor]:
     return {"input_values": torch.randn(samples, 400)}
 
@@ -102,6 +123,9 @@ BATCHES: dict[str, Callable[[int, dict], dict[str, Tensor]]] = {
     },
     "pairs": _pairs,
     "dialogues": _dialogues,
+    "captions": lambda samples, its: {**_captions(samples, its), **_images(samples, its["vision_config"])},
+    "tiles": _tiles,
+    "grids": _grids,
     "spectrum": lambda samples, its: {
         "input_features": torch.randn(samples, its["num_mel_bins"], 2 * its["max_source_positions"]),
         "labels": tokens(samples, 6),
@@ -121,6 +145,9 @@ _COLUMNS = {
     "instances": "images with masks of instances",
     "pairs": "texts and their images, contrasted",
     "dialogues": "texts with several images each",
+    "captions": "texts with an image each",
+    "tiles": "texts with images in tiles",
+    "grids": "texts with images of any size",
     "spectrum": "spectra and their text",
     "sound": "waves and their text",
     "sound classes": "waves with a class",

@@ -145,7 +145,8 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 def test_what_a_resumed_run_must_have_alike(tmp_path):
     """All that decides how it goes on; an evaluation needs no flags of training."""
-    made = SavedProgress(3, 6, "graph", "stages", "flush", 42, "adamw", "", 20, 8, {"learning_rate": 0.1})
+    made = SavedProgress(3, 6, "graph", "stages", "flush", 42, "adamw", "", 20, 8, {"learning_rate": 0.1},
+                         contents={"train_file": "one"})  # fmt: skip
     made.require_same(dataclasses.replace(made, batches=0), tmp_path, trains=True)
     for changes, sentence in (
         ({"signature": "other"}, r"another graph of the model .* \(graph\) than this run's \(other\)"),
@@ -153,10 +154,14 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
         ({"batch_size": 16}, r"another number of samples of a batch .* \(8\) than this run's \(16\)"),
         ({"samples": 21}, r"another number of samples \(20\) than this run's \(21\)"),
         ({"flags": {"learning_rate": 0.2}}, r"another --learning_rate \(0.1\) than this run's \(0.2\); give the flags"),
+        ({"contents": {"train_file": "two"}}, r"another --train_file \(one\) than this run's \(two\); give the flags"),
     ):
         other = dataclasses.replace(made, **changes)
         with pytest.raises(ValueError, match=sentence):
             made.require_same(other, tmp_path, trains=True)
+    made.require_same(dataclasses.replace(made, contents={}), tmp_path, trains=True)  # a later rank of the host
+    earlier = dataclasses.replace(made, flags=made.flags | {"train_file": "of both ends"}, contents={})
+    earlier.require_same(made, tmp_path, trains=True)
     made.require_same(dataclasses.replace(made, samples=None, flags={}), tmp_path, trains=False)
     later = dataclasses.replace(made, flags={"learning_rate": 0.1, "a flag of a later version": 12})
     made.require_same(later, tmp_path, trains=True)

@@ -165,22 +165,25 @@ def test_a_line_is_of_the_batches_since_the_last(tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_killed_job_restarts_by_itself(tmp_path):
+@pytest.mark.parametrize(("schedule", "ranks", "epochs"), [("2bw", 2, 40), ("l2l", 1, 6), ("l2l", 2, 6)])
+def test_a_killed_job_restarts_by_itself(tmp_path, schedule, ranks, epochs):
     """torchrun starts the job again after kill -9 of a rank, with a configuration file that says `resume: auto`: the
     metrics and the model of a run without an interruption, to the last bit. A second job with the file has no more to
     train.
     """
-    cut = cases.partition(tmp_path, CLASSES, (0, 1), dropout=0.1)
     command = tiny.command(tmp_path, CLASSES, dropout=0.1, num_samples=60)
     config = {name.removeprefix("--"): value for name, value in zip(command[::2], command[1::2], strict=True)}
-    config |= {"partition": str(cut), "pipeline_schedule": "2bw", "gradient_accumulation_steps": 2, "save_steps": 10}
-    config |= {"num_train_epochs": 40, "resume": "auto", "save_total_limit": 2}
+    config |= {"pipeline_schedule": schedule, "gradient_accumulation_steps": 2, "save_steps": 10}
+    config |= {"num_train_epochs": epochs, "resume": "auto", "save_total_limit": 2}
+    if schedule != "l2l":
+        config["partition"] = str(cases.partition(tmp_path, CLASSES, (0, 1), dropout=0.1))
+    num_batches = 10 * epochs
 
     def job(name: str) -> subprocess.Popen:
         config["output_dir"] = str(tmp_path / name)
         config["metrics_file"] = str(tmp_path / f"{name}.jsonl")
         (tmp_path / f"{name}.yaml").write_text(json.dumps(config))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "--max-restarts", 1]
         return start(*torchrun, ROOT / "finetune.py", tmp_path / f"{name}.yaml", cwd=tmp_path)
 
     def values(name: str) -> dict[int, tuple[float, float]]:
@@ -197,15 +200,15 @@ def test_a_killed_job_restarts_by_itself(tmp_path):
     children = subprocess.run(["pgrep", "-P", str(killed.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(children[-1]), signal.SIGKILL)
     output, _ = killed.communicate(timeout=300)
-    assert killed.returncode == 0 and re.search(r"\n[1-9]\d* of 400 batches to train", output), output
-    found = re.findall(r"(\d+) of 400 batches to train", output)
-    assert len(found) == 2 and 0 < int(found[1]) < int(found[0]) == 400
-    assert values("killed") == values("whole") and len(values("whole")) == 400
+    assert killed.returncode == 0 and re.search(r"\n[1-9]\d* of \d+ batches to train", output), output
+    found = re.findall(rf"(\d+) of {num_batches} batches to train", output)
+    assert len(found) == 2 and 0 < int(found[1]) < int(found[0]) == num_batches
+    assert values("killed") == values("whole") and len(values("whole")) == num_batches
     one, other = (cases.weights_of(tmp_path / name, CLASSES) for name in ("whole", "killed"))
     assert all(torch.equal(weights, other[name]) for name, weights in one.items())
     again = job("killed")
     output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0 and "0 of 400 batches to train" in output, output
+    assert again.returncode == 0 and f"0 of {num_batches} batches to train" in output, output
 
 
 @pytest.mark.full

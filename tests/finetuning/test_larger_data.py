@@ -22,7 +22,7 @@ MORE = 250 * 2**20
 """Bytes of private memory for all that a run needs: capture, training, and the conversion of samples."""
 
 
-def in_memory(cache, decides, parts) -> Rows:
+def in_memory(cache, decides, parts, contents) -> Rows:
     """In place of `cached_rows`."""
     made = list(parts())
     tensors = {name: torch.cat([part._tensors[name] for part in made]) for name in made[0]._tensors}

@@ -78,18 +78,24 @@ def test_flags_that_a_checkpoint_decides_are_refused(folder, saved, argv, found)
         run(folder, "other", *flags, *argv, "--max_steps", 6, "--resume", checkpoint, ranks=1)
 
 
-def test_another_file_with_as_many_rows_is_refused(folder, saved):
-    """A copy of the file is taken."""
-    flags, checkpoint = saved
-    file = Path(tiny.arguments(folder, CLASSES).train_file)
-    copy, other = folder / "copy.jsonl", folder / "other.jsonl"
+@pytest.mark.parametrize("cache", [[], ["--data_cache", "CACHE"]], ids=["memory", "files"])
+def test_another_file_with_as_many_rows_is_refused(folder, saved, cache):
+    """A row in the middle of a file of several MiB is another one, as long. A copy of the first file is taken."""
+    file, copy, other = (folder / f"{name}.jsonl" for name in ("own", "copy", "other"))
+    lines = Path(tiny.arguments(folder, CLASSES).train_file).read_text().splitlines(keepends=True)
+    lines = [line.replace("{", "{" + " " * 2**18, 1) for line in lines]
+    file.write_text("".join(lines))
     shutil.copy(file, copy)
-    first, *rest = file.read_text().splitlines(keepends=True)
-    other.write_text("".join([*rest, first]))
-    flags = [*flags, "--max_steps", 4, "--resume", checkpoint]
-    run(folder, "copied", *flags, "--train_file", copy, ranks=1)
+    changed = lines[10].replace('"w', '"v', 1)
+    assert changed != lines[10] and len(changed) == len(lines[10])
+    other.write_text("".join([*lines[:10], changed, *lines[11:]]))
+    argv = [*saved[0], *(str(each).replace("CACHE", str(folder)) for each in cache), "--max_steps", 4]
+    name = f"own-{len(cache)}"
+    run(folder, name, *argv, "--train_file", file, ranks=1)
+    argv += ["--resume", folder / name / "checkpoint-4"]
+    run(folder, f"{name}-copied", *argv, "--train_file", copy, ranks=1)
     with pytest.raises(workers.WorkerError, match=r"another --train_file \([0-9]+ bytes, digest [0-9a-f]{16}\) than"):
-        run(folder, "other", *flags, "--train_file", other, ranks=1)
+        run(folder, f"{name}-other", *argv, "--train_file", other, ranks=1)
 
 
 def test_a_checkpoint_of_an_earlier_version_goes_on(folder, saved):
@@ -97,8 +103,10 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(folder, saved):
     flags, checkpoint = saved
     older = shutil.copytree(checkpoint, folder / "older" / checkpoint.name)
     progress = json.loads((older / "progress.json").read_text())
-    for name in ("max_seq_length", "train_file", "warmup_steps", "task"):
+    for name in ("max_seq_length", "warmup_steps", "task"):
         del progress["flags"][name]
+    del progress["contents"]
+    progress["flags"]["train_file"] = "1234 bytes, digest of the ends"
     (older / "progress.json").write_text(json.dumps(progress))
     runs = [
         run(folder, f"from-{each.parent.name}", *flags, "--max_steps", 6, "--resume", each, ranks=1)
@@ -109,13 +117,13 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(folder, saved):
 
 
 def test_what_tells_two_files_apart(tmp_path):
-    """Size, beginning and end; of a folder of `datasets`, its data and no other file."""
+    """Size and every byte; of a folder of `datasets`, its data and no other file."""
     file = tmp_path / "rows"
-    states = set()
-    for content in (b"a" * 2**21 + b"b", b"c" + b"a" * 2**21, b"a" * 2**21 + b"c", b"a" * 2**21):
+    states, half = set(), b"a" * 3 * 2**19
+    for content in (half * 2 + b"b", b"c" + half * 2, half + b"c" + half, half * 2 + b"c", half * 2):
         file.write_bytes(content)
         states.add(state_of_file(file))
-    assert len(states) == 4
+    assert len(states) == 5
     datasets = pytest.importorskip("datasets")
     for name, texts in (("one", ["a", "b"]), ("two", ["a", "c"])):
         datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / name)

@@ -25,9 +25,6 @@ Sample = dict[str, object]
 _TOO_MANY = object()
 """The key under which a CSV row holds the fields for which the first line has no name."""
 
-_DIGESTED = 2**20
-"""The number of bytes at each end of a file that a digest takes."""
-
 csv.field_size_limit(2**27)
 
 
@@ -131,16 +128,15 @@ def stream_file(path: str, *, limit: int | None = None) -> File:
 
 
 def state_of_file(path: Path) -> str:
-    """The size of a file and a digest of its first and last MiB; of a folder of `save_to_disk`, those of its data."""
+    """The size of a file and a digest of all its bytes; of a folder of `save_to_disk`, those of its data."""
     files, digest = [path], hashlib.sha256()
     if path.is_dir():
         said = json.loads((path / "state.json").read_text(encoding="utf-8"))
         files = [path / part["filename"] for part in said["_data_files"]]
     for file in files:
         with file.open("rb") as stream:
-            digest.update(stream.read(_DIGESTED))
-            stream.seek(max(file.stat().st_size - _DIGESTED, 0))
-            digest.update(stream.read(_DIGESTED))
+            while part := stream.read(2**20):
+                digest.update(part)
     return f"{sum(file.stat().st_size for file in files)} bytes, digest {digest.hexdigest()[:16]}"
 
 

@@ -6,6 +6,7 @@ Source: Liu et al. (2023), "Visual instruction tuning".
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,14 @@ from megatron.finetuning.data.chat import ASSISTANT, Message, Template, answer_m
 from megatron.finetuning.data.classification import IMAGE, image_of
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
-from megatron.finetuning.data.task import Prepared, Task, most_likely, parts_of
+from megatron.finetuning.data.task import Prepared, Task, config_of, most_likely, parts_of
 
 _INPUTS = {"input_ids", "attention_mask", "pixel_values"}
 
 
 def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     folder = args.model_name_or_path
+    _require_no_token_types(folder)
     _, tokenizer, mark = parts_of(processor, ("image_processor", "tokenizer", "image_token"), folder)
     image, columns = file.column(args.image_column, IMAGE, "image"), columns_of(args, file)
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
@@ -67,6 +69,19 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
         return rows_of(sequences, args, tokenizer, answer_metrics, notes, {"pixel_values": torch.cat(pixels)})
 
     return Prepared(rows)
+
+
+def _require_no_token_types(folder: str) -> None:
+    """Raise ValueError if the model lets tokens attend by their types, which each model means in its own way."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    config = config_of(folder)
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if model is not None and "token_type_ids" in inspect.signature(model.forward).parameters:
+        raise ValueError(
+            f"{folder}: tokens of {model.__name__} attend by their token_type_ids, and --task image-text-to-text makes "
+            "none, so the model would attend in another way than it has learned; take another model, such as LLaVA"
+        )
 
 
 def _expanded(

@@ -36,13 +36,18 @@ _TERMS = "number of terms"
 
 
 class StoredRows(Rows):
-    """The rows in a folder that `write_rows` wrote, read as they are asked for. They are for training: no metrics."""
+    """The rows in a folder that `write_rows` wrote, read as they are asked for. They are for training: no metrics.
+
+    Attributes:
+        contents: of the files from which the rows were made (`contents_of_files`).
+    """
 
     def __init__(self, folder: Path) -> None:
         import datasets
 
         said = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
         self._shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in said["shapes"].items()}
+        self.contents: dict[str, str | None] = said["contents"]
         self._file = datasets.Dataset.from_file(str(folder / "rows.arrow")).with_format("arrow")
         terms = torch.cat([_tensor(part.column(_TERMS)) for part in self._file.select_columns([_TERMS]).iter(4096)])
         super().__init__({}, ignored=said["ignored"], num_terms=terms, notes=said["notes"], targets=said["targets"])
@@ -57,8 +62,8 @@ def _tensor(column: Any) -> Tensor:
     return torch.tensor(column.combine_chunks().flatten().to_numpy(zero_copy_only=False))
 
 
-def write_rows(parts: Iterable[Rows], folder: Path) -> None:
-    """Write rows of integers, one part after another, into a folder."""
+def write_rows(parts: Iterable[Rows], folder: Path, contents: Mapping[str, str | None]) -> None:
+    """Write rows of integers, one part after another, into a folder. `contents`: as `StoredRows` has them."""
     import datasets
     from datasets.arrow_writer import ArrowWriter
 
@@ -79,6 +84,7 @@ def write_rows(parts: Iterable[Rows], folder: Path) -> None:
     said = {
         "shapes": {name: tensor.shape[1:] for name, tensor in last._tensors.items()},
         "ignored": dict(last._ignored), "targets": last._targets, "notes": notes,
+        "contents": contents,
     }  # fmt: skip
     (folder / "rows.json").write_text(json.dumps(said), encoding="utf-8")
 
@@ -101,13 +107,19 @@ def in_parts(file: File, rows_of_pieces: Callable[[Iterable[File]], Iterator[Row
         raise ValueError(f"{error} (sample 1 of these is sample {first} of the file)") from error
 
 
-def cached_rows(cache: Path, decides: Mapping[str, object], parts: Callable[[], Iterator[Rows]]) -> StoredRows:
+def cached_rows(
+    cache: Path,
+    decides: Mapping[str, object],
+    parts: Callable[[], Iterator[Rows]],
+    contents: Callable[[], Mapping[str, str | None]],
+) -> StoredRows:
     """The rows of a cache, made by the first process of a host that asks, while the others wait.
 
     Args:
         cache: the folder of all caches, which may not be there yet.
         decides: everything that decides the rows.
         parts: makes the rows.
+        contents: reads what `StoredRows` keeps of the files.
 
     Raises ValueError if the folder cannot be written, and what `parts` raises.
     """
@@ -121,7 +133,7 @@ def cached_rows(cache: Path, decides: Mapping[str, object], parts: Callable[[], 
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
-                write_rows(parts(), unfinished)
+                write_rows(parts(), unfinished, contents())
                 unfinished.rename(folder)
     except OSError as error:
         raise ValueError(f"--data_cache {cache} cannot be written ({error}); give another folder") from error

@@ -105,6 +105,13 @@ def test_a_folder_without_its_processor_is_refused(tmp_path):
         read(tmp_path, ONE)
 
 
+@pytest.mark.parametrize("kind", [transformers.Gemma3Config, transformers.PaliGemmaConfig])
+def test_a_model_that_attends_by_the_types_of_tokens_is_refused(tmp_path, kind):
+    kind().save_pretrained(tiny.model_folder(tmp_path, TASK))
+    with pytest.raises(ValueError, match=r"ForConditionalGeneration attend by their token_type_ids, and --task image"):
+        read(tmp_path, ONE)
+
+
 def test_packing_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"--packing puts several samples .* --task is image-text-to-text; leave it out"
