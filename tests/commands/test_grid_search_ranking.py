@@ -26,7 +26,7 @@ def test_by_default_what_computes_as_flush_does_is_ranked(run, tmp_path):
     status, out, _ = run(*GPT, "--output", tmp_path, "--json", "--top", 1000)
     found = json.loads(out)
     best, beside = found["best"][0], {each["schedule"]: each for each in found["beside"]}
-    assert status == 0 and beside.keys() == {"2bw"} and best["schedule"] == "interleaved-zb"
+    assert status == 0 and beside.keys() == {"2bw"} and best["schedule"] == "zbv"
     gain = best["iteration_seconds"] / beside["2bw"]["iteration_seconds"] - 1
     assert beside["2bw"]["gain_over_best"] == pytest.approx(gain) and gain > 0
     assert "2bw" not in {each["schedule"] for each in found["best"]}
@@ -34,8 +34,8 @@ def test_by_default_what_computes_as_flush_does_is_ranked(run, tmp_path):
     for words in (" ".join(found["notes"]), words_of(tmp_path / "report.html"), words_of(tmp_path / "best.sh")):
         assert said in words and "not all have the same layers" not in words
     script = words_of(tmp_path / "best.sh")
-    assert "SCHEDULE:-interleaved-zb}" in script and "with Transformer Engine's layers and flash attention" in script
-    assert {"zb-h1", "zbv", "v-half", "interleaved", "flush"} <= {each["schedule"] for each in found["best"]}
+    assert "SCHEDULE:-zbv}" in script and "with Transformer Engine's layers and flash attention" in script
+    assert {"zb-h1", "zbv", "interleaved", "flush"} <= {each["schedule"] for each in found["best"]}
     layers = {(each["transformer_impl"], each["attention"]) for each in found["best"]}
     assert layers == {("transformer_engine", "flash")}
     assert not any("other layers" in note for each in found["best"] for note in each["notes"])

@@ -266,8 +266,10 @@ def _rank_mappings(names: tuple[str, ...], cluster: Cluster) -> tuple[str, ...]:
 
 
 def _schedules(cluster: Cluster) -> tuple[str, ...]:
-    """All; weights on the host where it is known what hosts have."""
-    return schedules_on_device() if cluster.host_memory_gib is None else tuple(offered())
+    """Those that a search tries by default; weights on the host where it is known what hosts have."""
+    if cluster.host_memory_gib is None:
+        return schedules_on_device()
+    return tuple(name for name, preset in offered().items() if preset.by_default)
 
 
 def _unasked(options: argparse.Namespace, job: Job, cluster: Cluster) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ class Preset:
         placement: a key of `PLACEMENTS`.
         recompute: a recompute precedes each backward.
         residency: how weights live on the host; None: they live on the device.
+        by_default: a search tries it where nobody names schedules. Not where its rows take long to make and to time.
     """
 
     order: str
@@ -55,6 +56,7 @@ class Preset:
     placement: str = "round-robin"
     recompute: bool = False
     residency: Residency | None = None
+    by_default: bool = True
 
     def validate(self) -> None:
         """Raise ValueError if the order, the weight policy or the placement is unknown."""
@@ -90,10 +92,10 @@ PRESETS: dict[str, Preset] = {
     "interleaved": Preset("interleaved", "flush"),
     "bpipe": Preset("1f1b", "flush", balance=True),
     "zb-h1": Preset("zb-h1", "flush"),
-    "zb-h2": Preset("zb-h2", "flush"),
-    "interleaved-zb": Preset("interleaved-zb", "flush"),
+    "zb-h2": Preset("zb-h2", "flush", by_default=False),
+    "interleaved-zb": Preset("interleaved-zb", "flush", by_default=False),
     "zbv": Preset("zbv", "flush", placement="v"),
-    "v-half": Preset("v-half", "flush", placement="v"),
-    "v-min": Preset("v-min", "flush", placement="v"),
+    "v-half": Preset("v-half", "flush", placement="v", by_default=False),
+    "v-min": Preset("v-min", "flush", placement="v", by_default=False),
     "l2l": Preset("relay", "flush", recompute=True, residency=Residency()),
 }

@@ -226,8 +226,8 @@ class Space:
 
 
 def schedules_on_device() -> tuple[str, ...]:
-    """The names in `offered()` of schedules that keep weights on the device."""
-    return tuple(name for name, preset in offered().items() if preset.residency is None)
+    """The names in `offered()` of schedules that a search tries by default and that keep weights on the device."""
+    return tuple(name for name, preset in offered().items() if preset.by_default and preset.residency is None)
 
 
 def divisors(number: int) -> list[int]:
