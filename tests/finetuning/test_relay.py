@@ -180,7 +180,8 @@ def test_the_host_has_ten_bytes_a_parameter(folder):
 
 def rounded(base: Path, folder: Path, bits: int) -> Path:
     """The model with the matrices of its layers as they come out of a packing."""
-    path, packing = Path(shutil.copytree(base, folder / f"{base.name}-{bits}", dirs_exist_ok=True)), PACKINGS[bits]
+    packing, path = PACKINGS[bits], folder / f"{base.name}-of-{bits}-bits"
+    shutil.copytree(base, path, dirs_exist_ok=True)
     tensors = load_file(path / "model.safetensors")
     for name, weight in tensors.items():
         if any(part.isdigit() for part in name.split(".")) and "relative" not in name and packing.takes(weight):
