@@ -14,18 +14,16 @@ overflowed or is clipped. Here each batch uses the true update of the one before
 
 from collections.abc import Sequence
 
-from megatron.pipeline.program.instruction import Kind
-from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward
+from megatron.pipeline.program.instruction import Instruction
+from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.zero_bubble_h1 import ZeroBubbleH1
-
-_COMPUTE = {Kind.FORWARD: forward, Kind.BACKWARD_INPUT: backward_input, Kind.BACKWARD_WEIGHT: backward_weight}
 
 
 class ZeroBubbleH2(Order):
     def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         turns = ZeroBubbleH1(2 * self.num_stages - 1).segments(2 * stage, batches)
-        return [[_COMPUTE[each.kind](stage, each.microbatch) for each in segment] for segment in turns]
+        return [[Instruction(each.kind, stage, each.microbatch) for each in segment] for segment in turns]
 
     def max_in_flight(self, stage: int) -> int:
         return 2 * self.num_stages - 1
