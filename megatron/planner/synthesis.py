@@ -9,6 +9,9 @@ from megatron.pipeline.synthesis import Problem
 from megatron.planner.memory.activations import Activations
 from megatron.planner.memory.memory import GIB, RankMemory
 
+STAND_INS = {1: "zb-h1", 2: "zbv"}
+"""Number of stages of a rank -> the named schedule that has the stages and the costs of a program with so many."""
+
 
 def problem_of(
     schedule: Schedule,

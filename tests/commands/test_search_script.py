@@ -247,3 +247,5 @@ def test_the_script_trains_with_a_program_that_is_faster_than_named_schedules(ru
     status, out, _ = run(*argv, "--microbatches", 16, "--output", plan)
     notes = " ".join(json.loads(out)["notes"]) if status == 0 else ""
     assert "a program made for" not in notes and not (plan / "auto.csv").exists()
+    status, _, error = run(*argv, "--objective", "memory")
+    assert status == 1 and "--auto looks for faster programs" in error

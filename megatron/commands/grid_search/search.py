@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.commands.grid_search.search_inputs import (
     ModelInput,
@@ -56,7 +57,6 @@ from megatron.planner.search.notes import (
 from megatron.planner.search.outcome import Budget
 from megatron.planner.search.search import Progress
 from megatron.planner.search.space import delayed, offer, schedules_on_device
-from megatron.planner.search.synthesized import Made, sentence, synthesized
 from megatron.planner.search.table import expectation, kept_record, unvalidated, write_csv, write_jsonl
 from megatron.planner.time.calibration import load_calibration
 from megatron.planner.time.first_principles import FirstPrinciples
@@ -64,6 +64,9 @@ from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of, vocab_size_of
 from megatron.processes import num_processors
 from megatron.trainer.plan.command import Job
+
+if TYPE_CHECKING:
+    from megatron.planner.search.synthesized import Made
 
 TAKES_FLAGS = True  # those of the training programs
 _MOST_SEQUENCES = 10_000_000  # of a batch, of which all divisors are looked for
@@ -95,6 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
+    if options.auto is not None and options.objective == "memory":
+        raise ValueError(
+            "--auto looks for faster programs, and --objective memory for less memory; leave one of them out"
+        )
     machines = read_cluster(options)
     cluster = machines.cluster
     model = read_model(options, cluster)
@@ -110,6 +117,8 @@ def run(options: argparse.Namespace) -> int:
         )
     made = of_program = None
     if options.auto is not None and outcome.best is not None:
+        from megatron.planner.search.synthesized import sentence, synthesized  # other searches start without it
+
         made = synthesized(outcome.ranking, found.planner_of, seconds=options.auto, refuse=model.job.refusal)
         of_program = sentence(made, outcome.best)
         if made is not None and made.kept.estimate.seconds >= outcome.best.estimate.seconds:
@@ -364,7 +373,7 @@ def docs_url() -> str | None:
     return folder.as_uri() if (folder / "convergence.md").is_file() else None
 
 
-def _write(folder: Path, found: Searched, notes: tuple[str, ...], made: Made | None) -> None:
+def _write(folder: Path, found: Searched, notes: tuple[str, ...], made: "Made | None") -> None:
     from megatron.documents.picture import as_png
     from megatron.planner.search.report import draw_outcome, html_report
 

@@ -18,10 +18,9 @@ from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
-from megatron.planner.synthesis import problem_of
+from megatron.planner.synthesis import STAND_INS, problem_of
 
 _CONSIDERED = 3  # configurations with other degrees, microbatches or recompute
-_STAND_INS = (("zb-h1", 1), ("zbv", 2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,8 @@ def synthesized(
     best: Made | None = None
     for kept in leading:
         planner = planner_of(kept.choice.tensor)
-        for name, virtual in _STAND_INS:
-            made = _made(kept, name, virtual, planner, seconds / (len(_STAND_INS) * len(leading)), refuse, ranking[0])
+        for virtual, name in STAND_INS.items():
+            made = _made(kept, name, virtual, planner, seconds / (len(STAND_INS) * len(leading)), refuse, ranking[0])
             if made is not None and (best is None or made.kept.estimate.seconds < best.kept.estimate.seconds):
                 best = made
     return best

@@ -45,6 +45,7 @@ from megatron.planner.time.iteration import priced
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.platform import assumed_platform
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
@@ -55,7 +56,7 @@ from megatron.trainer.dry_run.text import DryRun, HostedRun, print_dry_run, to_d
 from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
 from megatron.trainer.models.core_config import optimizer_config, transformer_config
-from megatron.trainer.plan import auto_program, from_flags
+from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.arrangement import cut_model, decide, degrees_of, evictors
 from megatron.trainer.plan.from_flags import prove
 from megatron.trainer.report.log import packages_not_here
@@ -236,7 +237,9 @@ def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
             )
         args = with_checkpoint_arguments(args)
     platform, notes = assumed_platform(args.assume_packages), []
-    if auto_program.is_auto(args):
+    if args.pipeline_schedule == AUTO:
+        from megatron.trainer.plan import auto_program
+
         made = auto_program.make(args, world_size=args.dry_run, platform=platform)
         args, notes = auto_program.with_program(args, made), list(made.lines)
     notes += validate_args(args, world_size=args.dry_run)

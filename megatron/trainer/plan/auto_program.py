@@ -26,12 +26,13 @@ from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.memory.schedule_demand import proved_demand
-from megatron.planner.synthesis import problem_of
+from megatron.planner.synthesis import STAND_INS, problem_of
 from megatron.planner.time.profile import Profile, load_profile
 from megatron.planner.time.profiled import ProfiledCosts, shape_of
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig, assumed_vocabulary, padded_vocabulary
 from megatron.trainer.arguments.flags.parallel import AUTO
+from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan import from_flags
@@ -41,14 +42,15 @@ if TYPE_CHECKING:
 
 FILE, CERTIFICATE = "pipeline_program.csv", "pipeline_program.json"
 _WHOLE = "flush"
-_STAND_INS = (("zb-h1", None), ("zbv", 2), (_WHOLE, None))
-"""Named schedules, with the stages of a rank. The one with whole backwards is for jobs that have no halves."""
+"""The stand-in of jobs whose backwards have no halves."""
+_ASKED = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout", "pipeline_memory_limit", "micro_batch_size", "global_batch_size", "num_layers",
+    "hidden_size", "ffn_hidden_size", "num_experts", "seq_length", "fp16", "bf16", "recompute_granularity",
+    "recompute_method", "recompute_num_layers", "recompute_modules", "use_distributed_optimizer", "optimizer",
+)  # fmt: skip
+"""Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
 _KEY = "program/auto"
-
-
-def is_auto(args: argparse.Namespace) -> bool:
-    """Whether a program is still to be made."""
-    return args.pipeline_schedule == AUTO and args.made_program is None
 
 
 def with_program(args: argparse.Namespace, made: MadeProgram) -> argparse.Namespace:
@@ -157,12 +159,12 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     """Return the validated arguments under each named schedule that the job could have."""
     _require_flags(args)
     found, refusal = [], None
-    for name, virtual in _STAND_INS:
-        given = args.num_virtual_stages_per_pipeline_rank
+    given = args.num_virtual_stages_per_pipeline_rank
+    for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
         if given is not None and given != virtual:
             continue
         like = argparse.Namespace(**vars(args))
-        like.pipeline_schedule, like.num_virtual_stages_per_pipeline_rank = name, virtual
+        like.pipeline_schedule, like.num_virtual_stages_per_pipeline_rank = name, virtual if virtual > 1 else None
         like.given = tuple(each for each in args.given if each not in OF_AUTO)
         try:
             validate_args(like, world_size=world_size, rank=rank)
@@ -327,15 +329,8 @@ def _asked(args: argparse.Namespace, like: argparse.Namespace) -> dict[str, obje
         digest = hashlib.sha256(Path(args.pipeline_profile).read_bytes()).hexdigest()
     except OSError as error:
         raise ValueError(f"--pipeline-profile {args.pipeline_profile} cannot be read ({error.strerror})") from error
-    return {
-        "profile_sha256": digest,
-        "memory_limit": args.pipeline_memory_limit,
-        "virtual_stages": args.num_virtual_stages_per_pipeline_rank,
-        "microbatches": max(like.batch_sizes.all_num_microbatches()),
-        "degrees": [args.tensor_model_parallel_size, args.pipeline_model_parallel_size, like.data_parallel_size],
-        "micro_batch_size": args.micro_batch_size,
-        "layers": args.num_layers,
-    }
+    flags = {name_of(name): getattr(args, name) for name in _ASKED}
+    return {"the content of --pipeline-profile": digest, "number of replicas": like.data_parallel_size} | flags
 
 
 def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, str]:
@@ -347,19 +342,20 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError):
         return None, f"{AUTO}: {folder / CERTIFICATE} does not say what {path} was made for, so another program is made"
-    other = [name.replace("_", " ") for name, value in asked.items() if was.get(name) != value]
+    other = [name for name, value in asked.items() if was.get(name) != value]
     if other:
-        return None, f"{AUTO}: {path} was made for another {', '.join(other)}, so another program is made"
+        return None, f"{AUTO}: {path} was made with another {', '.join(other)}, so another program is made"
     return MadeProgram(text, (f"{AUTO}: the program is {path}, as before",), certificate), ""
 
 
 def _lines(args: argparse.Namespace, best: Synthesis, bound: float) -> Iterator[str]:
     placement, place = best.problem.rank_of_stage, "one stage on each rank"
+    backwards = "" if best.problem.splits else ", whole backwards"
     if len(placement) > best.problem.num_ranks:
         place = f"stages on ranks {_numbers(placement)}"
     yield (
         f"{AUTO}: a batch takes {1000 * best.seconds:.4g} ms in simulation, without reductions and the step (a bubble "
-        f"of {best.bubble:.1%}); no program takes less than {1000 * bound:.4g} ms; {place}"
+        f"of {best.bubble:.1%}); no program takes less than {1000 * bound:.4g} ms; {place}{backwards}"
     )
     held = ", ".join(f"{each:.3g}" for each in best.held)
     named = "no named order keeps the limits"

@@ -36,6 +36,7 @@ from megatron.trainer.arguments.flags.config import (
     schedule_text,
 )
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.parser import destinations
 from megatron.trainer.arguments.flags.specification import Role, name_of
 from megatron.trainer.arguments.platform import require_attention_environment, require_hardware_queues
@@ -48,7 +49,6 @@ from megatron.trainer.checkpoint.ownership import OwnerMark, release_all
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.datasets import SPLITS
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, require_known_tokens, vocab_size
-from megatron.trainer.plan import auto_program
 from megatron.trainer.plan.arrangement import RankAssignment, assign_rank, iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
@@ -77,6 +77,8 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
     try:
         _require_one_program(args)
         if args.made_program is not None and args.save is not None and args.rank == 0:
+            from megatron.trainer.plan import auto_program
+
             auto_program.keep(args.made_program, Path(args.save))
         return _build(args, program, owner_mark)
     except BaseException:
@@ -281,7 +283,7 @@ def _join_job(
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
     patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
-    made_here = auto_program.is_auto(args)
+    made_here = args.pipeline_schedule == AUTO
     try:
         if not made_here:
             args, notes = complete(args, notes)
@@ -325,6 +327,8 @@ def complete(
         rank, world_size, _ = initialize.environment_ranks()
         args, overridden = _take_over(args) if args.use_checkpoint_args else (args, [])
         if program_over is not None:
+            from megatron.trainer.plan import auto_program  # the planner, which other runs start without
+
             store, patience = program_over
             make = partial(
                 auto_program.make, args, world_size=world_size, platform=initialize.this_platform(),

@@ -156,7 +156,13 @@ def test_a_program_is_kept_for_the_same_job(measured, tmp_path):
     assert (again.csv, again.certificate) == (first.csv, first.certificate)
     assert again.lines == (f"auto: the program is {folder}/pipeline_program.csv, as before",)
     other, _ = made_for(parsed(measured, f"--load {folder} --pipeline-memory-limit 100"))
-    assert "was made for another memory limit, so another program is made" in other.lines[0] and len(other.lines) > 1
+    assert (
+        "was made with another --pipeline-memory-limit, so another program is made" in other.lines[0]
+        and len(other.lines) > 1
+    )
+    less = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    other, _ = made_for(parsed(measured, f"--load {folder} {less}"))
+    assert "--recompute-granularity, --recompute-method, --recompute-num-layers, so" in other.lines[0]
     (folder / auto_program.CERTIFICATE).unlink()
     other, _ = made_for(parsed(measured, f"--load {folder}"))
     assert "does not say what" in other.lines[0]

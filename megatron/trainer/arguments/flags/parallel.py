@@ -24,7 +24,7 @@ class Pipeline:
         "pairs of stages, as --balance-activations does. zb-h1: flush whose backwards are split, so that weight "
         "gradients fill bubbles; exact. zb-h2: the same with twice the memory and a smaller bubble. interleaved-zb: "
         "interleaved with split backwards. zbv: two stages on each rank in a V, which leaves next to no bubble. "
-        "v-half, v-min: zbv with half and a third of its memory. docs/zero_bubble.md. l2l: weights, gradients and "
+        "v-half, v-min: zbv with about half of its memory, and less. docs/zero_bubble.md. l2l: weights, gradients and "
         "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
         "the program that the costs of --pipeline-profile and --pipeline-memory-limit ask for, made when the job "
         "starts; exact. docs/synthesis.md.",
