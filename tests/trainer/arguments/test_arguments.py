@@ -352,6 +352,8 @@ def test_every_flag_is_read():
     sources = [path for path in sources if str(path.relative_to(folder)) not in hands_on]
     sources = [path for path in sources if not {"dropin", "finetuning"} & set(path.parts)]  # with flags of their own
     text = "\n".join(path.read_text() for path in sources)
+    text, compared = re.subn(r"\n_ASKED = \(.*?\n\)", "", text, flags=re.DOTALL)  # to compare flags is not to read them
+    assert compared == 1
     flags = [flag for group in GROUPS for flag in group.flags if not flag.refused and "Accepted" not in flag.help]
     unread = {flag.dest for flag in flags if not re.search(rf'args\.{flag.dest}\b|"{flag.dest}"', text)}
     assert unread == TRANSLATED
