@@ -100,7 +100,7 @@ def make(
             break
         try:
             resolve_platform(like, platform)
-            problems.append(_problem(settled(like), costs_of))
+            problems.append(_problem(settled(like), costs_of, limit=args.pipeline_memory_limit))
         except ValueError as error:
             refusal = refusal or error
     if not problems:
@@ -293,7 +293,7 @@ def _scope(config: TrainConfig) -> RecomputeScope:
 # --- the problem
 
 
-def _problem(config: TrainConfig, costs_of: _Measured | _Profiled) -> Problem:
+def _problem(config: TrainConfig, costs_of: _Measured | _Profiled, *, limit: float | None) -> Problem:
     """Return the problem that has a stand-in's placement. Sizes are in GiB."""
     from megatron.trainer.models.core_config import transformer_config  # imports torch
 
@@ -305,7 +305,7 @@ def _problem(config: TrainConfig, costs_of: _Measured | _Profiled) -> Problem:
     (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
     shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
     schedule = config.schedule
-    memory, limit = None, config.pipeline_memory_limit
+    memory = None
     if limit is not None:
         memory = estimate_memory(
             shape, setting, from_flags.training_state(config), proved_demand(schedule, num_microbatches),
