@@ -121,7 +121,7 @@ def change_arrangement(run: Run, wanted: Arrangement) -> Change:
     way_back.model_and_optimizer.update.close()
     groups = way_back.groups
     del way_back, state
-    _collect(run)
+    collect(run)
     if groups is not None:
         destroy_groups(groups)
     run.engine = build_engine(run.args, built, run.position())
@@ -146,7 +146,7 @@ class _WayBack:
 
         Collective: every rank must call it.
         """
-        _collect(run)
+        collect(run)
         if self.groups is not None:
             destroy_groups(set_groups_aside())
             restore_groups(self.groups)
@@ -165,7 +165,7 @@ def _leave(run: Run, wanted: Arrangement, way_back: _WayBack) -> ShardedStateDic
     """
     with agreed():
         run.args = arranged(run.args, wanted)
-    _end_engine(run)
+    end_engine(run)
     with agreed():
         state = hold_run(way_back.model_and_optimizer, iteration=run.iteration)
         way_back.gradients.release()
@@ -187,7 +187,11 @@ def _move_in(run: Run, built: ModelAndOptimizer, state: ShardedStateDict, before
     return moved
 
 
-def _end_engine(run: Run) -> None:
+def end_engine(run: Run) -> None:
+    """End the drained engine of a run that is about to get another.
+
+    Collective: every rank must call it.
+    """
     engine, run.engine = run.engine, None
     engine.close()
     guard = failure_guard.active()
@@ -225,7 +229,7 @@ def _summary(run: Run, before: Arrangement, moved: Moved, seconds: float) -> Cha
     )  # fmt: skip
 
 
-def _collect(run: Run) -> None:
+def collect(run: Run) -> None:
     """Free dropped objects, which have reference cycles.
 
     If the run keeps its objects out of garbage collections, the remaining ones are kept out again.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -27,6 +27,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.pipeline.simulate.costs import Costs
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sample
 
@@ -39,24 +40,55 @@ _COMPUTED = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def seconds_of_stages(engine: PipelineEngine) -> Seconds:
-    """The times of all stages of the pipeline: medians over the engine's trace, then over replicas.
+    """The times of all stages of the pipeline, as `medians_of_stages` has them.
 
     Collective: every rank of the job must call it.
     """
-    found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for span in engine.trace().spans:
-        if span.track == COMPUTE and span.instruction.kind in _COMPUTED:
-            found[span.instruction.stage][span.instruction.kind].append(span.end - span.start)
-    own = {stage: {kind: statistics.median(times) for kind, times in kinds.items()} for stage, kinds in found.items()}
-    gathered: list = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own, group=control_group())
     result = {}
-    for stage in sorted({stage for each in gathered for stage in each}):
-        forward, recompute, backward = (
-            statistics.median([each[stage].get(kind, 0.0) for each in gathered if stage in each]) for kind in _COMPUTED
-        )
+    for stage, times in medians_of_stages(engine, _COMPUTED).items():
+        forward, recompute, backward = (times[kind] for kind in _COMPUTED)
         result[stage] = (forward, recompute + backward)
     return result
+
+
+def medians_of_stages(
+    engine: PipelineEngine, kinds: Sequence[Kind], *, num_batches: int | None = None
+) -> dict[int, dict[Kind, float]]:
+    """The seconds of a microbatch by stage and kind, 0 for what a stage does not compute.
+
+    They are medians over the last `num_batches` batches of the engine's trace (None: all), then over replicas.
+
+    Collective: every rank of the job must call it.
+    """
+    trace = engine.trace()
+    first = 0 if num_batches is None else trace.batches[-num_batches].first_microbatch
+    found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for span in trace.spans:
+        each = span.instruction
+        if span.track == COMPUTE and each.kind in kinds and each.microbatch >= first:
+            found[each.stage][each.kind].append(span.end - span.start)
+    own = {stage: {kind: statistics.median(times) for kind, times in times.items()} for stage, times in found.items()}
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own, group=control_group())
+    return {
+        stage: {
+            kind: statistics.median([each[stage].get(kind, 0.0) for each in gathered if stage in each])
+            for kind in kinds
+        }
+        for stage in sorted({stage for each in gathered for stage in each})
+    }
+
+
+def measured_costs(engine: PipelineEngine, *, num_batches: int) -> Costs:
+    """The costs of the pipeline's computations, as `medians_of_stages` has them; transfers take no time.
+
+    Collective: every rank of the job must call it.
+    """
+    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    medians = medians_of_stages(engine, kinds, num_batches=num_batches).values()
+    forward, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
+    backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two parts
+    return Costs(forward=forward, backward=backward, backward_input=first, backward_weight=second)
 
 
 def share_of_output_layer(args: TrainConfig) -> float:

@@ -1,8 +1,11 @@
-"""`--pipeline-schedule auto`: the program that measured costs and a memory limit ask for.
+"""`--pipeline-schedule auto`: the program that costs and a memory limit ask for.
 
 A stand-in is the same job under a named schedule. It tells the stages, their costs and the memory of everything but
 activations. `synthesize` searches for the fastest program with the stand-in's placement, for each stand-in, and the
 fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet.
+
+Without a profile there are no costs yet. The job then begins with the fastest named order that keeps the limits, and
+measures itself (`changes/program_making.py`).
 
 A program that was made for a job stands beside its checkpoints (`FILE`, `CERTIFICATE`), and a run that resumes keeps it
 where it asks for the same.
@@ -11,31 +14,29 @@ where it asks for the same.
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.documents.files import write_whole
-from megatron.pipeline.simulate.costs import Costs, measured_costs
-from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, Synthesis, synthesize
-from megatron.planner import Configuration
+from megatron.pipeline.synthesis.search import bubble
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.memory import estimate_memory
-from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.planner.synthesis import STAND_INS, problem_of
-from megatron.planner.time.profile import Profile, load_profile
-from megatron.planner.time.profiled import ProfiledCosts, shape_of
 from megatron.trainer.arguments import resolve_platform, validate_args
-from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig, assumed_vocabulary, padded_vocabulary
+from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan import from_flags
+from megatron.trainer.plan.auto_costs import Assumed, CostsOf, MeasuredHere, costs_of_file, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,10 @@ _ASKED = (
     "recompute_method", "recompute_num_layers", "recompute_modules", "use_distributed_optimizer", "optimizer",
 )  # fmt: skip
 """Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
+_PROFILE = "the content of --pipeline-profile"
 _KEY = "program/auto"
+_ROUNDING = 1e-6
+"""The part of a batch's time by which a program has to be faster."""
 
 
 def with_program(args: argparse.Namespace, made: MadeProgram) -> argparse.Namespace:
@@ -64,8 +68,8 @@ def with_program(args: argparse.Namespace, made: MadeProgram) -> argparse.Namesp
 def require(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> None:
     """Raise ValueError for a job for which no program can be made, as far as flags and the file of costs tell."""
     _stand_ins(args, world_size=world_size, rank=rank)
-    if rank == 0:
-        _costs_reader(args.pipeline_profile)
+    if rank == 0 and args.pipeline_profile is not None:
+        costs_of_file(args.pipeline_profile)
 
 
 def make(
@@ -76,6 +80,8 @@ def make(
     settled: Callable[[argparse.Namespace], TrainConfig] = TrainConfig.of,
 ) -> MadeProgram:
     """Make the program of a job, or take the one that stands beside the checkpoint to be loaded.
+
+    Without a profile it is the program with which the job begins (`MadeProgram.measures`).
 
     Args:
         args: parsed, and not validated.
@@ -93,7 +99,8 @@ def make(
         if kept is not None:
             return kept
         lines.append(line)
-    costs_of = _costs_reader(args.pipeline_profile)
+    measures = args.pipeline_profile is None
+    costs_of = Assumed() if measures else costs_of_file(args.pipeline_profile)
     problems, refusal = [], None
     for like in likes:
         if problems and like.pipeline_schedule == _WHOLE:
@@ -105,10 +112,50 @@ def make(
             refusal = refusal or error
     if not problems:
         raise refusal
+    if measures:
+        begin = synthesize(problems[0], rounds=0)
+        line = (
+            f"{AUTO}: without --pipeline-profile the job begins with {_begins_with(begin.begun_with)}, measures its "
+            f"batches 2 to {args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
+        )
+        return MadeProgram(begin.csv, (*lines, line), _certificate(asked, begin), measures=True)
     found = [synthesize(each, seconds=args.pipeline_synthesis_seconds / len(problems)) for each in problems]
     best = min(found, key=lambda each: each.seconds)
-    certificate = json.dumps({"asked": asked} | best.certificate(), indent=1) + "\n"
-    return MadeProgram(best.csv, (*lines, *_lines(args, best, min(each.bound for each in found))), certificate)
+    bound = min(each.bound for each in found)
+    return MadeProgram(best.csv, (*lines, *_lines(args, best, bound)), _certificate(asked, best))
+
+
+def measured_problem(config: TrainConfig, costs: Costs) -> Problem:
+    """Return the problem of a run that has measured itself: the stages and limits of what it runs, with these costs."""
+    return _problem(config, MeasuredHere(costs), limit=config.pipeline_memory_limit)
+
+
+def faster(config: TrainConfig, found: Synthesis) -> MadeProgram:
+    """Return what a run goes on with for the costs that it has measured.
+
+    That is what was found, or where this is no faster by these costs, the program with which the run began.
+    """
+    problem, begun = found.problem, config.made_program
+    seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
+    now = f"that of {_begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
+    if found.seconds < seconds * (1 - _ROUNDING):
+        lines = (*_lines(config, found, found.bound), f"{AUTO}: {now}, {1 - found.seconds / seconds:.1%} more")
+        return MadeProgram(found.csv, lines, _certificate(was["asked"], found))
+    about = ("bound", "bound_from", "bound_holds_for", "best_registered_order")
+    known = found.certificate()
+    known = was | {name: known[name] for name in about} | {"seconds": seconds, "bubble": bubble(problem, seconds)}
+    line = f"{AUTO}: {now}; no faster one was found, and none takes less than {1000 * found.bound:.4g} ms, so it stays"
+    return MadeProgram(begun.csv, (line,), json.dumps(known, indent=1) + "\n")
+
+
+def _begins_with(name: str) -> str:
+    """Return the name of a beginning as a phrase."""
+    order = name.removeprefix("within limits: ")
+    return name if order == name else f"{order} within the limits"
+
+
+def _certificate(asked: dict[str, object], found: Synthesis) -> str:
+    return json.dumps({"asked": asked} | found.certificate(), indent=1) + "\n"
 
 
 def keep(made: MadeProgram, folder: Path) -> None:
@@ -149,7 +196,7 @@ def shared(
     answer = json.loads(store.get(_KEY))
     if "error" in answer:
         raise ValueError(answer["error"])
-    return with_program(args, MadeProgram(answer["csv"], tuple(answer["lines"]), answer["certificate"]))
+    return with_program(args, MadeProgram(**answer | {"lines": tuple(answer["lines"])}))
 
 
 # --- the stand-ins
@@ -160,6 +207,8 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     _require_flags(args)
     found, refusal = [], None
     given = args.num_virtual_stages_per_pipeline_rank
+    if args.pipeline_profile is None:
+        given = given or 1  # nothing says which of two placements is faster
     for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
         if given is not None and given != virtual:
             continue
@@ -200,107 +249,21 @@ def _require_flags(args: argparse.Namespace) -> None:
             f"--pipeline-recompute does not go with {named}, which keeps all activations of a microbatch; recompute "
             "in layers (--recompute-granularity full), or name a schedule"
         )
-    if args.pipeline_profile is None:
+    if args.pipeline_profile is not None and "pipeline_measured_batches" in args.given:
         raise ValueError(
-            f"{named} has no costs; give --pipeline-profile FILE, which tools/profile_model.py writes, or the "
-            "measured.json of a short run with --pipeline-timeline"
+            f"--pipeline-measured-batches {args.pipeline_measured_batches} is for a job that measures its own costs, "
+            f"and --pipeline-profile {args.pipeline_profile} has them; leave out one of the two"
         )
-
-
-# --- costs
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The costs of a run's timeline."""
-
-    path: str
-    timeline: Timeline
-
-    def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
-        placement, own = tuple(self.timeline.rank_of_stage), config.schedule.rank_of_stage
-        if placement != tuple(own):
-            raise ValueError(
-                f"--pipeline-profile {self.path} was measured with stages on the ranks {_numbers(placement)}, and the "
-                f"job's are on {_numbers(own)}; measure a run of as many ranks, under zb-h1 or zbv"
-            )
-        costs = measured_costs(self.timeline)
-        missing = "halves" if config.schedule.splits_backward else "whole backwards"
-        if not any(costs.backward_input if config.schedule.splits_backward else costs.backward):
-            raise ValueError(f"--pipeline-profile {self.path} has no times of {missing}; measure a run that has them")
-        return costs
-
-
-@dataclass(frozen=True)
-class _Profiled:
-    """The costs of a profile's blocks."""
-
-    path: str
-    profile: Profile
-
-    def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
-        shape = from_flags.architecture(self.with_vocabulary(config))
-        configuration = Configuration(
-            tensor=config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size,
-            data=config.data_parallel_size, virtual=config.virtual_pipeline_model_parallel_size or 1,
-            micro_batch_size=config.micro_batch_size, global_batch_size=config.global_batch_size,
-            recompute=_scope(config), schedule=config.pipeline_schedule, layers=tuple(layers),
-            sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
-            distributed_optimizer=config.use_distributed_optimizer, context=config.context_parallel_size,
-            expert=config.expert_model_parallel_size,
-        )  # fmt: skip
-        try:
-            return ProfiledCosts(self.profile, shape, from_flags.software(config)).costs(configuration, layers)
-        except ValueError as error:
-            raise ValueError(f"--pipeline-profile {self.path}: {error}") from error
-
-    def with_vocabulary(self, config: TrainConfig) -> TrainConfig:
-        rows = shape_of(self.profile, num_layers=1, tensor=config.tensor_model_parallel_size).vocabulary_size
-        return replace(config, padded_vocab_size=rows)
-
-
-def _costs_reader(path: str) -> _Measured | _Profiled:
-    """Return what reads the costs from a file of either kind."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise ValueError(
-            f"--pipeline-profile {path} cannot be read ({reason}); give a profile of tools/profile_model.py, or the "
-            "measured.json of a run with --pipeline-timeline"
-        ) from error
-    if isinstance(content, dict) and "machine" in content:
-        return _Profiled(path, load_profile(path))
-    return _Measured(path, Timeline.load(path))
-
-
-def _scope(config: TrainConfig) -> RecomputeScope:
-    modules = config.recompute_modules or ["core_attn"]
-    for scope, is_it in (
-        (RecomputeScope.NONE, config.recompute_granularity is None),
-        (RecomputeScope.ATTENTION, config.recompute_granularity == "selective" and modules == ["core_attn"]),
-        (RecomputeScope.LAYER, config.recompute_granularity == "full" and config.recompute_method == "uniform"
-         and config.recompute_num_layers in (None, 1)),
-    ):  # fmt: skip
-        if is_it:
-            return scope
-    raise ValueError(
-        f"a profile has no times of --recompute-granularity {config.recompute_granularity} with these modules or "
-        "layers; recompute core_attn or each layer, or give the measured.json of a run"
-    )
 
 
 # --- the problem
 
 
-def _problem(config: TrainConfig, costs_of: _Measured | _Profiled, *, limit: float | None) -> Problem:
+def _problem(config: TrainConfig, costs_of: CostsOf, *, limit: float | None) -> Problem:
     """Return the problem that has a stand-in's placement. Sizes are in GiB."""
     from megatron.trainer.models.core_config import transformer_config  # imports torch
 
-    if isinstance(costs_of, _Profiled):
-        config = costs_of.with_vocabulary(config)
-    else:
-        config = replace(config, padded_vocab_size=padded_vocabulary(config, assumed_vocabulary(config)))
+    config = costs_of.with_vocabulary(config)
     layers = from_flags.layers_of_stages(transformer_config(replace(config, **from_flags.WITHOUT_ENGINE)))
     (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
     shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
@@ -325,12 +288,14 @@ def _problem(config: TrainConfig, costs_of: _Measured | _Profiled, *, limit: flo
 
 def _asked(args: argparse.Namespace, like: argparse.Namespace) -> dict[str, object]:
     """Return, as JSON's values, what a program was made for."""
+    digest = None
     try:
-        digest = hashlib.sha256(Path(args.pipeline_profile).read_bytes()).hexdigest()
+        if args.pipeline_profile is not None:
+            digest = hashlib.sha256(Path(args.pipeline_profile).read_bytes()).hexdigest()
     except OSError as error:
         raise ValueError(f"--pipeline-profile {args.pipeline_profile} cannot be read ({error.strerror})") from error
     flags = {name_of(name): getattr(args, name) for name in _ASKED}
-    return {"the content of --pipeline-profile": digest, "number of replicas": like.data_parallel_size} | flags
+    return {_PROFILE: digest, "number of replicas": like.data_parallel_size} | flags
 
 
 def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, str]:
@@ -342,20 +307,22 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError):
         return None, f"{AUTO}: {folder / CERTIFICATE} does not say what {path} was made for, so another program is made"
+    asked = {name: value for name, value in asked.items() if (name, value) != (_PROFILE, None)}  # no profile asks none
     other = [name for name, value in asked.items() if was.get(name) != value]
     if other:
         return None, f"{AUTO}: {path} was made with another {', '.join(other)}, so another program is made"
     return MadeProgram(text, (f"{AUTO}: the program is {path}, as before",), certificate), ""
 
 
-def _lines(args: argparse.Namespace, best: Synthesis, bound: float) -> Iterator[str]:
+def _lines(args: argparse.Namespace | TrainConfig, best: Synthesis, bound: float) -> Iterator[str]:
     placement, place = best.problem.rank_of_stage, "one stage on each rank"
     backwards = "" if best.problem.splits else ", whole backwards"
     if len(placement) > best.problem.num_ranks:
-        place = f"stages on ranks {_numbers(placement)}"
+        place = f"stages on ranks {numbers(placement)}"
     yield (
         f"{AUTO}: a batch takes {1000 * best.seconds:.4g} ms in simulation, without reductions and the step (a bubble "
-        f"of {best.bubble:.1%}); no program takes less than {1000 * bound:.4g} ms; {place}{backwards}"
+        f"of {best.bubble:.1%}); no program takes less than {1000 * bound:.4g} ms "
+        f"({1 - bound / best.seconds:.1%} less); {place}{backwards}"
     )
     held = ", ".join(f"{each:.3g}" for each in best.held)
     named = "no named order keeps the limits"
@@ -364,7 +331,3 @@ def _lines(args: argparse.Namespace, best: Synthesis, bound: float) -> Iterator[
     yield f"{AUTO}: activations on the ranks take at most {held} GiB; of named orders with this placement, {named}"
     if args.save is not None:
         yield f"{AUTO}: the program is in {Path(args.save) / FILE}, what is known of it in {CERTIFICATE}"
-
-
-def _numbers(values: Sequence[int]) -> str:
-    return " ".join(map(str, values))

@@ -17,11 +17,10 @@ import torch
 
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
-from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.changes.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
@@ -30,6 +29,7 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
+from megatron.trainer.run.evaluation import evaluate, full_batch
 from megatron.trainer.start_up.run import Run
 
 STOP = 1
@@ -58,6 +58,11 @@ class Loop:
         self._validation: list[MicrobatchIterator] = []
         self.validated_iteration: int | None = None
         self._flops_per_sample = flops_per_sample(run.args)
+        self._making = None
+        if run.args.made_program is not None and run.args.made_program.measures and not run.args.skip_train:
+            from megatron.trainer.changes.program_making import ProgramInMaking  # the planner
+
+            self._making = ProgramInMaking(run.args, first=run.iteration)
 
     @property
     def args(self) -> TrainConfig:
@@ -115,6 +120,8 @@ class Loop:
     def give_up(self) -> None:
         """Close what is open after an error with which the program ends in order."""
         self.close_data()
+        if self._making is not None:
+            self._making.close()
         if self.run.cache is not None:
             self.run.cache.close()
         if self.run.writer is not None:
@@ -130,6 +137,8 @@ class Loop:
         run, sizes = self.run, self.args.batch_sizes
         if self.stop.received or self._time_is_up():
             run.engine.stop_requests |= STOP
+        if self._making is not None:
+            self._making.announce(run.engine)
         num_samples = sizes.num_samples(run.consumed_samples)
         num_microbatches = sizes.num_microbatches(run.consumed_samples)
         start = time.perf_counter()
@@ -159,7 +168,9 @@ class Loop:
         for report in reports:
             progress = self._waiting.popleft()
             assert progress.iteration == report.batch + 1, (progress, report)
-            self._stop_requests |= report.stop_requests
+            self._stop_requests |= report.stop_requests & STOP
+            if self._making is not None:
+                self._making.note(report)
             self.run.reporter.iteration(report, progress)
             if self.run.decisions is not None:
                 self.run.decisions.note(report)
@@ -187,16 +198,23 @@ class Loop:
     def _decides(self) -> bool:
         return self.run.decisions is not None and self.run.decisions.is_due(self.run.iteration)
 
+    def _makes_program(self) -> bool:
+        return self._making is not None and self._making.is_due(self.run.iteration)
+
     def _ends_stretch(self) -> bool:
         """Whether the pipeline has to be drained here; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
         ends = last or bool(self._stop_requests) or self._due(self.args.exit_interval)
-        return ends or self._decides() or self._evaluates() or self._saves()
+        return ends or self._makes_program() or self._decides() or self._evaluates() or self._saves()
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
         args = self.args
         self._drain()
+        if self._makes_program():
+            self._finish_writing()
+            if self._making.go_on(self.run):
+                self._making = None
         if self._decides():  # also where the run ends: a resumed one goes on as one that was never stopped
             self._decide(self.run.decisions.decide)
         if self._evaluates() and not self._stop_requests and not self.validate():
@@ -293,7 +311,7 @@ class Loop:
             stage.evaluation_iterator = iterator
         losses = evaluate(run.engine, args, self._agree_to_stop)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
-            samples = _num_microbatches(args) * args.batch_sizes.samples_per_microbatch
+            samples = full_batch(args) * args.batch_sizes.samples_per_microbatch
             run.consumed_valid_samples += args.eval_iters * samples
         if losses is None:
             return False
@@ -331,6 +349,9 @@ class Loop:
         """Wait for checkpoints that are still being written, write the timeline, close what is open."""
         run = self.run
         self.close_data()
+        if self._making is not None:
+            self._making.close()
+            run.reporter.say(f"{AUTO}: the run ends before a program was made for its costs")
         if run.decisions is not None and (cost := run.decisions.cost_of_freezing()) is not None:
             run.reporter.say(cost)
         if run.cache is not None:
@@ -346,30 +367,6 @@ class Loop:
                     write_timeline(run.engine, folder, drains=self._drains, most=most)
         run.engine.close()
         run.update.close()
-
-
-def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool]) -> dict[str, float] | None:
-    """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
-
-    `engine`: drained, and its stages have the evaluation's iterators. `agree_to_stop`: asked on all ranks after every
-    batch, whether any rank wants to stop; then the evaluation is broken off, and None is returned.
-    """
-    sums: dict[str, tuple[float, float]] = {}
-    num_microbatches = _num_microbatches(args)
-    of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # which nothing has without a backward
-    for _ in range(args.eval_iters):
-        for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():
-            if name in of_backwards:
-                continue
-            numerator, denominator = sums.get(name, (0.0, 0.0))
-            sums[name] = (numerator + batch_sum, denominator + batch_count)
-        if agree_to_stop():
-            return None
-    return {name: numerator / max(denominator, 1.0) for name, (numerator, denominator) in sums.items()}
-
-
-def _num_microbatches(args: TrainConfig) -> int:
-    return args.global_batch_size // args.batch_sizes.samples_per_microbatch
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:

@@ -76,10 +76,11 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
     owner_mark = prepare_outputs(args)
     try:
         _require_one_program(args)
-        if args.made_program is not None and args.save is not None and args.rank == 0:
+        made = args.made_program
+        if made is not None and not made.measures and args.save is not None and args.rank == 0:
             from megatron.trainer.plan import auto_program
 
-            auto_program.keep(args.made_program, Path(args.save))
+            auto_program.keep(made, Path(args.save))
         return _build(args, program, owner_mark)
     except BaseException:
         if owner_mark is not None:

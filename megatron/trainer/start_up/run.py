@@ -243,8 +243,10 @@ def build_engine(args: TrainConfig, built: ModelAndOptimizer, position: Checkpoi
     also after a change of the microbatch size or of the number of replicas.
     """
     traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
+    if args.made_program is not None and args.made_program.measures:
+        traced = args.pipeline_measured_batches
     if args.pipeline_timeline is not None:
-        traced = 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
+        traced = max(traced, 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA)
     clock = CudaClock() if backend.is_cuda() else HostClock()
     return PipelineEngine(
         built.schedule, built.stages, built.update,

@@ -247,7 +247,7 @@ def test_what_a_change_replaces_is_let_go(kept_out):
     try:
         replaced = weakref.ref(Replaced())
         before = weakref.ref(before)
-        change._collect(SimpleNamespace(is_kept_out_of_collections=kept_out))
+        change.collect(SimpleNamespace(is_kept_out_of_collections=kept_out))
         assert replaced() is None and (before() is None) == kept_out
         assert gc.get_freeze_count() > 0
     finally:

@@ -36,11 +36,13 @@ class MadeProgram:
         csv: its text, as a file would have it.
         lines: what the log says of it.
         certificate: what is known of it, as JSON.
+        measures: the job begins with it and measures itself, and goes on with the program for these costs.
     """
 
     csv: str
     lines: tuple[str, ...]
     certificate: str
+    measures: bool = False
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

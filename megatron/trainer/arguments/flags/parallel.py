@@ -26,15 +26,21 @@ class Pipeline:
         "interleaved with split backwards. zbv: two stages on each rank in a V, which leaves next to no bubble. "
         "v-half, v-min: zbv with about half of its memory, and less. docs/zero_bubble.md. l2l: weights, gradients and "
         "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
-        "the program that the costs of --pipeline-profile and --pipeline-memory-limit ask for, made when the job "
-        "starts; exact. docs/synthesis.md.",
+        "the program that the costs of --pipeline-profile, or of the job's first batches, and --pipeline-memory-limit "
+        "ask for; exact. docs/synthesis.md.",
         choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
     )
     pipeline_profile: str | None = option(
         None,
         "With auto: where the costs come from: a profile of tools/profile_model.py, or the measured.json of a run with "
-        "--pipeline-timeline, whose stages the program then has.",
+        "--pipeline-timeline, whose stages the program then has. Default: the job begins with a named order, measures "
+        "its own batches, and goes on with the program for these costs as soon as it is found.",
         metavar="FILE",
+    )
+    pipeline_measured_batches: int = option(
+        5,
+        "With auto and without --pipeline-profile: how many batches are measured, after the first one, whose times are "
+        "unlike the others'.",
     )
     pipeline_memory_limit: float | None = option(
         None,

@@ -50,6 +50,7 @@ RANGES = (
         "moe_router_group_topk moe_expert_capacity_factor img_h img_w num_channels patch_dim save_interval "
         "eval_interval exit_interval exit_duration_in_mins log_interval tensorboard_log_interval "
         "tensorboard_queue_size pipeline_memory_limit pipeline_synthesis_seconds "
+        "pipeline_measured_batches "
         "pipeline_timeline_iterations l2l_resident_stages dry_run "
         "dry_run_gpus_per_node dry_run_host_memory num_dataset_builder_threads lr lr_decay_iters "
         "lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples adam_eps muon_extra_scale_factor "

@@ -41,7 +41,9 @@ _SAYS_ITSELF = {
 }
 """Destination -> what the program does itself, or never does, about the subject of that flag."""
 
-OF_AUTO = ("pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds")
+OF_AUTO = (
+    "pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds", "pipeline_measured_batches",
+)  # fmt: skip
 """Destinations of flags that only `auto` reads."""
 
 _REMEDIES = {
@@ -68,7 +70,7 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
     if not args.pipeline_program:
         raise ValueError("--pipeline-program is empty; name a file or leave the flag out")
     refuse_what_a_program_says(args)
-    schedule = args.program = _read(args)
+    schedule = args.program = made_or_read(args)
     args.pipeline_program_sha256 = schedule.sha256
     _require_ranks(args, schedule, named)
     if not schedule.graph.is_chain:
@@ -93,7 +95,8 @@ def refuse_what_a_program_says(args: argparse.Namespace) -> None:
             raise ValueError(f"{given}: the program of {flag_of_program(args)} {what}; leave one of the two out")
 
 
-def _read(args: argparse.Namespace) -> ProgramSchedule:
+def made_or_read(args: argparse.Namespace | TrainConfig) -> ProgramSchedule:
+    """The schedule of the program that was made for the job, or else of the job's file. Raises ValueError."""
     ties = not args.untie_embeddings_and_output_weights and args.architecture not in CLASSIFIERS
     ties = ties or bool(args.mtp_num_layers)
     flag = flag_of_program(args).split()[0]

@@ -1,0 +1,74 @@
+"""A search in a process of its own, while this process does something else."""
+
+import os
+import pickle
+import sys
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from megatron.pipeline.synthesis.problem import Problem
+from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.processes import Job
+
+_ASKED, _FOUND, _LOG = "asked", "found", "log"
+
+
+class SearchApart:
+    """A search that is under way, or over. It ends with this process.
+
+    The process has only what this project registers: it does not begin with orders of the user's.
+
+    Args:
+        problem: costs and limits.
+        seconds: how long to search.
+
+    Raises:
+        OSError: the system has no process or no room for one.
+    """
+
+    def __init__(self, problem: Problem, *, seconds: float) -> None:
+        self._temporary = TemporaryDirectory(prefix="synthesis-")
+        self._folder = Path(self._temporary.name)
+        paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        try:
+            (self._folder / _ASKED).write_bytes(pickle.dumps((problem, seconds)))
+            self._job = Job(
+                [sys.executable, "-m", __name__, str(self._folder)], log=self._folder / _LOG, directory=self._folder,
+                folder=self._folder, environment={"PYTHONPATH": paths},
+            )  # fmt: skip
+        except BaseException:
+            self._temporary.cleanup()
+            raise
+
+    @property
+    def is_over(self) -> bool:
+        return self._job.wait(0) is not None
+
+    def result(self) -> Synthesis:
+        """Wait for the end, and return what was found.
+
+        Raises:
+            ValueError: the process ended without a result, maybe since something killed it.
+        """
+        status = self._job.process.wait()
+        with suppress(OSError):
+            return pickle.loads((self._folder / _FOUND).read_bytes())
+        last = (self._folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        raise ValueError(f"the process of the search ended with status {status}{last and f' ({last})'}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._job.__exit__()
+        self._temporary.cleanup()
+
+
+def _main(folder: Path) -> None:
+    problem, seconds = pickle.loads((folder / _ASKED).read_bytes())
+    found = pickle.dumps(synthesize(problem, seconds=seconds))
+    (folder / f"{_FOUND}.part").write_bytes(found)
+    (folder / f"{_FOUND}.part").rename(folder / _FOUND)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))

@@ -1,0 +1,161 @@
+"""`--pipeline-schedule auto` without a profile: the program for the costs that a run measures in its first batches.
+
+Behind these batches every rank knows the costs, and rank 0 starts to search in a process of its own, while training
+goes on. When the search is over, rank 0 sends a bit with the norm reduction of its next batch. All ranks read it in the
+report of the same batch, drain behind it, get the rows, prove them, and go on with them from the next batch on.
+
+The stages stay where they are, and so do model and optimizer; only the engine is a new one. Every stage adds up its
+gradients in the same order under both programs, so the losses are those of a run that never changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
+from megatron.pipeline.runtime.failure.errors import AgreedError
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.apart import SearchApart
+from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
+from megatron.trainer.arguments.flags.parallel import AUTO
+from megatron.trainer.arguments.platform import require_hardware_queues
+from megatron.trainer.arguments.rules.schedule import made_or_read
+from megatron.trainer.changes.change import collect, end_engine
+from megatron.trainer.changes.times import measured_costs
+from megatron.trainer.plan import auto_program
+from megatron.trainer.report.metrics import ByProduct
+from megatron.trainer.start_up.run import Run, build_engine
+
+MADE = 2
+"""Stop request: the program is there. All ranks drain after this batch, and the run goes on."""
+_PARTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+
+
+class ProgramInMaking:
+    """The way of a run from its first program to the one for its costs.
+
+    Args:
+        args: the run's configuration.
+        first: the number of batches before the run begins or resumes.
+    """
+
+    def __init__(self, args: TrainConfig, *, first: int) -> None:
+        self._num_measured = args.pipeline_measured_batches
+        self._measured_at = first + 1 + self._num_measured
+        self._search: SearchApart | None = None  # on rank 0
+        self._failure: str | None = None  # of the search, on rank 0
+        self._is_made = False
+
+    def announce(self, engine: PipelineEngine) -> None:
+        """Let the next batch say whether the program is there."""
+        if self._failure is not None or (self._search is not None and self._search.is_over):
+            engine.stop_requests |= MADE
+
+    def note(self, report: BatchReport) -> None:
+        self._is_made |= bool(report.stop_requests & MADE)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether `go_on` has something to do after `iteration` batches; the same on all ranks."""
+        return iteration == self._measured_at or self._is_made
+
+    def go_on(self, run: Run) -> bool:
+        """Begin to search, or change to the program that was made; returns whether that was all.
+
+        Collective: every rank must call it. Precondition: the pipeline is drained.
+        """
+        if not self._is_made:
+            self._begin_to_search(run)
+            return False
+        made, problem = on_rank_zero(lambda: self._made(run.args))
+        if made is not None:
+            problem = _change(run, made)
+        if problem is not None:
+            run.reporter.say(f"warning: {AUTO}: {problem}; the run goes on with the program with which it began")
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """End the search."""
+        if self._search is not None:
+            self._search.close()
+            self._search = None
+
+    def _begin_to_search(self, run: Run) -> None:
+        costs = measured_costs(run.engine, num_batches=self._num_measured)
+        run.reporter.say(
+            f"{AUTO}: measured in iterations {run.iteration - self._num_measured + 1} to {run.iteration}, in ms of a "
+            f"microbatch by stage: {', '.join(_described(costs))}; the search takes up to "
+            f"{run.args.pipeline_synthesis_seconds:g} s, and training goes on"
+        )
+        if dist.get_rank() == 0:
+            try:
+                problem = auto_program.measured_problem(run.args, costs)
+                self._search = SearchApart(problem, seconds=run.args.pipeline_synthesis_seconds)
+            except (ValueError, OSError) as error:
+                self._failure = str(error)
+
+    def _made(self, args: TrainConfig) -> tuple[MadeProgram | None, str | None]:
+        """Return the program to go on with, or why there is none. On rank 0."""
+        if self._failure is not None:
+            return None, self._failure
+        try:
+            return auto_program.faster(args, self._search.result()), None
+        except ValueError as error:
+            return None, str(error)
+
+
+def _described(costs: Costs) -> Iterator[str]:
+    for letter, name in _PARTS.items():
+        values = getattr(costs, name)
+        if any(values) and not (letter == "B" and any(costs.backward_input)):
+            yield f"{letter} {' '.join(f'{1000 * each:.3g}' for each in values)}"
+
+
+def _change(run: Run, made: MadeProgram) -> str | None:
+    """Let the run go on with a program; returns the problem with which it goes on as before.
+
+    Collective: every rank must call it. Precondition: the pipeline is drained.
+    """
+    try:
+        with agreed():
+            args = _with_program(run.args, made)
+        digest = on_rank_zero(lambda: args.program.sha256)
+        with agreed():
+            if args.program.sha256 != digest:
+                raise ValueError(f"rank {dist.get_rank()} has made another program of the same rows than rank 0")
+    except AgreedError as error:
+        return str(error)
+    if made.csv != run.args.made_program.csv:
+        run.reporter.say(f"{AUTO}: from iteration {run.iteration + 1} on the program is sha256 {digest[:12]}")
+    end_engine(run)
+    run.go_on_with(args)
+    run.model_and_optimizer = replace(run.model_and_optimizer, schedule=args.schedule)
+    collect(run)
+    run.engine = build_engine(args, run.model_and_optimizer, run.position())
+    for line in made.lines:
+        run.reporter.say(line)
+    if args.save is not None and dist.get_rank() == 0:
+        with ByProduct(f"{AUTO}: the program in {args.save}", consequence="and a resumed job makes another").attempt():
+            auto_program.keep(made, Path(args.save))
+    return None
+
+
+def _with_program(args: TrainConfig, made: MadeProgram) -> TrainConfig:
+    """Return the configuration of the run under a program with the same stages.
+
+    Raises ValueError where the program cannot run on this machine.
+    """
+    args = replace(args, made_program=made)
+    program = made_or_read(args)
+    assert tuple(program.rank_of_stage) == tuple(args.schedule.rank_of_stage)
+    args = replace(args, program=program, schedule=program, pipeline_program_sha256=program.sha256)
+    if args.distributed_backend == "nccl":
+        require_hardware_queues(args, os.environ)
+    return args
