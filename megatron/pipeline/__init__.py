@@ -1,6 +1,7 @@
 """Pipeline programs: built, proved, simulated and drawn without torch; `runtime` executes them.
 
-`Pipeline` trains any ``nn.Module`` with such a program. `Pipeline` needs torch, so it is imported on first use.
+`Pipeline` trains any ``nn.Module`` with such a program, and `synthesize` makes one for a `Problem` with `Costs`. They
+are imported on first use: `Pipeline` needs torch, and few commands search.
 """
 
 import importlib
@@ -8,10 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.pipeline.library.pipeline import Pipeline
+    from megatron.pipeline.simulate.costs import Costs
+    from megatron.pipeline.synthesis import Problem, synthesize
 
-__all__ = ["Pipeline"]
+__all__ = ["Costs", "Pipeline", "Problem", "synthesize"]
 
-_LAZY = {"Pipeline": "megatron.pipeline.library.pipeline"}
+_LAZY = {
+    "Costs": "megatron.pipeline.simulate.costs",
+    "Pipeline": "megatron.pipeline.library.pipeline",
+    "Problem": "megatron.pipeline.synthesis",
+    "synthesize": "megatron.pipeline.synthesis",
+}
 
 
 def __getattr__(name: str) -> object:

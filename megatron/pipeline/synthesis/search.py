@@ -10,6 +10,7 @@ from functools import partial
 
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import ProgramSchedule, read_schedule
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
@@ -72,6 +73,15 @@ class Synthesis:
         """
         computations = self.problem.program(self.words)
         return csv_text.to_csv(computations, computations.rows, leave_out=csv_text.FACTS_OF_RUN)
+
+    def schedule(self, *, tied_embeddings: bool = False, data_parallel: bool = False) -> ProgramSchedule:
+        """Return the schedule of the program for a run, proved for any number of batches.
+
+        Args:
+            tied_embeddings: the first and the last stage share an embedding.
+            data_parallel: the pipeline has replicas.
+        """
+        return read_schedule("synthesized", text=self.csv, tied_embeddings=tied_embeddings, data_parallel=data_parallel)
 
     def certificate(self) -> dict[str, object]:
         """Return, as JSON's values, what is claimed and over which programs the bound holds."""

@@ -13,6 +13,9 @@ def test_the_export_is_lazy():
     code = (
         "import sys, megatron.pipeline, megatron.pipeline.schedules, megatron.pipeline.simulate\n"
         "assert 'Pipeline' in dir(megatron.pipeline) and 'torch' not in sys.modules\n"
+        "assert 'megatron.pipeline.synthesis' not in sys.modules\n"
+        "assert megatron.pipeline.synthesize and megatron.pipeline.Problem and megatron.pipeline.Costs\n"
+        "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     assert megatron.pipeline.Pipeline.__name__ == "Pipeline"

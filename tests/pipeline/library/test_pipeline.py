@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.pipeline import Pipeline
+from megatron.pipeline import Costs, Pipeline, Problem, synthesize
 from megatron.pipeline.schedules import Schedule
 from tests import open_tables, workers
 from tests.pipeline.brought_programs import FOLDED, RHYTHM, TORCH, written
@@ -43,6 +43,11 @@ WAYS = {
     "interleaved": ("interleaved", 2, Run(), 0),
     "bpipe": ("bpipe", 4, Run(plain=True), 0),
     "zb-h1": ("zb-h1", 4, Run(), 0),
+    "synthesized": (
+        synthesize(
+            Problem(rank_of_stage=(0, 1, 1, 0), num_microbatches=4, costs=Costs(forward=[1.0, 2.0, 1.0, 3.0])), rounds=2
+        ).schedule(), 2, Run(), 0
+    ),
     "recompute-of-norms": ("flush", 4, Run(recompute=True), 0),
     "gpipe": ("gpipe", 4, Run(), 0),
     "2bw-of-two": ("2bw", 2, Run(num_stages=2), 1),

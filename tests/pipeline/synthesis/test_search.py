@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import round_robin, v
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -31,6 +31,17 @@ def test_a_large_head_takes_nothing_at_three_quarters_of_the_memory():
     assert check(found.program).peak_saved_microbatches == (3, 3, 3, 3)
     zb_h1 = simulate(Schedule.preset("zb-h1", num_stages=4).build([12]), HEAD).makespan
     assert found.seconds <= zb_h1  # which holds 4
+
+
+def test_a_program_is_a_schedule_for_a_run():
+    """With the computations that were found, and with the reductions that the run needs."""
+    found = synthesize(UNEVEN, rounds=1)
+    alone, shared = found.schedule(), found.schedule(tied_embeddings=True, data_parallel=True)
+    assert alone.program.rows == found.program.rows and alone.build([12, 12]).num_microbatches == 24
+    kinds = {each.kind for row in shared.program.rows for each in row}
+    assert kinds - {each.kind for row in alone.program.rows for each in row} == {Kind.REDUCE_GRAD, Kind.REDUCE_EMBED}
+    rows = [[each for each in row if each.kind in COMPUTATIONS] for row in shared.program.rows]
+    assert rows == [[each for each in row if each.kind in COMPUTATIONS] for row in alone.program.rows]
 
 
 @pytest.mark.parametrize("placement", [v(4, 2), round_robin(4, 2), (0, 1, 2, 3), (0, 1, 1, 0, 2)])

@@ -127,10 +127,10 @@ def test_what_cannot_be_made_is_refused_before_anything_is_searched(profiled, ex
         auto_program.require(parsed(profiled, extra), world_size=2)
 
 
-def test_costs_are_needed_and_have_to_fit(profiled, measured, tmp_path):
-    """No file, none that can be read, one of another model, and one of other ranks."""
-    with pytest.raises(ValueError, match="has no costs; give --pipeline-profile FILE"):
-        auto_program.require(parse_args(argv(f"{P2} --pipeline-schedule auto")), world_size=2)
+def test_costs_have_to_fit(profiled, measured, tmp_path):
+    """None that can be read, one of another model, one of other ranks, and one beside a wish to measure."""
+    with pytest.raises(ValueError, match="--pipeline-measured-batches 3 is for a job that measures its own costs"):
+        auto_program.require(parsed(profiled, "--pipeline-measured-batches 3"), world_size=2)
     with pytest.raises(ValueError, match="cannot be read"):
         auto_program.require(parsed(tmp_path / "nowhere.json"), world_size=2)
     with pytest.raises(ValueError, match=r"profile.json: the profile is of a model with hidden_size 64, not 32"):

@@ -1,0 +1,186 @@
+"""`--pipeline-schedule auto` without a profile: what a run begins with, what it measures, and how it changes."""
+
+import json
+import re
+import signal
+from unittest import mock
+
+import pytest
+
+from megatron import backend
+
+backend.install()  # before anything imports megatron.core
+
+from megatron.pipeline.program.instruction import COMPUTATIONS
+from megatron.pipeline.schedules import Schedule, read_schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.trainer import arguments
+from megatron.trainer.changes import program_making
+from megatron.trainer.plan import auto_program
+from tests.reliability import launch
+from tests.trainer.arguments.command_line import CPU, argv
+from tests.trainer.run import run_case
+
+P2 = "--pipeline-model-parallel-size 2 --distributed-backend gloo"
+AUTO = "--pipeline-schedule auto --pipeline-measured-batches 2"
+V = "--num-virtual-stages-per-pipeline-rank 2"
+SAME = "--global-batch-size 4 --clip-grad 0.5 --hidden-dropout 0.1 --num-layers 4"
+UNEVEN = Costs(
+    forward=[1.0, 2.0, 1.0, 1.0], backward=[3.5, 3.0, 2.5, 3.5], backward_input=[3.0, 2.0, 0.5, 3.0],
+    backward_weight=[0.5, 1.0, 2.0, 0.5],
+)  # fmt: skip
+"""With these, two stages on each rank in a V take 38 under zbv, and 37 under what a search finds."""
+EVEN = Costs(forward=[1.0, 1.0], backward=[2.0, 2.0], backward_input=[1.0, 1.0], backward_weight=[1.0, 1.0])
+
+
+def begun(extra: str = "") -> auto_program.MadeProgram:
+    args = arguments.parse_args(argv(f"{P2} {AUTO} --num-layers 4 {extra}"))
+    auto_program.require(args, world_size=2)
+    return auto_program.make(args, world_size=2, platform=CPU)
+
+
+def computations(program) -> list[list[tuple]]:
+    return [[(each.kind, each.stage, each.microbatch) for each in row if each.kind in COMPUTATIONS]
+            for row in program.rows]  # fmt: skip
+
+
+# --- what it begins with ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("extra", "name"), [("", "zb-h1"), (V, "zbv")])
+def test_a_job_begins_with_the_fastest_named_order(extra, name):
+    """One stage on each rank, or two in a V where the flags ask for them; and it says so."""
+    made = begun(extra)
+    named = Schedule.preset(name, num_stages=4 if extra else 2)
+    assert computations(read_schedule("begun", text=made.csv).program) == computations(named.build([8]))
+    assert made.measures
+    assert made.lines == (
+        f"auto: without --pipeline-profile the job begins with {name}, measures its batches 2 to 3, and searches for "
+        "a faster program while it goes on",
+    )
+
+
+def test_what_was_made_with_a_profile_stays_without_one(tmp_path):
+    """Who resumes without a profile asks for no other costs; another limit asks for another program."""
+    made = begun()
+    known = json.loads(made.certificate)
+    known["asked"][auto_program._PROFILE] = "that of a profile"
+    auto_program.keep(auto_program.MadeProgram(made.csv, (), json.dumps(known)), tmp_path)
+    again = begun(f"--load {tmp_path}")
+    assert again.csv == made.csv and not again.measures and "as before" in again.lines[0]
+    other = begun(f"--load {tmp_path} --pipeline-memory-limit 100")
+    assert other.measures and "made with another --pipeline-memory-limit" in other.lines[0]
+
+
+# --- the change -------------------------------------------------------------------------------------------------------
+
+
+def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
+    """`train_case` of a job that begins with what `make` says, and takes its costs to be `costs`; the search is over
+    when the batch behind the measured ones begins. Also returns what it has measured."""
+    parse, measure, measured = arguments.parse_args, program_making.measured_costs, []
+
+    def parsed(*words, **keywords):
+        args = parse(*words, **keywords)
+        return auto_program.with_program(args, auto_program.make(args, world_size=2, platform=CPU))
+
+    def measuring(engine, *, num_batches: int) -> Costs:
+        measured.append(measure(engine, num_batches=num_batches))
+        return costs
+
+    class Awaited(program_making.SearchApart):
+        @property
+        def is_over(self) -> bool:
+            if fails:
+                self._job.process.kill()
+            self._job.process.wait()
+            return True
+
+    with (
+        mock.patch.object(arguments, "parse_args", parsed),
+        mock.patch.object(program_making, "measured_costs", measuring),
+        mock.patch.object(program_making, "SearchApart", Awaited),
+    ):
+        found = run_case.train_case(watch=f"{__name__}:watched", **options)
+    return found | {"measured": measured}
+
+
+def watched(run):
+    """The program of the configuration and of the engine, and whether nothing is traced, at the end."""
+    return lambda: (run.args.program.sha256, run.engine.schedule.sha256, run.engine.tracer is None)
+
+
+def changing(extra: str, **options) -> list[dict]:
+    flags = f"{AUTO} {SAME} --pipeline-synthesis-seconds 1 {extra}"
+    return run_case.train(2, flags, function=f"{__name__}:changing_case", **options)
+
+
+def test_losses_are_those_of_flush_through_the_change(tmp_path):
+    """Bit-equal on the same stages, with their gradients, before and behind it; all ranks change at the same batch, to
+    the same rows, which are faster by the costs; and the times that were measured are those of each stage."""
+    ranks = changing(f"{V} --save {tmp_path}", costs=UNEVEN)
+    flush = tmp_path / "flush.csv"
+    flush.write_text(Schedule.preset("flush", num_stages=4, rank_of_stage=(0, 1, 1, 0), tied_embeddings=True)
+                     .build([4]).to_csv())  # fmt: skip
+    expected = run_case.train(2, f"{SAME} --pipeline-program {flush}")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 6
+    for rank, same in zip(ranks, expected, strict=True):
+        assert rank["gradients"] == same["gradients"] and len(rank["gradients"]) == 6
+    (digest,) = {each for rank in ranks for each in rank["watched"][:2]}
+    assert all(rank["watched"][2] for rank in ranks)
+    lines = "\n".join(ranks[-1]["lines"])
+    assert f"auto: from iteration 5 on the program is sha256 {digest[:12]}" in lines
+    assert "that of zbv, with which the job began, takes 3.8e+04 ms, 2.6% more" in lines
+    kept = read_schedule("kept", text=(tmp_path / auto_program.FILE).read_text())
+    assert simulate(kept.program, UNEVEN).makespan == 37
+    measured = ranks[0]["measured"]
+    assert measured == ranks[1]["measured"] and len(measured) == 1
+    parts = (measured[0].forward, measured[0].backward_input, measured[0].backward_weight)
+    assert all(len(part) == 4 and min(part) > 0 for part in parts)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_goes_on_as_it_began_where_nothing_is_faster(tmp_path, fails):
+    """Even costs: zb-h1 is at the bound, and is the job's program. A search that fails is a warning."""
+    ranks = changing(f"--save {tmp_path} --train-iters 5", costs=EVEN, fails=fails)
+    expected = run_case.train(2, f"{SAME} --train-iters 5")
+    assert ranks[-1]["losses"] == expected[-1]["losses"]
+    lines = "\n".join(ranks[-1]["lines"])
+    if fails:
+        assert "warning: auto: the process of the search ended with status -9; the run goes on with" in lines
+        assert not (tmp_path / auto_program.FILE).exists()
+    else:
+        assert "no faster one was found, and none takes less than 1.3e+04 ms, so it stays" in lines
+        known = json.loads((tmp_path / auto_program.CERTIFICATE).read_text())
+        assert known["seconds"] == known["bound"] == 13 and known["begun_with"] == "zb-h1"
+
+
+def test_a_killed_job_goes_on_with_its_program(tmp_path):
+    """Started by a launcher, and killed some batches after the change: it begins with the program that stands beside
+    its checkpoints, and its losses are those of a run of flush that nothing has disturbed."""
+    flags = ["--num-layers", "4", "--train-iters", "2000"]
+    auto = ["--pipeline-schedule", "auto", "--pipeline-measured-batches", "1", "--pipeline-synthesis-seconds", "0.1"]
+    saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
+    command = launch.training_command(
+        2, *flags, *auto, "--save", saved, "--load", saved, "--save-interval", "4", "--metrics-file", metrics
+    )
+    with launch.Job(command, directory=tmp_path) as job:
+        job.wait_until((saved / auto_program.CERTIFICATE).exists)
+        launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + 6)
+        for process in job.workers().values():
+            launch.kill(process, signal.SIGKILL)
+        first = job.wait()
+    assert first.status != 0 and not first.leftovers
+    last = max(launch.metrics(metrics)) + 3
+    with launch.Job([*command, "--exit-interval", str(last)], directory=tmp_path) as job:
+        second = job.wait()
+    second.assert_succeeded()
+    begun, *changed = re.findall(r"program (?:auto|is) \(?sha256 (\w+)", first.output)
+    assert re.findall(r"program auto \(sha256 (\w+)", second.output) == [changed[0] if changed else begun]
+    assert f"auto: the program is {saved}/pipeline_program.csv, as before" in second.output
+    assert "measures its batches" not in second.output
+    flush = run_case.train(
+        2, base=" ".join([*launch.TINY, *flags]), flags=" ".join([*launch.SYNTHETIC, "--exit-interval", str(last)])
+    )
+    assert launch.losses(metrics) == flush[-1]["losses"] and len(launch.losses(metrics)) == last
