@@ -1,7 +1,6 @@
 """The search for a program: words to begin with, the best of them improved in rounds, and a bound beside the result."""
 
 import hashlib
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
-from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
@@ -91,20 +90,7 @@ class Synthesis:
             "bubble": self.bubble,
             "bound": self.bound,
             "bound_from": self.bound_from,
-            "bound_holds_for": {
-                "rank_of_stage": problem.rank_of_stage,
-                "num_microbatches": problem.num_microbatches,
-                "words": sorted({kind.value for kind, _ in problem.queues}),
-                "recomputed": sorted(problem.recomputed),
-                "seconds": {f"{stage}{kind.value}": each
-                            for (kind, stage), each in zip(problem.queues, problem.seconds, strict=True)},
-                "seconds_of_transfer_to": {f"{stage}{kind.value}": delay for (kind, stage), (source, delay)
-                                           in zip(problem.queues, problem.sources, strict=True) if source != NONE},
-                "saved": problem.saved_sizes,
-                "deferred": problem.deferred_sizes,
-                "limits": [None if math.isinf(problem.limit_of(rank)) else problem.limit_of(rank)
-                           for rank in range(problem.num_ranks)],
-            },
+            "bound_holds_for": problem.facts,
             "held": self.held,
             "begun_with": self.begun_with,
             "best_registered_order": self.named,
