@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from megatron.pipeline.synthesis.problem import Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
-from megatron.processes import Job
+from megatron.processes import end_with_parent
 
 _ASKED, _FOUND, _LOG = "asked", "found", "log"
 
@@ -33,17 +34,20 @@ class SearchApart:
         paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
         try:
             (self._folder / _ASKED).write_bytes(pickle.dumps((problem, seconds)))
-            self._job = Job(
-                [sys.executable, "-m", __name__, str(self._folder)], log=self._folder / _LOG, directory=self._folder,
-                folder=self._folder, environment={"PYTHONPATH": paths},
-            )  # fmt: skip
+            with open(self._folder / _LOG, "wb") as log:
+                # The process itself asks to end with this one: where this one has threads, no Python may run in a fork.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", __name__, str(self._folder), str(os.getpid())], stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths},
+                    start_new_session=True,
+                )  # fmt: skip
         except BaseException:
             self._temporary.cleanup()
             raise
 
     @property
     def is_over(self) -> bool:
-        return self._job.wait(0) is not None
+        return self._process.poll() is not None
 
     def result(self) -> Synthesis:
         """Wait for the end, and return what was found.
@@ -51,7 +55,7 @@ class SearchApart:
         Raises:
             ValueError: the process ended without a result, maybe since something killed it.
         """
-        status = self._job.process.wait()
+        status = self._process.wait()
         with suppress(OSError):
             return pickle.loads((self._folder / _FOUND).read_bytes())
         last = (self._folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
@@ -59,11 +63,15 @@ class SearchApart:
 
     def close(self) -> None:
         """End the process."""
-        self._job.__exit__()
+        self._process.kill()
+        self._process.wait()
         self._temporary.cleanup()
 
 
-def _main(folder: Path) -> None:
+def _main(folder: Path, parent: int) -> None:
+    end_with_parent()
+    if os.getppid() != parent:  # which has ended before
+        return
     problem, seconds = pickle.loads((folder / _ASKED).read_bytes())
     found = pickle.dumps(synthesize(problem, seconds=seconds))
     (folder / f"{_FOUND}.part").write_bytes(found)
@@ -71,4 +79,4 @@ def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    _main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -93,8 +93,8 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
         @property
         def is_over(self) -> bool:
             if fails:
-                self._job.process.kill()
-            self._job.process.wait()
+                self._process.kill()
+            self._process.wait()
             return True
 
     with (
