@@ -194,6 +194,7 @@ def test_all_ranks_get_what_rank_0_made(measured, fails):
     assert found[0] == "the limit allows none" if fails else found[0].csv.count("\n") > 2
 
 
+@pytest.mark.full  # `changes/test_program_making.py` does the same without a profile
 def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, tmp_path):
     """Started by a launcher: losses to the last bit, and a resumed job keeps the program."""
     flags = ["--train-iters", "4", "--num-layers", "4"]
