@@ -36,6 +36,7 @@ def assert_same(ranks, expected, *, exact=True, with_values=True):
         assert {name for outcome in ranks for name in outcome.values} == set(expected.values)
 
 
+LESS = Problem(rank_of_stage=(0, 1, 2, 3), num_microbatches=4, costs=Costs(forward=[1.0, 1.0, 1.0, 2.4]), limits=3.0)
 WAYS = {
     "flush": ("flush", 4, Run(scheduled=True), 0),
     "2bw": ("2bw", 4, Run(scheduled=True), 1),
@@ -43,11 +44,7 @@ WAYS = {
     "interleaved": ("interleaved", 2, Run(), 0),
     "bpipe": ("bpipe", 4, Run(plain=True), 0),
     "zb-h1": ("zb-h1", 4, Run(), 0),
-    "synthesized": (
-        synthesize(
-            Problem(rank_of_stage=(0, 1, 1, 0), num_microbatches=4, costs=Costs(forward=[1.0, 2.0, 1.0, 3.0])), rounds=2
-        ).schedule(), 2, Run(), 0
-    ),
+    "synthesized": (synthesize(LESS, rounds=2).schedule(), 4, Run(), 0),
     "recompute-of-norms": ("flush", 4, Run(recompute=True), 0),
     "gpipe": ("gpipe", 4, Run(), 0),
     "2bw-of-two": ("2bw", 2, Run(num_stages=2), 1),

@@ -163,11 +163,11 @@ def test_a_killed_job_goes_on_with_its_program(tmp_path):
     auto = ["--pipeline-schedule", "auto", "--pipeline-measured-batches", "1", "--pipeline-synthesis-seconds", "0.1"]
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     command = launch.training_command(
-        2, *flags, *auto, "--save", saved, "--load", saved, "--save-interval", "4", "--metrics-file", metrics
+        2, *flags, *auto, "--save", saved, "--load", saved, "--save-interval", "10", "--metrics-file", metrics
     )
     with launch.Job(command, directory=tmp_path) as job:
         job.wait_until((saved / auto_program.CERTIFICATE).exists)
-        launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + 6)
+        launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + 11)
         for process in job.workers().values():
             launch.kill(process, signal.SIGKILL)
         first = job.wait()
