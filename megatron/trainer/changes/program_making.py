@@ -23,13 +23,14 @@ from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis.apart import SearchApart
+from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.platform import require_hardware_queues
 from megatron.trainer.arguments.rules.schedule import made_or_read
 from megatron.trainer.changes.change import collect, end_engine
 from megatron.trainer.changes.times import measured_costs
-from megatron.trainer.plan import auto_program
+from megatron.trainer.plan import auto_program, from_flags
 from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up.run import Run, build_engine
 
@@ -88,11 +89,13 @@ class ProgramInMaking:
             self._search = None
 
     def _begin_to_search(self, run: Run) -> None:
-        costs = measured_costs(run.engine, num_batches=self._num_measured)
+        sent = activations_of(from_flags.architecture(run.args), from_flags.activation_setting(run.args)).boundary
+        costs = measured_costs(run.engine, num_batches=self._num_measured, num_bytes=sent)
+        transfer = 1000 * (costs.latency + costs.forward_bytes / costs.bandwidth)
         run.reporter.say(
             f"{AUTO}: measured in iterations {run.iteration - self._num_measured + 1} to {run.iteration}, in ms of a "
-            f"microbatch by stage: {', '.join(_described(costs))}; the search takes up to "
-            f"{run.args.pipeline_synthesis_seconds:g} s, and training goes on"
+            f"microbatch by stage: {', '.join(_described(costs))}, and {transfer:.3g} of a transfer; the search "
+            f"takes up to {run.args.pipeline_synthesis_seconds:g} s, and training goes on"
         )
         if dist.get_rank() == 0:
             try:

@@ -26,7 +26,7 @@ from megatron.elastic.stages import Stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.runtime.failure.agreement import control_group
+from megatron.pipeline.runtime.failure.agreement import control_group, on_rank_zero
 from megatron.pipeline.simulate.costs import Costs
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.metrics import flops_of_output_layer, flops_per_sample
@@ -79,16 +79,21 @@ def medians_of_stages(
     }
 
 
-def measured_costs(engine: PipelineEngine, *, num_batches: int) -> Costs:
-    """The costs of the pipeline's computations, as `medians_of_stages` has them; transfers take no time.
+def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float) -> Costs:
+    """The costs of computations, as `medians_of_stages` has them, and of a transfer of `num_bytes` between stages.
 
-    Collective: every rank of the job must call it.
+    Collective: every rank of the job must call it. Precondition: the pipeline is drained.
     """
+    own = measure_links(num_bytes)
+    links = on_rank_zero(lambda: own)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     medians = medians_of_stages(engine, kinds, num_batches=num_batches).values()
     forward, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
     backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two parts
-    return Costs(forward=forward, backward=backward, backward_input=first, backward_weight=second)
+    return Costs(
+        forward=forward, backward=backward, backward_input=first, backward_weight=second, latency=links.message,
+        forward_bytes=links.of_transfer(num_bytes), bandwidth=1.0,  # the seconds for which it occupies an edge
+    )  # fmt: skip
 
 
 def share_of_output_layer(args: TrainConfig) -> float:

@@ -85,8 +85,8 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
         args = parse(*words, **keywords)
         return auto_program.with_program(args, auto_program.make(args, world_size=2, platform=CPU))
 
-    def measuring(engine, *, num_batches: int) -> Costs:
-        measured.append(measure(engine, num_batches=num_batches))
+    def measuring(engine, **options) -> Costs:
+        measured.append(measure(engine, **options))
         return costs
 
     class Awaited(program_making.SearchApart):
@@ -134,10 +134,10 @@ def test_losses_are_those_of_flush_through_the_change(tmp_path):
     assert "that of zbv, with which the job began, takes 3.8e+04 ms, 2.6% more" in lines
     kept = read_schedule("kept", text=(tmp_path / auto_program.FILE).read_text())
     assert simulate(kept.program, UNEVEN).makespan == 37
-    measured = ranks[0]["measured"]
-    assert measured == ranks[1]["measured"] and len(measured) == 1
-    parts = (measured[0].forward, measured[0].backward_input, measured[0].backward_weight)
+    (measured,), (other,) = (rank["measured"] for rank in ranks)
+    parts = (measured.forward, measured.backward_input, measured.backward_weight)
     assert all(len(part) == 4 and min(part) > 0 for part in parts)
+    assert measured == other and 0 < measured.latency < 1  # seconds
 
 
 @pytest.mark.parametrize("fails", [False, True])
