@@ -11,6 +11,7 @@ determines the time; replicas and stages that are nearer to each other may be fa
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -91,8 +92,8 @@ def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float
     forward, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
     backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two parts
     return Costs(
-        forward=forward, backward=backward, backward_input=first, backward_weight=second, latency=links.message,
-        forward_bytes=links.of_transfer(num_bytes), bandwidth=1.0,  # the seconds for which it occupies an edge
+        forward=forward, backward=backward, backward_input=first, backward_weight=second,
+        latency=links.message, forward_bytes=num_bytes, bandwidth=1 / links.byte if links.byte else math.inf,
     )  # fmt: skip
 
 

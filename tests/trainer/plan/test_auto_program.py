@@ -105,6 +105,9 @@ def test_no_rank_takes_more_than_the_limit(profiled):
     limit = least + 0.7 * (whole - least)
     _, job = made_for(parsed(profiled, f"--pipeline-memory-limit {limit}"))
     assert total(job) <= limit < whole
+    made, job = made_for(parse_args(argv(f"{P2} --pipeline-schedule auto --pipeline-memory-limit {limit}")))
+    assert "the job begins with one microbatch after another" in made.lines[0]  # on rank 0 there is room for one
+    assert total(job) <= limit
     with pytest.raises(ValueError, match=r"--pipeline-memory-limit \S+: rank \d may hold"):
         made_for(parsed(profiled, f"--pipeline-memory-limit {least * 1.0001}"))
 
