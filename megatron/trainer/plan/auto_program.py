@@ -139,7 +139,7 @@ def faster(config: TrainConfig, found: Synthesis) -> MadeProgram:
     seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
     now = f"that of {_begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
     if found.seconds < seconds * (1 - _ROUNDING):
-        lines = (*_lines(config, found, found.bound), f"{AUTO}: {now}, {1 - found.seconds / seconds:.1%} more")
+        lines = (*_lines(config, found, found.bound), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
         return MadeProgram(found.csv, lines, _certificate(was["asked"], found))
     about = ("bound", "bound_from", "bound_holds_for", "best_registered_order")
     known = found.certificate()
