@@ -41,6 +41,8 @@ class Kind(str, Enum):
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
     STEP = "STEP"  # wait for the chain, then make the version
+    VALIDATE = "VALIDATE"  # wait for the norm of a step that was taken before it, and accept the step or not
+    ROLLBACK = "ROLLBACK"  # undo a step that was not accepted, with what came behind it, and take the right one
     HOLD = "HOLD"  # copy the gradients accumulated so far, for the prediction of a version
     REDUCE_PARTIAL = "REDUCE_PARTIAL"  # reduce that copy over the replicas
     REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"  # reduce the tied embeddings' gradients for a prediction
@@ -243,6 +245,8 @@ WORDS: dict[Kind, Word] = {
         name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, colour="red", sign="#", cost="step",
         handler="_step",
     ),
+    Kind.VALIDATE: _UPDATE(name="step validated", lane=Lane.COMPUTE, handler="_validate"),
+    Kind.ROLLBACK: _UPDATE(name="step rolled back", lane=Lane.COMPUTE, handler="_roll_back"),
     Kind.HOLD: _PREDICTION(
         name="gradients kept", lane=Lane.COMPUTE, keeps="gradients", colour="pale teal", cost="hold", handler="_hold"
     ),
