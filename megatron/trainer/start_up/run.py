@@ -213,7 +213,7 @@ def _make_update(
     return MegatronWeightUpdate(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
         single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
-        provisional_microbatches=schedule.provisional_microbatches,
+        provisional_microbatches=schedule.provisional_microbatches, optimistic=schedule.optimistic,
         layers=LayersOfParameters(chunks, args.num_layers) if args.freeze_training else None,
         counts_tokens=not args.freeze_training, **options,
     )  # fmt: skip

@@ -296,6 +296,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
         reduce_partial=args.pipeline_2bw_provisional_reduce,
+        optimistic=args.optimistic_steps,
     )
 
 
