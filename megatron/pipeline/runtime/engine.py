@@ -354,7 +354,7 @@ class PipelineEngine:
         row = self._stream.refused()[self._rank]
         place = next(place for place, each in enumerate(row) if each.kind is Kind.ROLLBACK)
         self._executor.run(row[: place + 1])
-        if self.tracer is not None:
+        if self.tracer is not None and num_microbatches is not None:
             self.tracer.drop_last()
         self._refused = [*(each for each in self._refused if each > batch - _OF_BATCHES), batch]
         if len(self._refused) <= _MOST_REFUSED:

@@ -1,12 +1,17 @@
-"""What a run says of its optimistic steps, for the tests."""
+"""What a run says of its steps and leaves of its state, for the tests of optimistic steps."""
 
+import hashlib
 from collections.abc import Callable
+from typing import Any
 
+import torch
+
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of
 from megatron.trainer.start_up.run import Run
 
 
-def validations(run: Run) -> Callable[[], list[bool]]:
-    """For `watch`: whether each step was right, in the order of the steps."""
+def state_and_validations(run: Run) -> Callable[[], dict[str, Any]]:
+    """For `watch`: digests of weights, masters, moments and counters at the end, and whether each step was right."""
     validate, found = run.update.validate, []
 
     def noting(version: int) -> bool:
@@ -14,4 +19,25 @@ def validations(run: Run) -> Callable[[], list[bool]]:
         return found[-1]
 
     run.update.validate = noting
-    return lambda: found
+    return lambda: {"state": _state(run), "validations": found}
+
+
+def _state(run: Run) -> dict[str, Any]:
+    state: dict[str, Any] = {"numbers": repr((run.update.state_dict(), run.scheduler.state_dict()))}  # some are no number
+    for number, chunk in enumerate(run.chunks):
+        state |= {f"{number} {name}": _digest(each) for name, each in chunk.named_parameters()}
+    for number, each in enumerate(optimizers_of(run.optimizer)):
+        scaler = getattr(each, "grad_scaler", None)
+        state[f"scaler {number}"] = scaler and {name: float(value) for name, value in vars(scaler).items()}
+        for group_number, group in enumerate(each.optimizer.param_groups):
+            place = f"{number} {group_number}"
+            state[f"{place} rates"] = {name: value for name, value in group.items() if isinstance(value, float)}
+            for index, master in enumerate(group["params"]):
+                state[f"{place} {index}"] = _digest(master)
+                for name, value in each.optimizer.state[master].items():
+                    state[f"{place} {index} {name}"] = _digest(torch.as_tensor(value))
+    return state
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
