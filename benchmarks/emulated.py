@@ -26,8 +26,8 @@ predictions
           of a forward each.
 speedup   `2bw` over `flush` at m=p: ideally (2p-1)/p.
 bubbles   the idle part of a batch under `flush`, `interleaved` (two stages on each rank), `zb-h1`, `zbv`, `zbv` with
-          optimistic steps, and `2bw`, beside the simulated part. I and W take half of a backward each; each of two stages takes half of its rank's
-          times.
+          optimistic steps, and `2bw`, beside the simulated part. I and W take half of a backward each; each of two
+          stages takes half of its rank's times.
 executor  microseconds of an instruction, with stages that take no time and send 4 bytes, with tracing off and on: wall
           time (which includes the waits for transfers at p=2) and the CPU time of the executor's own thread.
 

@@ -122,7 +122,9 @@ def _prove_place(program: Program, rank: int, norm: int, validate: int, rollback
         raise error_at(program, rank, rollback, "REDUCE_NORM and VALIDATE of its version come before it, in this order")
     for place in range(validate + 1, rollback):
         if row[place].kind.row.receives is None:
-            raise error_at(program, rank, place, "between a VALIDATE that refuses and its ROLLBACK a rank only receives")
+            raise error_at(
+                program, rank, place, "between a VALIDATE that refuses and its ROLLBACK a rank only receives"
+            )
     dropped = range(norm + 1, validate)
     for place, again in zip(dropped, row[rollback + 1 :], strict=False):
         if row[place] != again or _batch_of(program, again) != version:

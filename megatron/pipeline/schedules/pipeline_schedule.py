@@ -372,9 +372,7 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
 
 
 @lru_cache(maxsize=64)
-def _proved_continuation(
-    schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: int, drains: bool
-) -> Rows:
+def _proved_continuation(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: int, drains: bool) -> Rows:
     """Build and prove what ranks do if they refuse the step before the last of `batches`, or behind it (`drains`)."""
     built = _proved(schedule, batches, first_batch)
     index = len(batches) - (not drains)

@@ -251,7 +251,7 @@ class TrainingState:
         sums_beside_gradients: gradients are FP32 sums; the gradients of each backward, in the type of weights, are kept
             besides.
         keeps_state: optimistic steps keep a copy of weights, masters and moments.
-        multiplies_elsewhere: an optimistic step multiplies FP32 gradients in new memory, by the inverse of a loss scale.
+        multiplies_elsewhere: an optimistic step multiplies gradients in new memory, by the inverse of a loss scale.
         fp8_weights: linear layers have weights in FP8 only, and gather them in FP8 (`--fp8-param-gather`).
     """
 
@@ -339,8 +339,10 @@ class TrainingState:
         """Bytes of the copy that optimistic steps keep, on a rank whose optimizer is not sharded."""
         if not self.keeps_state:
             return 0.0
-        return num_parameters * self.weight_bytes + self.optimizer(num_parameters, num_versions=1) - (
-            self._gradient_copies(num_parameters, 1.0)
+        return (
+            num_parameters * self.weight_bytes
+            + self.optimizer(num_parameters, num_versions=1)
+            - (self._gradient_copies(num_parameters, 1.0))
         )
 
     def _gradient_copies(self, num_parameters: int, part: float) -> float:

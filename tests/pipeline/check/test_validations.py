@@ -1,4 +1,4 @@
-"""Optimistic steps: the programs that accept them and those that refuse them are proved, and mistakes in them are found."""
+"""Optimistic steps: programs that accept them and programs that refuse them are proved, and mistakes are found."""
 
 import pytest
 
@@ -38,8 +38,8 @@ def test_each_order_validates_its_steps_and_can_go_back(name, num_ranks, sizes):
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_what_follows_a_refusal_is_the_flush(name):
-    """Behind ROLLBACK each rank has the words that the same batch has without optimistic steps, but for the place of its
-    STEP, which is before REDUCE_NORM."""
+    """Behind ROLLBACK each rank has the words that the same batch has without optimistic steps, but for the place of
+    its STEP, which is before REDUCE_NORM."""
     optimistic, plain = (made(name, 2, optimistic=each).stream() for each in (True, False))
     for stream in (optimistic, plain):
         stream.start_batch(4)
@@ -96,7 +96,9 @@ def test_nothing_before_the_validates_waits_for_what_is_behind_them():
     row = rows[0]
     word = row.pop(place_of(row, Kind.VALIDATE, 1))
     row.insert(place_of(row, Kind.REDUCE_NORM, 1) + 1, word)
-    refused(program, rows, r"rank 1, .* 1RECV_F4: it stands before the VALIDATE@1 of its rank, and 0SEND_F4 behind that")
+    refused(
+        program, rows, r"rank 1, .* 1RECV_F4: it stands before the VALIDATE@1 of its rank, and 0SEND_F4 behind that"
+    )
 
 
 def test_a_step_is_validated_once_before_the_next_chain():

@@ -31,7 +31,7 @@ def same(one: list[dict], other: list[dict]) -> None:
 
 # name: (ranks, flags, whether each step was right)
 RUNS = {
-    "zbv, clipped batches": (2, f"{P2} --pipeline-schedule zbv {V2} --clip-grad 0.85", "no no no yes yes yes"),
+    "zbv, clipped batches": (2, f"{P2} --pipeline-schedule zbv {V2} --clip-grad 0.8", "no no no no yes no"),
     "zb-h1, fp16 that overflows": (2, f"{P2} --pipeline-schedule zb-h1 {SCALED}", "no no no no yes yes"),
     "zbv, not a number": (2, f"{P2} --pipeline-schedule zbv {V2} {BREAKS}", "no no no no no no"),
     "flush, bf16, recompute": (2, f"{P2} --pipeline-schedule flush --bf16 --pipeline-recompute", None),
@@ -54,7 +54,8 @@ def test_no_bit_changes(num_ranks, flags, right):
     same(plain, optimistic)
     found = [result["watched"]["validations"] for result in optimistic]
     assert found == [found[0]] * num_ranks and not plain[0]["watched"]["validations"]
-    assert False in found[0] if right is None else [{"no": False, "yes": True}[each] for each in right.split()] == found[0]
+    words = ["yes" if each else "no" for each in found[0]]
+    assert "no" in words and right in (None, " ".join(words))
 
 
 def test_evaluations_saves_and_resumes_change_nothing(tmp_path):
@@ -87,17 +88,25 @@ def test_too_many_refused_steps_end_them():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{P2} --pipeline-schedule 2bw", "--pipeline-schedule 2bw takes its steps beside later batches already; leave"),
+        (
+            f"{P2} --pipeline-schedule 2bw",
+            "--pipeline-schedule 2bw takes its steps beside later batches already; leave",
+        ),
         (f"{P2} --pipeline-schedule l2l", "--pipeline-schedule l2l steps on the host, where no copy of the state is"),
         (f"{P2} --pipeline-schedule bpipe", "balanced activations would be on their way between two ranks"),
         (f"{P2} --use-distributed-optimizer", "gathers the weights of a step from all replicas"),
         (f"{P2} --calculate-per-token-loss", "divides gradients by a number of tokens that comes with the norm"),
         (f"{P2} --num-experts 2", "--num-experts 2 has routers whose counts and biases are not undone"),
-        (f"{P2} --mtp-num-layers 1 --position-embedding-type rope", "--mtp-num-layers 1 has losses that are not undone"),
+        (
+            f"{P2} --mtp-num-layers 1 --position-embedding-type rope",
+            "--mtp-num-layers 1 has losses that are not undone",
+        ),
         (f"{P2} --optimizer sgd", "--optimizer sgd is not tried with them: they step AdamW of 32-bit moments"),
         (f"{P2} --log-saved-activations", "counts activations that going back would drop uncounted"),
-        (f"{P2} --freeze-training --freeze-interval 2 --untie-embeddings-and-output-weights",
-         "--freeze-training has ranks that run ahead of the others"),
+        (
+            f"{P2} --freeze-training --freeze-interval 2 --untie-embeddings-and-output-weights",
+            "--freeze-training has ranks that run ahead of the others",
+        ),
         ("", "--pipeline-model-parallel-size 1 has no other rank for which a step could wait"),
     ],
 )

@@ -23,7 +23,8 @@ def state_and_validations(run: Run) -> Callable[[], dict[str, Any]]:
 
 
 def _state(run: Run) -> dict[str, Any]:
-    state: dict[str, Any] = {"numbers": repr((run.update.state_dict(), run.scheduler.state_dict()))}  # some are no number
+    # As text, in which a NaN equals a NaN.
+    state: dict[str, Any] = {"numbers": repr((run.update.state_dict(), run.scheduler.state_dict()))}
     for number, chunk in enumerate(run.chunks):
         state |= {f"{number} {name}": _digest(each) for name, each in chunk.named_parameters()}
     for number, each in enumerate(optimizers_of(run.optimizer)):

@@ -1,8 +1,8 @@
 """A copy of what an optimizer's step changes, from which the step can be undone exactly.
 
-A step that was taken before the norm of all gradients was known may turn out to be wrong. To take it back by the inverse
-formula would leave other last bits, and cannot bring back what was not finite. So a rank copies weights, masters and
-moments before such a step, and copies them back. The memory of the copy is allocated once and then reused.
+A step that was taken before the norm of all gradients was known may turn out to be wrong. To take it back by the
+inverse formula would leave other last bits, and cannot bring back what was not finite. So a rank copies weights,
+masters and moments before such a step, and copies them back. The memory of the copy is allocated once and then reused.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ It is the latest such cut. If the run drains before the next batch, VALIDATE is 
 **The continuation** (`continuation`) is what a rank does if VALIDATE@v refuses the step. All ranks refuse it, since all
 read the same sums. The rank first receives what others have sent before their cut, and it has not received before its
 own. Then nothing is in flight. ROLLBACK@v drops what there is of the batch, restores what the STEP has changed, and
-takes the right step, or none. That is the state of a flush between two batches, so the batch begins again, and its words
-are those of a flush.
+takes the right step, or none. That is the state of a flush between two batches, so the batch begins again, and its
+words are those of a flush.
 """
 
 from collections.abc import Iterator, Sequence

@@ -295,7 +295,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     # Optimistic steps.
 
     def _step_before_norm(self, batch: _Batch) -> BatchReport:
-        """Step as if nothing overflowed and the norm clipped nothing, and keep the state and the gradients of before."""
+        """Step as if nothing overflowed and the norm clipped nothing. Keep the state and the gradients of before."""
         self._prepare(batch)
         self._kept.take()
         batch.coefficient, batch.on_trial = 1.0 / batch.report.gradient_scale, True
