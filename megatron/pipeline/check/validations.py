@@ -99,7 +99,8 @@ def without_refused(program: Program) -> Program:
         places = [place for place, each in enumerate(row) if each.kind is Kind.ROLLBACK]
         if len(places) != 1 or row[places[0]].version != (version := version or row[places[0]].version):
             raise error_at(program, rank, len(row), "every rank rolls back the same step, once, and this one does not")
-        norm, validate = (_place(program, rank, kind, version) for kind in (Kind.REDUCE_NORM, Kind.VALIDATE))
+        norm = _place(program, rank, Kind.REDUCE_NORM, version)
+        validate = _place(program, rank, Kind.VALIDATE, version)
         heads.append(row[: places[0]])
         _prove_place(program, rank, norm, validate, places[0])
         rest.append((*row[: norm + 1], row[validate], *row[places[0] + 1 :]))

@@ -194,7 +194,7 @@ class _RankEvents:
         gradients."""
         borders, first = self.timeline.batch_borders(), self.timeline.first_batch
         begins: dict[int, float] = {}
-        ends = {each.version - 1: end for each, _, end in self.spans if each.kind in (Kind.STEP, Kind.VALIDATE)}
+        ends = {each.version - 1: end for each, _, end in self.spans if each.kind.row.frees_gradients}
         for each, start, _ in self.spans:
             if each.kind in BEGINS_BACKWARD:
                 begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)

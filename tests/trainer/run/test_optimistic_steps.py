@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.trainer.plan.from_flags import training_state
 from tests.trainer.arguments.command_line import arguments
 from tests.trainer.run.run_case import table, train
 
@@ -48,12 +49,18 @@ RUNS = {
 
 @table("num_ranks, flags, right", RUNS, usual=3)
 def test_no_bit_changes(num_ranks, flags, right):
-    """Losses, norms, loss scales, skipped steps and all state, in batches that clip, overflow or are not finite."""
+    """Losses, norms, loss scales, skipped steps and all state, in batches that clip, overflow or are not finite. The
+    copy of the state is as large as the planner says."""
     plain, optimistic = (train(num_ranks, f"{flags}{each}", watch=STATE) for each in ("", f" {FLAG}"))
     assert numbers(plain) == numbers(optimistic)
     same(plain, optimistic)
     found = [result["watched"]["validations"] for result in optimistic]
     assert found == [found[0]] * num_ranks and not plain[0]["watched"]["validations"]
+    is_off = found[0].count(False) > 5
+    state = training_state(arguments(f"{flags} {FLAG}", world_size=num_ranks))
+    for result in optimistic if state.data * num_ranks == 2 else ():  # tensor ranks report whole weights
+        count = sum(weight.numel() for weight in result["weights"].values())
+        assert result["watched"]["copied"] == (0 if is_off else state.kept_state(count))
     words = ["yes" if each else "no" for each in found[0]]
     assert "no" in words and right in (None, " ".join(words))
 

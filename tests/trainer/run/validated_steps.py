@@ -19,7 +19,7 @@ def state_and_validations(run: Run) -> Callable[[], dict[str, Any]]:
         return found[-1]
 
     run.update.validate = noting
-    return lambda: {"state": _state(run), "validations": found}
+    return lambda: {"state": _state(run), "validations": found, "copied": _bytes_of_copy(run)}
 
 
 def _state(run: Run) -> dict[str, Any]:
@@ -38,6 +38,13 @@ def _state(run: Run) -> dict[str, Any]:
                 for name, value in each.optimizer.state[master].items():
                     state[f"{place} {index} {name}"] = _digest(torch.as_tensor(value))
     return state
+
+
+def _bytes_of_copy(run: Run) -> int:
+    """The bytes of the copy that the run keeps, without the optimizer's counters of steps."""
+    kept = run.update._kept
+    copies = [] if kept is None else [each for each in kept._copies.values() if each.numel() > 1]
+    return sum(each.numel() * each.element_size() for each in copies)
 
 
 def _digest(tensor: torch.Tensor) -> str:
