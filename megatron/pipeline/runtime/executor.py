@@ -2,10 +2,12 @@
 
 A table gives the method of each instruction kind, and a loop calls these methods in the order of the row. Sends and
 receives are posted, and the instruction that needs a tensor waits for it. Reductions run on the chain thread, and STEP
-waits for them. Only the report waits for a reduction that stands behind its STEP. Such a reduction runs on another
-thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an error,
-raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions: saved
-microbatches, posted receives, and outputs for other stages (in its `Exchange`).
+waits for them. Only the report and VALIDATE wait for a reduction that stands behind its STEP. Such a reduction runs on
+another thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an
+error, raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions:
+saved microbatches, posted receives, and outputs for other stages (in its `Exchange`).
+
+A row ends at a VALIDATE that refuses the step; the caller has the words in place of the rest. ROLLBACK is one of them.
 
 Where weights are stale each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
 """

@@ -5,7 +5,7 @@ import pytest
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.instruction import BACKWARDS, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import ProgramSchedule, Schedule
 from megatron.pipeline.schedules.passes.validation import continuation, refusing
 from megatron.pipeline.simulate import Costs, simulate
 
@@ -151,6 +151,13 @@ def test_the_same_batch_begins_again():
 
 
 # --- choices that do not go together
+
+
+def test_a_file_of_optimistic_steps_is_proved_and_not_trained_with():
+    program = Program.from_csv(made("zbv", 2).build((4, 4, 4)).to_csv())
+    check(program)
+    with pytest.raises(ValueError, match=r"\(optimistic: yes\), .* name a schedule and add --optimistic-steps"):
+        ProgramSchedule.of(program)
 
 
 @pytest.mark.parametrize(
