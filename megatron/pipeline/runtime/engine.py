@@ -25,7 +25,6 @@ from megatron.pipeline.runtime.contract.stage import (
     BatchInfo,
     BatchReport,
     GraphStage,
-    OptimisticUpdate,
     RelayUpdate,
     Stage,
     StagewiseUpdate,
@@ -36,6 +35,7 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
+from megatron.pipeline.runtime.refused_steps import RefusedSteps, require_undoable
 from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
@@ -44,10 +44,6 @@ from megatron.pipeline.schedules import PipelineSchedule
 
 if TYPE_CHECKING:
     from megatron.pipeline.runtime.contract.tensors import EdgeTensors
-
-_OF_BATCHES = 100
-_MOST_REFUSED = _OF_BATCHES // 20
-"""Of so many batches, the most whose optimistic steps may be refused before there are no more such steps."""
 
 
 class PipelineEngine:
@@ -121,14 +117,8 @@ class PipelineEngine:
                 f"under {schedule.weights.name} each stage steps by itself; give stages of a graph, such as "
                 "GraphModuleStage, and an update for each, such as StageUpdates"
             )
-        if schedule.optimistic and not (
-            isinstance(update, OptimisticUpdate) and all(hasattr(each, "begin_again") for each in self._stages)
-        ):
-            raise ValueError(
-                f"steps are optimistic, and {type(update).__name__} or {type(self._stages[0]).__name__} cannot go back "
-                "behind one; give an OptimisticUpdate and stages that begin again, such as megatron.core's, or leave "
-                "optimistic out"
-            )
+        if schedule.optimistic:
+            require_undoable(update, self._stages)
         rank_of_stage = schedule.rank_of_stage
         if schedule.num_ranks != len(ranks):
             raise ValueError(
@@ -230,7 +220,7 @@ class PipelineEngine:
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
         self._drained = True
         self._update = update
-        self._refused: list[int] = []  # the batches whose steps were refused
+        self._refused = RefusedSteps()
         self.notes: list[str] = []
         self._guard = failure_guard.active()
         if self._guard is not None:
@@ -356,21 +346,15 @@ class PipelineEngine:
         self._executor.run(row[: place + 1])
         if self.tracer is not None and num_microbatches is not None:
             self.tracer.drop_last()
-        self._refused = [*(each for each in self._refused if each > batch - _OF_BATCHES), batch]
-        if len(self._refused) <= _MOST_REFUSED:
+        too_many = self._refused.note(batch)
+        if too_many is None:
             self._executor.run(row[place + 1 :])
             return
         self._update.give_up()
-        self.notes.append(
-            f"optimistic steps are off from iteration {batch + 1} on: {len(self._refused)} of the last {_OF_BATCHES} "
-            "were refused, and each takes a batch back"
-        )
+        self.notes.append(too_many)
+        first_microbatch = self._stream.next_microbatch - (num_microbatches or 0)
         self.schedule = replace(self.schedule, optimistic=False)
-        begun = num_microbatches or 0
-        first_batch = self._stream.next_batch - (num_microbatches is not None)
-        self._stream = self.schedule.stream(
-            first_batch=first_batch, first_microbatch=self._stream.next_microbatch - begun
-        )
+        self._stream = self.schedule.stream(first_batch=batch, first_microbatch=first_microbatch)
         if num_microbatches is not None:
             self._executor.run(self._stream.start_batch(num_microbatches)[self._rank])
 

@@ -12,7 +12,7 @@ from megatron.trainer.start_up.run import Run
 
 def state_and_validations(run: Run) -> Callable[[], dict[str, Any]]:
     """For `watch`: digests of weights, masters, moments and counters at the end, and whether each step was right."""
-    validate, found = run.update.validate, []
+    validate, found = getattr(run.update, "validate", None), []
 
     def noting(version: int) -> bool:
         found.append(validate(version))
@@ -42,7 +42,7 @@ def _state(run: Run) -> dict[str, Any]:
 
 def _bytes_of_copy(run: Run) -> int:
     """The bytes of the copy that the run keeps, without the optimizer's counters of steps."""
-    kept = run.update._kept
+    kept = getattr(run.update, "kept", None)
     copies = [] if kept is None else [each for each in kept._copies.values() if each.numel() > 1]
     return sum(each.numel() * each.element_size() for each in copies)
 

@@ -33,7 +33,6 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     gradients_of,
     is_distributed,
     multiply_elsewhere,
-    named_parameters,
     optimizers_of,
     owners,
     shared_scaler,
@@ -43,7 +42,6 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
 from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, Partial
-from megatron.pipeline.runtime.update.kept_state import KeptState
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -57,8 +55,8 @@ class _Batch(Batch):
     applied: bool = False  # the optimizer has stepped with the gradients, or the step was skipped
     stepped: bool = False  # `step` has been called
     with_prediction: bool = False  # a prediction directly follows the step
-    on_trial: bool = False  # the step has to leave the gradients as they are, in their buffer
-    coefficient: float = 1.0  # by which a step on trial has multiplied the gradients
+    on_trial: bool = False  # an optimistic step has to leave the gradients as they are, in their buffer
+    coefficient: float = 1.0  # by which such a step has multiplied the gradients
 
 
 class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
@@ -85,8 +83,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
             gradients and take the last update again.
         timeout: the timeout of the chain's collectives; default: ten minutes.
-        optimistic: steps come before their norm, and are validated or rolled back. Not with per-token loss, a sharded
-            optimizer or experts.
         rank_metrics: name -> function that returns a measurement of this rank, called once per batch on the chain's
             thread. The report of the batch has the values of all ranks. The names are the same on all ranks.
         counts_tokens: count the tokens of experts, if the model has any.
@@ -111,7 +107,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         single_gradient_buffer: bool = False,
         reduce_partial: bool = False,
         provisional_microbatches: int | None = None,
-        optimistic: bool = False,
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         counts_tokens: bool = True,
@@ -157,7 +152,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._connect(timeout, rank_metrics)
         self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
         self._scales = self._decisions.scales
-        self._kept = self._keeping() if optimistic else None
         self._layers = layers
         shards = is_distributed(self._inner)
         warm_up(
@@ -198,14 +192,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             assert self._clip_grad == 0.0 and self._scaler is None and not self._per_token, (
                 "stages that update alone: clipping, loss scaling and per-token loss are refused"
             )
-
-    def _keeping(self) -> KeptState:
-        assert self.weights.drains and not (self._per_token or self._owners or is_distributed(self._inner)), (
-            "what cannot be undone is refused"
-        )
-        optimizers = [each.optimizer for each in optimizers_of(self._inner) if not each.is_stub_optimizer]
-        parameters = named_parameters(self.chunks).values()
-        return KeptState(parameters, optimizers, (self.scheduler, self._scales, self._scaler))
 
     # Called on the main thread while a batch runs.
 
@@ -248,7 +234,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         if tokens is not None:
             batch.report.tokens_per_expert = tokens.by_layer(batch.report.tokens_per_expert)
         batch.norm_reduced.reach()
-        if batch.stepped and self._kept is None:
+        if batch.stepped:
             del self._batches[version]
 
     def _prepare(self, batch: _Batch) -> None:
@@ -278,8 +264,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """
         batch = self._batches[version]
         batch.with_prediction = with_prediction
-        if self._kept is not None:
-            return self._step_before_norm(batch)
         if not batch.applied:
             self._apply(batch, self._coefficient(batch))
         batch.stepped = True
@@ -291,42 +275,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         if batch.norm_reduced.is_reached:
             del self._batches[version]
         return batch.report
-
-    # Optimistic steps.
-
-    def _step_before_norm(self, batch: _Batch) -> BatchReport:
-        """Step as if nothing overflowed and the norm clipped nothing. Keep the state and the gradients of before."""
-        self._prepare(batch)
-        self._kept.take()
-        batch.coefficient, batch.on_trial = 1.0 / batch.report.gradient_scale, True
-        self._apply(batch, batch.coefficient)
-        batch.stepped = True
-        return batch.report
-
-    def validate(self, version: int) -> bool:
-        """Whether the step to `version` was right; then the gradients of its batch are no longer needed."""
-        batch, report = self._batches[version], self._batches[version].report
-        is_right = not (report.overflow or report.nan) and self._coefficient(batch) == batch.coefficient
-        if is_right:
-            self._gradients.give_back(batch.buffer)
-            self._end(version)
-        return is_right
-
-    def roll_back(self, version: int) -> None:
-        """Restore what the step to `version` has changed, and take the right step, or skip it after an overflow."""
-        batch = self._batches[version]
-        self._kept.restore()
-        self.versions.reset(version - 1)
-        batch.on_trial = False
-        self._apply(batch, self._coefficient(batch))
-        self._end(version)
-
-    def _end(self, version: int) -> None:
-        self._last_norm = self._batches.pop(version).report.grad_norm
-
-    def give_up(self) -> None:
-        """Take every step after its norm from now on, and free the copies."""
-        self._kept = None
 
     def _coefficient(self, batch: _Batch) -> float:
         """The factor that unscales and clips the batch's gradients."""
