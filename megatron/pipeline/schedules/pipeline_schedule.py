@@ -308,6 +308,8 @@ class ProgramStream:
         self.next_batch += 1
         self.next_microbatch += num_microbatches
         window = self._window()
+        if self._schedule.optimistic and len(self._sizes) > 1:
+            self.refused()  # proved before the row begins
         return self._placed(window, window.segments(len(self._sizes) - 1, len(self._sizes)))
 
     def drain(self) -> Sequence[Row]:
@@ -320,6 +322,8 @@ class ProgramStream:
         window, self._last_sizes = self._window(), self._sizes
         self._sizes = ()
         self._drained_at = self.next_batch
+        if self._schedule.optimistic:
+            self.refused()
         return self._placed(window, window.drain)
 
     def refused(self) -> Sequence[Row]:
