@@ -118,6 +118,13 @@ def test_too_many_refused_steps_end_them():
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(flags, message):
+    """With reason and remedy."""
     with pytest.raises(ValueError, match="--optimistic-steps: ") as error:
         arguments(f"{FLAG} {flags}", world_size=2 if flags else 1)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_program_of_a_file_has_no_words_to_go_back(tmp_path):
+    (tmp_path / "pairs.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    with pytest.raises(ValueError, match=r"--optimistic-steps: the program of .* has no words for steps that are"):
+        arguments(f"{P2} {FLAG} --pipeline-program {tmp_path}/pairs.csv", world_size=2)

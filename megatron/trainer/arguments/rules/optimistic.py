@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable
 
-from megatron.trainer.arguments.flags.config import choice_of, flag_of_program
+from megatron.trainer.arguments.flags.config import choice_of
 
 _Row = tuple[Callable[[argparse.Namespace], object], Callable[[argparse.Namespace], str], str]
 """Whether the row applies, what the flags ask for, and why optimistic steps do not go with it."""
@@ -15,8 +15,6 @@ def _named(what: str) -> Callable[[argparse.Namespace], str]:
 
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.architecture != "gpt", _named("another model than a GPT"), "is not tried with them"),
-    (lambda args: args.program is not None, lambda args: flag_of_program(args),
-     "has the rows that it has, and none of them VALIDATEs"),
     (lambda args: choice_of(args).residency is not None, lambda args: choice_of(args).flag,
      "steps on the host, where no copy of the state is kept"),
     (lambda args: not choice_of(args).policy.drains, lambda args: choice_of(args).flag,
