@@ -109,7 +109,7 @@ def test_too_many_refused_steps_end_them():
             "--mtp-num-layers 1 has losses that are not undone",
         ),
         (f"{P2} --optimizer sgd", "--optimizer sgd is not tried with them: they step AdamW of 32-bit moments"),
-        (f"{P2} --log-saved-activations", "counts activations that going back would drop uncounted"),
+        (f"{P2} --log-saved-activations", "is not tried with activations that are dropped"),
         (
             f"{P2} --freeze-training --freeze-interval 2 --untie-embeddings-and-output-weights",
             "--freeze-training has ranks that run ahead of the others",

@@ -36,7 +36,7 @@ _REFUSED: tuple[_Row, ...] = (
      lambda args: f"--optimizer {args.optimizer}" if args.optimizer != "adam" else "--use-precision-aware-optimizer",
      "is not tried with them: they step AdamW of 32-bit moments"),
     (lambda args: args.log_saved_activations, _named("--log-saved-activations"),
-     "counts activations that going back would drop uncounted"),
+     "is not tried with activations that are dropped"),
     (lambda args: args.pipeline_model_parallel_size == 1, _named("--pipeline-model-parallel-size 1"),
      "has no other rank for which a step could wait"),
 )  # fmt: skip
