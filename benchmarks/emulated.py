@@ -25,9 +25,9 @@ predictions
           each stage has done, and from one microbatch, whose gradients are kept. A STEP, a PREDICT and a HOLD take 5%
           of a forward each.
 speedup   `2bw` over `flush` at m=p: ideally (2p-1)/p.
-bubbles   the idle part of a batch under `flush`, `interleaved` (two stages on each rank), `zb-h1`, `zbv` and `2bw`,
-          beside the simulated part. I and W take half of a backward each; each of two stages takes half of its rank's
-          times.
+bubbles   the idle part of a batch under `flush`, `interleaved` (two stages on each rank), `zb-h1`, `zbv`, `zbv` with
+          optimistic steps, and `2bw`, beside the simulated part. I and W take half of a backward each; each of two
+          stages takes half of its rank's times.
 executor  microseconds of an instruction, with stages that take no time and send 4 bytes, with tracing off and on: wall
           time (which includes the waits for transfers at p=2) and the CPU time of the executor's own thread.
 
@@ -103,7 +103,10 @@ def prediction_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
 
 def bubble_jobs(args: argparse.Namespace) -> list[EmulatedJob]:
     """The jobs of `bubbles`: the schedules that compute the same weights, and 2bw."""
-    contenders = tuple(Contender(name=name, preset=name, virtual=v) for name, v in COMPARED.items())
+    contenders = (
+        *(Contender(name=name, preset=name, virtual=v) for name, v in COMPARED.items()),
+        Contender(name="zbv, optimistic", preset="zbv", virtual=2, optimistic=True),
+    )
     return _jobs(args, args.stages, (2, 4), contenders)
 
 

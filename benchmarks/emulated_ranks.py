@@ -41,12 +41,13 @@ class Contender:
     predict: bool = False
     provisional_microbatches: int | None = None
     update_seconds: float = 0.0
+    optimistic: bool = False
     traced: bool = True
 
     @property
     def settling_batches(self) -> int:
         """The number of batches before the timed ones, while a pipeline fills and its stream proves its programs."""
-        return 1 if PRESETS[self.preset].policy.drains else 2
+        return 1 if PRESETS[self.preset].policy.drains and not self.optimistic else 2
 
     def schedule(self, num_ranks: int) -> Schedule:
         reduces = self.chain_seconds is not None
@@ -54,6 +55,7 @@ class Contender:
             self.preset, num_stages=num_ranks * self.virtual, num_virtual_stages=self.virtual,
             extra_warmup=self.extra_warmup, predict=self.predict,
             provisional_microbatches=self.provisional_microbatches, data_parallel=reduces, tied_embeddings=reduces,
+            optimistic=self.optimistic,
         )  # fmt: skip
 
     @property

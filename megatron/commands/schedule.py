@@ -75,6 +75,12 @@ def _check(options: argparse.Namespace) -> int:
             max_saved_on_rank=schedule.max_saved_on_rank(many),
         )
         print("proved for every number of batches: fill, n periods, drain")
+        if schedule.optimistic:
+            stream = schedule.stream()
+            for _ in range(2):
+                stream.start_batch(size)
+            stream.drain()  # each proves what ranks do that refuse a step
+            print("proved for every step that is refused: all ranks go back, and the batch begins again")
     if options.file is not None:
         print(*_training_lines(program, meaning.notes(options), options.file), sep="\n")
     if options.hardware_queues is not None:
@@ -220,6 +226,8 @@ def _describe(report: CheckReport, program: Program) -> str:
         facts.insert(saved, ("  of them between I and W", ", ".join(map(str, report.peak_deferred_microbatches))))
     if any(report.peak_waiting_on_rank):
         facts.append(("tensors between a rank's stages", ", ".join(map(str, report.peak_waiting_on_rank))))
+    if report.peak_unvalidated_steps:
+        facts.append(("steps not validated", ", ".join(map(str, report.peak_unvalidated_steps))))
     if report.num_fetches:
         batches = len(program.batches)
         facts.append(("resident stages", ", ".join(map(str, report.peak_resident_stages))))

@@ -86,7 +86,7 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
         add_flags(memory, (f"--{name.replace('_', '-')}", times, "X[,X...]", meaning, default))
 
 
-FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel")
+FLAGS = ("recompute", "extra_warmup", "balance", "tied_embeddings", "data_parallel", "optimistic")
 _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
 _HOST = ("resident_stages", "host_update", "stash")
 _HALVES = ("backward_input", "backward_weight", "deferred_size")
@@ -407,6 +407,7 @@ _PRESET = (
     ("--balance", None, "", "move saved activations between stages x and p-1-x (bpipe does)"),
     ("--tied-embeddings", None, "", "reduce the gradients of tied embeddings"),
     ("--data-parallel", None, "", "reduce gradients over replicas"),
+    ("--optimistic", None, "", "step before the norm is known, and validate the step in the next batch"),
 )  # fmt: skip
 _PREDICTION = (
     ("--provisional", None, "", "2bw: compute each batch at predicted weights, from all microbatches that each stage "

@@ -9,6 +9,7 @@ enough to prove their absence. Each proof is about one claim:
     transfers      sends and receives pair up in order on every channel
     balance        evicted activations come back before their backward; both ends of a move agree
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
+    validations    an optimistic step is validated by all ranks at one cut, and a refused one can be undone
     predictions    predicted weights are made from the gradients that the program names, before their batch begins
     versions       each computation uses the version that the policy demands, which is live; few versions are live
     horizons       a predicted forward is predicted up to the version of its backward
@@ -42,6 +43,7 @@ from megatron.pipeline.check.predictions import prove_horizons, prove_prediction
 from megatron.pipeline.check.progress import prove_progress, prove_transfers
 from megatron.pipeline.check.residency import prove_host_updates, prove_residency, require_residency
 from megatron.pipeline.check.updates import prove_evaluation, prove_updates, prove_versions
+from megatron.pipeline.check.validations import prove_validations, without_refused
 from megatron.pipeline.program.program import Program
 
 __all__ = ["CheckReport", "ProgramError", "check", "check_periodic"]
@@ -77,6 +79,8 @@ class CheckReport:
             timing: tensors that wait between two of its stages, and inputs kept for a recompute. Empty if weights live
             on the device.
         evicted_microbatches: per stage, the number of microbatches that move to the pair stage and back.
+        peak_unvalidated_steps: per rank, the largest number of steps that are not validated, for which the rank keeps
+            a copy of what they have changed; empty if steps are not optimistic.
     """
 
     num_ranks: int
@@ -97,6 +101,7 @@ class CheckReport:
     evicted_microbatches: tuple[int, ...]
     offloaded_microbatches: tuple[int, ...]
     peak_boundaries_on_rank: tuple[int, ...]
+    peak_unvalidated_steps: tuple[int, ...]
 
 
 def check(
@@ -107,7 +112,8 @@ def check(
     Args:
         program: a complete program, or a compute-only program, whose tensors are assumed to move between ranks without
             transfers. If no instruction names a weight version, nothing is proved about versions and updates. A program
-            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing.
+            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing. Of a
+            program with ROLLBACKs the facts are those of the program without what these drop.
         max_saved: the largest number of saved microbatches that each stage may hold; None sets no bound.
         max_saved_on_rank: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 
@@ -117,7 +123,7 @@ def check(
     Raises:
         ProgramError: for the first claim that does not hold, with rank, position, instruction and reason.
     """
-    return _prove(compact(program), max_saved, max_saved_on_rank)
+    return _prove(compact(without_refused(program)), max_saved, max_saved_on_rank)
 
 
 def _prove(
@@ -126,6 +132,7 @@ def _prove(
     """Run every proof of one program in order; a proof may rely on the proofs before it."""
     evaluates = compacted.program.forward_only
     live_versions: tuple[int, ...] = ()
+    unvalidated: tuple[int, ...] = ()
     nothing = (0,) * compacted.num_stages
     peaks = Peaks(nothing, (0,) * len(compacted.codes), nothing, nothing)
     require_residency(compacted)
@@ -136,6 +143,7 @@ def _prove(
         live_versions = prove_evaluation(compacted)
     elif compacted.versioned:
         prove_updates(compacted)
+        unvalidated = prove_validations(compacted)
         prove_predictions(compacted)
         live_versions = prove_unstepped(compacted, prove_horizons(compacted, prove_versions(compacted)))
         prove_host_updates(compacted)
@@ -164,6 +172,7 @@ def _prove(
         evicted_microbatches=compacted.program.num_evictions if compacted.moves else nothing,
         offloaded_microbatches=compacted.program.num_offloads if compacted.program.residency else nothing,
         peak_boundaries_on_rank=peak_boundaries,
+        peak_unvalidated_steps=unvalidated,
     )
 
 

@@ -26,6 +26,7 @@ serves all of them.
     STEP             main     the host waits until the chain has returned from its calls for the version; then a kernel
                               on compute after the chain's last operation for the version; with the distributed
                               optimizer and d > 1 an all-gather on its own stream, and a kernel on compute after it
+    VALIDATE         main     as STEP, after the late chain's calls
     PREDICT          main     as STEP, after the chain's earlier calls for its version; with t > 1 also a collective of
                               the tensor group, which stands for up to three in a row (sums of two kinds, norms); with
                               shards of a mean, a collective of their group for the norm. If weights are predicted, the
@@ -141,7 +142,7 @@ class _Lowering:
         self._moved: list[int] = []  # per move, the operation that ends it
         self._loaded: set[int] = set()  # places whose backward reads from a buffer
         self._read = NONE  # last operation of the latest such backward
-        self._chain_of_version: dict[int, tuple[int, int]] = {}  # version -> (calls of the chain, last operation)
+        self._chain_of_version: dict[int, tuple[int, int, int]] = {}  # version -> (thread, its calls, last operation)
         self._stepped = NONE
 
     def lower(self) -> RankOperations:
@@ -259,15 +260,14 @@ class _Lowering:
                 last = self._collective(thread, own, "chain's world group", JOB, "world", self.num_ranks)
                 self._do(thread, HOST_WAIT, last)
         self._do(thread, END, None)
-        if thread == CHAIN:
-            self._chain_of_version[version] = self._num_calls[CHAIN], last
+        self._chain_of_version[version] = thread, self._num_calls[thread], last
 
     def _step(self, code: int, version: int) -> None:
         if code == STEP:
             self._stepped = version
-        num_calls, last = self._chain_of_version.pop(version, (0, NONE))
+        thread, num_calls, last = self._chain_of_version.pop(version, (CHAIN, 0, NONE))
         if num_calls:
-            self._do(MAIN, AWAIT, (CHAIN, num_calls))
+            self._do(MAIN, AWAIT, (thread, num_calls))
         self._launch(MAIN, "compute", last)
         predicts = KIND_OF_CODE[code].row.is_prediction
         if predicts and self.tensor > 1:

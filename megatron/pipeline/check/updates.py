@@ -17,6 +17,9 @@ With weights on the host, gradients leave the device stage by stage. Then REDUCE
 of tied embeddings have a REDUCE_EMBED even on one rank, which may come before backwards of other stages. The positions
 of these two are proved in `host_updates`.
 
+If steps are optimistic, STEP comes before REDUCE_NORM, and VALIDATE@v, which waits for the norm, is the last link. No
+link of the next chain comes before it, and the gradient buffer is free only behind it (`validations`).
+
 A rank without backwards, whose stages are all frozen, reduces no gradients, and its STEP is a no-op that makes the
 version. Its REDUCE_NORM, to which it contributes zero, comes after its STEP, so the rank waits for no other.
 
@@ -70,6 +73,7 @@ from megatron.pipeline.check.compact import (
     REDUCE_GRAD,
     REDUCE_NORM,
     STEP,
+    VALIDATE,
     B,
     CompactProgram,
     F,
@@ -89,6 +93,8 @@ def chain_of_rank(compact: CompactProgram, rank: int) -> tuple[int, ...]:
         REDUCE_NORM: program.global_norm,
         STEP: True,
     }
+    if program.optimistic:
+        return *(code for code in (REDUCE_GRAD, REDUCE_EMBED) if wanted[code]), STEP, REDUCE_NORM, VALIDATE
     if program.weights.updates_alone or is_frozen:
         order = (REDUCE_GRAD, REDUCE_EMBED, STEP, REDUCE_NORM)
     else:
@@ -119,6 +125,7 @@ def prove_updates(compact: CompactProgram) -> None:
     num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
     batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
     num_buffers = program.weights.max_gradient_buffers
+    frees = VALIDATE if program.optimistic else STEP
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
     for rank, codes in enumerate(compact.codes):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
@@ -134,8 +141,8 @@ def prove_updates(compact: CompactProgram) -> None:
             if code in (B, I, W):
                 owner, batch = owner_of[place // num_microbatches], batch_of[place % num_microbatches]
                 owner.begun.add(batch)
-                if len(owner.begun) - owner.posted[STEP] > num_buffers:
-                    due = _word(owner.stages[0], STEP, program.first_batch + 1 + owner.posted[STEP])
+                if len(owner.begun) - owner.posted[frees] > num_buffers:
+                    due = _word(owner.stages[0], frees, program.first_batch + 1 + owner.posted[frees])
                     reason = f"all gradient buffers hold batches before it: no {due} stands before it"
                     raise compact.error(rank, position, reason)
             if code in ends:
@@ -150,6 +157,8 @@ def prove_updates(compact: CompactProgram) -> None:
                     reason = f"by the program's flags the chain of stage {stage} has no {KIND_OF_CODE[code].value}"
                 elif index != owner.posted[code] or index >= num_batches:
                     reason = _explain_order(compact, stage, code, owner.posted[code])
+                elif program.optimistic and code != VALIDATE and owner.posted[VALIDATE] < index:
+                    reason = f"no {_word(stage, VALIDATE, version - 1)} stands before it"
                 elif any(each.unfinished[index] for each in before) and code not in of_ends:
                     reason = f"batch {version - 1}, whose gradients it takes, has backwards to come on this rank"
                 else:

@@ -189,9 +189,9 @@ class Execution(ABC):
     embedding reduction are the ranks that post it. A gradient reduction waits for no other rank, because the replicas
     run the same program.
 
-    A reduction that stands after the STEP of its version serves only the report. Such a reduction has a queue of its
-    own, beside the chain. In the chain it would hold up the gradients of the next microbatch until the first stage has
-    finished the microbatch before.
+    A reduction that stands after the STEP of its version serves only the report, or a VALIDATE. Such a reduction has a
+    queue of its own, beside the chain. In the chain it would hold up the gradients of the next microbatch until the
+    first stage has finished the microbatch before.
 
     Attributes:
         waits: for each rank, its position and what it waits for there; None: it has reached its border.

@@ -97,6 +97,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "provisional_microbatches": _integer,
     "reduce_partial": _flag,
     "forward_only": _flag,
+    "optimistic": _flag,
 }
 
 # The keys that describe the run: how rows are completed and repeat, and the parallel degrees of the job.
@@ -105,7 +106,10 @@ _NOTES = _OF_COMPLETION | {"tensor": _count, "data": _count}
 
 
 # The keys that are written only if their value is given and not empty. Zero microbatches are a value.
-_OF_FEW = ("edges", "not_recomputed", "tied_stage", "residency", "unread", "provisional_microbatches", "reduce_partial")
+_OF_FEW = (
+    "edges", "not_recomputed", "tied_stage", "residency", "unread", "provisional_microbatches", "reduce_partial",
+    "optimistic",
+)  # fmt: skip
 
 
 def _write_value(value: Any) -> str:
@@ -309,6 +313,7 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
         "reduce_partial": Kind.REDUCE_PARTIAL in kinds,
         "forward_only": not kinds & BACKWARDS,
+        "optimistic": Kind.VALIDATE in kinds,
     }
 
 

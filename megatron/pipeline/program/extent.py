@@ -65,6 +65,8 @@ class Extent(Tied):
             prediction takes the last update again; None: all but the `unread` ones.
         reduce_partial: whether predictions read the sum of the gradients over the replicas.
         forward_only: the program evaluates: it has forwards at the newest entry version, no backwards and no updates.
+        optimistic: each rank steps before the norm of all gradients is known, as if it changed nothing, and VALIDATEs
+            the step in the next batch.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -84,6 +86,7 @@ class Extent(Tied):
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
     forward_only: bool = False
+    optimistic: bool = False
 
     @property
     def num_stages(self) -> int:

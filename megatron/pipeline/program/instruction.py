@@ -41,6 +41,8 @@ class Kind(str, Enum):
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
     STEP = "STEP"  # wait for the chain, then make the version
+    VALIDATE = "VALIDATE"  # wait for the norm of a step that was taken before it, and accept the step or not
+    ROLLBACK = "ROLLBACK"  # undo a step that was not accepted, with what came behind it, and take the right one
     HOLD = "HOLD"  # copy the gradients accumulated so far, for the prediction of a version
     REDUCE_PARTIAL = "REDUCE_PARTIAL"  # reduce that copy over the replicas
     REDUCE_PARTIAL_EMBED = "REDUCE_PARTIAL_EMBED"  # reduce the tied embeddings' gradients for a prediction
@@ -129,6 +131,7 @@ class Word:
         saved: the change in the number of microbatches that the stage saves; +1 counts from its start, -1 from its end.
         keeps: the gradients that it copies for a prediction, `gradients` or `tied_gradients`; these are the attributes
             of `simulate.memory_curve.MemorySizes` with their bytes.
+        frees_gradients: the gradients that lead to its version are not needed behind the last such word of the version.
         is_prediction: it makes a prediction, and frees the copied gradients at its end.
         deferred: the change, at its end, in the number of microbatches between the halves of a split backward.
         of_pair: the activations that a move carries belong to the pair stage.
@@ -153,6 +156,7 @@ class Word:
     adds_gradients: bool = False
     saved: int = 0
     keeps: str = ""
+    frees_gradients: bool = False
     is_prediction: bool = False
     deferred: int = 0
     of_pair: bool = False
@@ -240,9 +244,11 @@ WORDS: dict[Kind, Word] = {
         name="norm reduced", lane=Lane.CHAIN, members=Members.ALL, cost="reduce_norm", handler="_reduce_norm"
     ),
     Kind.STEP: _UPDATE(
-        name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, colour="red", sign="#", cost="step",
-        handler="_step",
+        name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, frees_gradients=True, colour="red", sign="#",
+        cost="step", handler="_step",
     ),
+    Kind.VALIDATE: _UPDATE(name="step validated", lane=Lane.COMPUTE, frees_gradients=True, handler="_validate"),
+    Kind.ROLLBACK: _UPDATE(name="step rolled back", lane=Lane.COMPUTE, handler="_roll_back"),
     Kind.HOLD: _PREDICTION(
         name="gradients kept", lane=Lane.COMPUTE, keeps="gradients", colour="pale teal", cost="hold", handler="_hold"
     ),

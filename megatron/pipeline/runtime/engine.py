@@ -8,6 +8,7 @@ late, on all ranks alike. A drain executes everything pending. Evaluation and ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.documents import counted
-from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction
+from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder, Residency
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
@@ -34,6 +35,7 @@ from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tra
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
+from megatron.pipeline.runtime.refused_steps import RefusedSteps, require_undoable
 from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
@@ -68,6 +70,7 @@ class PipelineEngine:
     Attributes:
         saved: counter of the saved microbatches, by stage and on the rank, with their peaks over the run.
         stash: the stash of inputs on the host; None where inputs stay on the device.
+        notes: sentences for the log, the same on all ranks. The caller removes them.
 
     For a checkpoint, read `next_batch` and `next_microbatch` while the pipeline is drained. Set `stop_requests` (bits)
     to send them with the next norm reduction; `BatchReport.stop_requests` is their union over all ranks.
@@ -114,6 +117,8 @@ class PipelineEngine:
                 f"under {schedule.weights.name} each stage steps by itself; give stages of a graph, such as "
                 "GraphModuleStage, and an update for each, such as StageUpdates"
             )
+        if schedule.optimistic:
+            require_undoable(update, self._stages)
         rank_of_stage = schedule.rank_of_stage
         if schedule.num_ranks != len(ranks):
             raise ValueError(
@@ -214,6 +219,9 @@ class PipelineEngine:
         )
         self._stream = schedule.stream(first_batch=first_batch, first_microbatch=first_microbatch)
         self._drained = True
+        self._update = update
+        self._refused = RefusedSteps()
+        self.notes: list[str] = []
         self._guard = failure_guard.active()
         if self._guard is not None:
             self._guard.watch(name=own, doing=self._doing, overdue=self._channels.check_overdue)
@@ -255,12 +263,14 @@ class PipelineEngine:
         self._drained = False
         if self.tracer is not None:
             self.tracer.begin_batch(BatchExtent(batch, first_microbatch, num_microbatches))
-        self._executor.run(rows[self._rank])
+        if not self._executor.run(rows[self._rank]):
+            self._go_back(batch, num_microbatches)
         return self._take_reports(batch - self.schedule.report_lag)
 
     def drain(self) -> list[BatchReport]:
         """Execute everything pending, steps included. Return the remaining reports."""
-        self._executor.run(self._stream.drain()[self._rank])
+        if not self._executor.run(self._stream.drain()[self._rank]):
+            self._go_back(self._stream.next_batch, None)
         self._executor.settle()
         if self._transfers is not None:
             self._transfers.settle()
@@ -320,6 +330,33 @@ class PipelineEngine:
         if self._lanes is not None:
             self._lanes.close()
         self._channels.close()
+
+    def _go_back(self, batch: int, num_microbatches: int | None) -> None:
+        """Run what stands in place of the rest of a row whose VALIDATE has refused the step before `batch`.
+
+        All ranks refuse the same steps. So all of them go on without optimistic steps from the same batch on, where
+        too many were refused.
+
+        Args:
+            batch: the batch that begins again, or would be the next.
+            num_microbatches: its size; None: the run drains before it.
+        """
+        row = self._stream.refused()[self._rank]
+        place = next(place for place, each in enumerate(row) if each.kind is Kind.ROLLBACK)
+        self._executor.run(row[: place + 1])
+        if self.tracer is not None and num_microbatches is not None:
+            self.tracer.drop_last()
+        too_many = self._refused.note(batch)
+        if too_many is None:
+            self._executor.run(row[place + 1 :])
+            return
+        self._update.give_up()
+        self.notes.append(too_many)
+        first_microbatch = self._stream.next_microbatch - (num_microbatches or 0)
+        self.schedule = replace(self.schedule, optimistic=False)
+        self._stream = self.schedule.stream(first_batch=batch, first_microbatch=first_microbatch)
+        if num_microbatches is not None:
+            self._executor.run(self._stream.start_batch(num_microbatches)[self._rank])
 
     def _take_reports(self, last_batch: int) -> list[BatchReport]:
         reports = self._executor.reports

@@ -126,6 +126,12 @@ class Exchange:
         self._values.clear()  # the next batch sends them again
         self._shared.settle()
 
+    def drop(self, during: Instruction) -> None:
+        """Drop all results that wait to be sent or taken, and all that arrives by posted receives."""
+        self._channels.take_posted(during)
+        self._waited()
+        self._handed.clear()
+
     def __len__(self) -> int:
         """Return the number of results that wait to be sent or taken."""
         return len(self._handed)

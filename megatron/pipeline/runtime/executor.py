@@ -2,10 +2,12 @@
 
 A table gives the method of each instruction kind, and a loop calls these methods in the order of the row. Sends and
 receives are posted, and the instruction that needs a tensor waits for it. Reductions run on the chain thread, and STEP
-waits for them. Only the report waits for a reduction that stands behind its STEP. Such a reduction runs on another
-thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an error,
-raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions: saved
-microbatches, posted receives, and outputs for other stages (in its `Exchange`).
+waits for them. Only the report and VALIDATE wait for a reduction that stands behind its STEP. Such a reduction runs on
+another thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an
+error, raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions:
+saved microbatches, posted receives, and outputs for other stages (in its `Exchange`).
+
+A row ends at a VALIDATE that refuses the step; the caller has the words in place of the rest. ROLLBACK is one of them.
 
 Where weights are stale each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
 """
@@ -143,6 +145,8 @@ class Executor:
         self._splitting: set[int] = set()  # stages prepared for split backwards
         self._before_predictions: set[int] = set()  # versions whose STEP is directly before a PREDICT
         self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped to it, where each steps alone
+        self._is_refused = False  # what the last VALIDATE said
+        self._on_trial: list[Instruction] = []  # the forwards before a VALIDATE that refused the step
         self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
         self.num_executed = 0
@@ -166,14 +170,34 @@ class Executor:
             index = first_microbatch + position
             self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
 
-    def run(self, row: Sequence[Instruction]) -> None:
+    def run(self, row: Sequence[Instruction]) -> bool:
         """Execute a row of a training program. `annotate` marks an error with the instruction that raised it.
+
+        Returns whether it ran to its end. If its VALIDATE refuses the step, the row ends there, and the caller runs
+        what stands in place of the rest.
 
         Raises:
             ValueError: the row splits a backward that its stage cannot split. Raised before the row starts.
             NotImplementedError: the row has a kind without a method. Raised before the row starts.
         """
         self._announce_halves(row)
+        validates = next((place for place, each in enumerate(row) if each.kind is Kind.VALIDATE), None)
+        if validates is None:
+            self._run_part(row)
+            return True
+        on_trial, rest = row[: validates + 1], row[validates + 1 :]
+        for stage in self._stages.values():
+            stage.begin_trial()
+        self._run_part(on_trial)
+        if self._is_refused:
+            self._on_trial = [each for each in on_trial if each.kind is Kind.FORWARD]
+            return False
+        for stage in self._stages.values():
+            stage.end_trial()
+        self._run_part(rest)
+        return True
+
+    def _run_part(self, row: Sequence[Instruction]) -> None:
         self._before_predictions = {
             step.version for step, after in pairwise(row) if step.kind is Kind.STEP and after.kind.row.is_prediction
         }
@@ -450,6 +474,23 @@ class Executor:
             report = self._update.step(version)
         self.reports[version - 1] = report
         self._forget_batch(version - 1)
+
+    def _validate(self, instruction: Instruction) -> None:
+        self._late_chain.wait_for(instruction.version)
+        self._waited()
+        self._is_refused = not self._update.validate(instruction.version)
+
+    def _roll_back(self, instruction: Instruction) -> None:
+        """Drop what the batch behind the step has begun, and let the update take the right step."""
+        self._exchange.drop(instruction)
+        for index, stage in self._stages.items():
+            begun = [self._microbatches[each.microbatch] for each in self._on_trial if each.stage == index]
+            for _ in begun:
+                self._saved.remove(index)
+            stage.begin_again(begun)
+        self._on_trial = []
+        self._with_forwards.discard(instruction.version)
+        self._update.roll_back(instruction.version)
 
     # -- predictions --------------------------------------------------------------------------------------------------
 

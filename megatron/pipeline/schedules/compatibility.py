@@ -203,6 +203,14 @@ def _updates_alone(s: PipelineSchedule, o: Order) -> bool:
     return s.weights.updates_alone
 
 
+_OPTIMISTIC: tuple[tuple[Condition, str, str], ...] = (
+    (lambda s, o: not s.weights.drains, "{s.name_of_weights}", "takes its steps beside later batches already"),
+    (_on_host, "weights on the host", "are stepped where no copy of them is kept"),
+    (_balances, "balance", "moves activations, which a step that is undone would have to meet on their way"),
+    (lambda s, o: s.num_frozen, "a frozen prefix", "has ranks that run ahead of the steps of the others"),
+    (lambda s, o: not o.graph.is_chain, "a graph of stages", "keeps shared values over the border of two batches"),
+)
+
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
     (_balances, "balance", "moves what a whole backward needs, of which an I leaves another part"),
     (_updates_alone, "{s.name_of_weights}", "steps at each stage right behind a microbatch's backward"),
@@ -271,6 +279,9 @@ def validate_choices(schedule: PipelineSchedule, order: Order) -> None:
         sentence = "{s.order} computes backwards in halves, I and W, and {what} {why}; drop it, or use order 1f1b"
         _refuse(_with_sentence(_HALVES, sentence), schedule, order)
     _refuse(_PREDICTIONS, schedule, order)
+    if schedule.optimistic:
+        sentence = "optimistic steps are validated in the next batch, and {what} {why}; drop one of them"
+        _refuse(_with_sentence(_OPTIMISTIC, sentence), schedule, order)
 
 
 def validate_frozen(schedule: PipelineSchedule) -> None:

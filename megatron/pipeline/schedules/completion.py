@@ -101,6 +101,11 @@ def require_training(program: Program) -> None:
         raise ValueError("the rows have forwards alone, so they train nothing; add a backward for each")
     if program.residency is not None:
         raise ValueError("weights live on the host (residency), and a run with them follows the preset l2l; use that")
+    if program.optimistic:
+        raise ValueError(
+            "its steps do not wait for their norm (optimistic: yes), and the rows of a file have no words for steps "
+            "that are refused; name a schedule and add --optimistic-steps"
+        )
     if not program.global_norm:
         raise ValueError(
             "there is no REDUCE_NORM (global_norm: no), and with it travel losses and requests to stop; add one to "

@@ -35,6 +35,7 @@ from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.passes import Segments
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.residency import add_residency
+from megatron.pipeline.schedules.passes.validation import continuation, refusing
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class PipelineSchedule(Tied, ABC):
         provisional_microbatches: if the weights predict, the number of microbatches that each prediction reads; None:
             all whose backwards are done.
         reduce_partial: predictions read the sum of the gradients over the replicas.
+        optimistic: each rank steps before the norm of all gradients is known, and validates the step in the next batch.
         max_in_flight: the largest number of microbatches between forward and end of backward at any stage, without
             moves; None: a whole batch.
         report_lag: at the end of the segment of batch i, every rank has stepped batch i - report_lag and posted its
@@ -131,6 +133,7 @@ class PipelineSchedule(Tied, ABC):
     data_parallel: bool
     provisional_microbatches: int | None
     reduce_partial: bool
+    optimistic: bool
     max_in_flight: int | None
     report_lag: int
     settling_batches: int
@@ -283,6 +286,7 @@ class ProgramStream:
         self.next_microbatch = first_microbatch
         self._schedule = schedule
         self._sizes: tuple[int, ...] = ()  # sizes of the batches since the last drain that still matter
+        self._last_sizes: tuple[int, ...] = ()  # the same at the last drain
         self._drained_at = first_batch
 
     @property
@@ -304,6 +308,8 @@ class ProgramStream:
         self.next_batch += 1
         self.next_microbatch += num_microbatches
         window = self._window()
+        if self._schedule.optimistic and len(self._sizes) > 1:
+            self.refused()  # proved before the row begins
         return self._placed(window, window.segments(len(self._sizes) - 1, len(self._sizes)))
 
     def drain(self) -> Sequence[Row]:
@@ -313,10 +319,22 @@ class ProgramStream:
         """
         if not self._sizes:
             return ((),) * self._schedule.num_ranks
-        window = self._window()
+        window, self._last_sizes = self._window(), self._sizes
         self._sizes = ()
         self._drained_at = self.next_batch
+        if self._schedule.optimistic:
+            self.refused()
         return self._placed(window, window.drain)
+
+    def refused(self) -> Sequence[Row]:
+        """Return what each rank does behind the VALIDATE of the rows returned last, if it refuses the step.
+
+        These rows are in place of the rest of the rows returned last, and end where they would have ended.
+        """
+        drains = not self._sizes
+        sizes = self._last_sizes if drains else self._sizes
+        window = self._window(sizes)
+        return self._placed(window, _proved_continuation(self._schedule, sizes, window.program.first_batch, drains))
 
     def evaluation(self, num_microbatches: int) -> Sequence[Row]:
         """Return the forwards of an evaluation with the newest version, as one row for each rank.
@@ -327,9 +345,10 @@ class ProgramStream:
         program = _proved_evaluation(self._schedule, num_microbatches)
         return ShiftedRows(program.rows, microbatches=0, versions=self.next_batch)
 
-    def _window(self) -> ProgramInSegments:
-        first_batch = self.next_batch - len(self._sizes)
-        return _proved(self._schedule, self._sizes, min(first_batch, self._schedule.first_settled_batch))
+    def _window(self, sizes: tuple[int, ...] | None = None) -> ProgramInSegments:
+        sizes = self._sizes if sizes is None else sizes
+        first_batch = self.next_batch - len(sizes)
+        return _proved(self._schedule, sizes, min(first_batch, self._schedule.first_settled_batch))
 
     def _placed(self, window: ProgramInSegments, rows: Rows) -> Sequence[Row]:
         program = window.program
@@ -354,6 +373,18 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
     )
     forget_graph()  # a run keeps its programs, but does not need their graphs
     return built
+
+
+@lru_cache(maxsize=64)
+def _proved_continuation(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: int, drains: bool) -> Rows:
+    """Build and prove what ranks do if they refuse the step before the last of `batches`, or behind it (`drains`)."""
+    built = _proved(schedule, batches, first_batch)
+    index = len(batches) - (not drains)
+    begins, ends = ([border[place] for border in built.borders] for place in (index, index + 1))
+    rows = continuation(built.program, first_batch + index, begins, ends)
+    check(refusing(built.program, first_batch + index, rows, ends))
+    forget_graph()
+    return rows
 
 
 @lru_cache(maxsize=16)

@@ -131,6 +131,7 @@ class ProgramSchedule(PipelineSchedule):
     data_parallel = property(attrgetter("program.data_parallel"))
     provisional_microbatches = property(attrgetter("program.provisional_microbatches"))
     reduce_partial = property(attrgetter("program.reduce_partial"))
+    optimistic = False
 
     @property
     def num_virtual_stages(self) -> int:

@@ -38,6 +38,7 @@ from megatron.pipeline.schedules.passes.activations import add_balance, add_reco
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
 from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
+from megatron.pipeline.schedules.passes.validation import add_validations
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 
 
@@ -75,6 +76,8 @@ class Schedule(PipelineSchedule):
             prediction reads. None: all whose backwards are done at the stage.
         reduce_partial: if the weights predict, predictions read the sum of the gradients over the replicas, which takes
             one more reduction for each batch.
+        optimistic: each rank steps before the norm of all gradients is known, as if it changed nothing, and validates
+            the step in the next batch; only where batches drain.
         order_class: the class of `order` in `ORDERS`; another class makes another schedule.
 
     Raises:
@@ -100,6 +103,7 @@ class Schedule(PipelineSchedule):
     residency: Residency | None = None
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
+    optimistic: bool = False
     order_class: type[Order] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -232,6 +236,8 @@ class Schedule(PipelineSchedule):
     @property
     def report_lag(self) -> int:
         behind = self._order.most_behind
+        if self.optimistic:
+            return 1
         if any(stages[-1] < self.num_frozen for stages in stages_by_rank(self.rank_of_stage)):
             return max(1, self.weights.report_lag(self.num_stages))  # a frozen rank begins the next batch early
         return self.weights.report_lag(self.num_stages if behind is None else behind + 1)
@@ -239,6 +245,8 @@ class Schedule(PipelineSchedule):
     @property
     def settling_batches(self) -> int:
         order = self._order
+        if self.optimistic:
+            return 1
         if self.weights.updates_alone and order.most_behind is not None:
             return order.most_behind + max(map(order.graph.depth, range(self.num_stages)))
         return self.weights.settling_batches(order.max_in_flight(self.num_frozen) or 0)
@@ -289,7 +297,10 @@ class Schedule(PipelineSchedule):
         extent = self._extent(batches, first_batch, first_microbatch)
         segments_of_rank = [set_versions(segments, extent) for segments in self._without_transfers(extent)]
         after_borders = [self._order.first_after_border(rank) for rank in range(self.num_ranks)]
-        return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent, after_borders))
+        segments_of_rank = add_communication(segments_of_rank, extent, after_borders)
+        if self.optimistic:
+            segments_of_rank = add_validations(segments_of_rank, extent)
+        return ProgramInSegments.join(extent, segments_of_rank)
 
     def _extent(self, batches: Sequence[int], first_batch: int = 0, first_microbatch: int = 0) -> Extent:
         """Return the extent of a program of these batches.

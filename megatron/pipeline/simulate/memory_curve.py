@@ -124,7 +124,7 @@ class _RankEvents:
             staying = {"optimizer": [(self.start, 0.0)], "weights": self._resident(), "gradients": self._passing()}
         else:
             staying = {
-                "optimizer": [(self.start, self._of_rank("optimizer"))],
+                "optimizer": [(self.start, self._of_rank("optimizer")), *self._kept_state()],
                 "weights": self._one_version() if self.rule.refreshes else self._kept("weights", self._versions()),
                 "gradients": [*self._kept("gradients", self._open_batches()), *self._held_gradients()],
             }
@@ -156,6 +156,13 @@ class _RankEvents:
                 count = number
         return events
 
+    def _kept_state(self) -> list[_Event]:
+        """The event of the copy of weights and optimizer state that optimistic steps keep, from the first step on."""
+        if not any(each.kind is Kind.VALIDATE for each, _, _ in self.spans):
+            return []
+        first = next(start for each, start, _ in self.spans if each.kind is Kind.STEP)
+        return [(first, self._of_rank("optimizer") + self._of_rank("weights"))]
+
     def _one_version(self) -> list[_Event]:
         """The weights of stages with one version each; a stage with a forward ahead of its version has an extra set."""
         ahead = {each.stage for each, _, _ in self.spans if each.ahead}
@@ -183,10 +190,11 @@ class _RankEvents:
                     yield time, min(1 + len(older), most)
 
     def _open_batches(self) -> Iterator[tuple[float, int]]:
-        """Yield (time, number of batches that await their STEP) whenever a batch gets its first gradients."""
+        """Yield (time, number of batches that await their STEP, or its VALIDATE) whenever a batch gets its first
+        gradients."""
         borders, first = self.timeline.batch_borders(), self.timeline.first_batch
         begins: dict[int, float] = {}
-        ends = {each.version - 1: end for each, _, end in self.spans if each.kind is Kind.STEP}
+        ends = {each.version - 1: end for each, _, end in self.spans if each.kind.row.frees_gradients}
         for each, start, _ in self.spans:
             if each.kind in BEGINS_BACKWARD:
                 begins.setdefault(first + bisect_right(borders, each.microbatch) - 1, start)

@@ -114,7 +114,8 @@ class MemoryParts:
         weights: all live versions, and their FP8 copies if linear layers multiply in FP8. If versions are predictions,
             also the true weights, unless masters hold them.
         gradients: all gradient buffers, and copies that predictions read.
-        optimizer: masters, moments, and FP32 copies of gradients that stay between steps.
+        optimizer: masters, moments, and FP32 copies of gradients that stay between steps; with optimistic steps also
+            the copy of weights, masters and moments.
         activations: saved microbatches, including those accepted from the paired rank; on the last stage with their
             logits. If backwards are split, at the moment when `activations` and `deferred` together are largest.
         deferred: activations and gradients that W needs, of microbatches between I and W; 0 if backwards are whole.
@@ -259,6 +260,7 @@ def estimate_memory(
             + state.gradients(embedding, num_buffers=demand.held_embeddings[rank]),
             optimizer=state.optimizer(count, num_versions=versions, matrices=own_matrices, experts=experts)
             - step
+            + state.kept_state(count)
             + (iterating if versions > 1 else 0.0),
             activations=whole,
             deferred=between,

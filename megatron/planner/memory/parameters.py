@@ -250,6 +250,8 @@ class TrainingState:
         expert_data: number of ranks with the same experts.
         sums_beside_gradients: gradients are FP32 sums; the gradients of each backward, in the type of weights, are kept
             besides.
+        keeps_state: optimistic steps keep a copy of weights, masters and moments.
+        multiplies_elsewhere: an optimistic step multiplies gradients in new memory, by the inverse of a loss scale.
         fp8_weights: linear layers have weights in FP8 only, and gather them in FP8 (`--fp8-param-gather`).
     """
 
@@ -265,6 +267,8 @@ class TrainingState:
     sums_beside_gradients: bool = False
     muon: MuonSetting | None = None
     owned_part: float | None = None
+    keeps_state: bool = False
+    multiplies_elsewhere: bool = False
 
     @property
     def owns_parameters(self) -> bool:
@@ -331,9 +335,19 @@ class TrainingState:
             return 0.0
         return self._gradient_copies(num_parameters, self._part(num_parameters, experts))
 
+    def kept_state(self, num_parameters: int) -> float:
+        """Bytes of the copy that optimistic steps keep, on a rank whose optimizer is not sharded."""
+        if not self.keeps_state:
+            return 0.0
+        return (
+            num_parameters * self.weight_bytes
+            + self.optimizer(num_parameters, num_versions=1)
+            - (self._gradient_copies(num_parameters, 1.0))
+        )
+
     def _gradient_copies(self, num_parameters: int, part: float) -> float:
         """Bytes of the FP32 copies of gradients for the given part of the parameters."""
-        return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 else 0.0
+        return _FP32 * num_parameters * part if self.gradient_bytes < _FP32 or self.multiplies_elsewhere else 0.0
 
     def _part(self, num_parameters: int, experts: int) -> float:
         """The fraction of its parameters that a rank steps."""

@@ -222,6 +222,8 @@ def training_state(args: TrainConfig) -> TrainingState:
         data=num_replicas(args),
         expert_data=num_expert_replicas(args),
         muon=_muon(args) if args.optimizer == "muon" else None,
+        keeps_state=args.optimistic_steps,
+        multiplies_elsewhere=args.optimistic_steps and args.fp16,
     )
 
 

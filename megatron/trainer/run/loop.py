@@ -165,6 +165,8 @@ class Loop:
         assert not self._waiting, f"batches without a report after a drain: {self._waiting}"
 
     def _report(self, reports: list[BatchReport]) -> None:
+        while self.run.engine.notes:
+            self.run.reporter.say(self.run.engine.notes.pop(0))
         for report in reports:
             progress = self._waiting.popleft()
             assert progress.iteration == report.batch + 1, (progress, report)

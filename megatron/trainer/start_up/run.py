@@ -31,6 +31,7 @@ from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
 from megatron.pipeline.runtime.stages.megatron.core_update import LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.optimistic_update import MegatronOptimisticUpdate
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
@@ -210,7 +211,8 @@ def _make_update(
             chunks, optimizer, scheduler, stages=stages, residency=schedule.residency, host=this_process().host,
             gathers=args.l2l_fetch == "shares", **options,
         )  # fmt: skip
-    return MegatronWeightUpdate(
+    kind = MegatronOptimisticUpdate if schedule.optimistic else MegatronWeightUpdate
+    return kind(
         chunks, optimizer, scheduler, weights=schedule.weights, num_stages=schedule.num_stages, stage=stages[0],
         single_gradient_buffer=args.pipeline_2bw_single_gradient_buffer, reduce_partial=schedule.reduce_partial,
         provisional_microbatches=schedule.provisional_microbatches,

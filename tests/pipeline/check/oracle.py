@@ -59,6 +59,9 @@ class Machine:
         self.chains: list[list[tuple[Kind, int]]] = [[] for _ in program.rows]  # posted
         self.done = [0] * len(program.rows)  # reductions that have completed, per rank
         self.made: dict[tuple[int, int], int] = {}
+        self.cuts: dict[
+            tuple[int, tuple[str, int, int]], list[int]
+        ] = {}  # version, channel -> sent, received before it
 
     def run(self) -> dict[tuple[int, int], int]:
         ranks = [self.rank(rank, row) for rank, row in enumerate(self.program.rows)]
@@ -81,6 +84,8 @@ class Machine:
             raise Wrong("a reduction never completes")
         if any(len(channel.sent) != channel.num_received for channel in self.channels.values()):
             raise Wrong("a transfer never completes")
+        if any(received > sent for sent, received in self.cuts.values()):
+            raise Wrong("a refused step leaves a receive in flight")
         return self.made
 
     def carry(self) -> bool:
@@ -133,6 +138,7 @@ class RankMachine:
         self.position_of_version: dict[int, int] = {}
         self.reduced: dict[int, list[Kind]] = {}
         self.partial: dict[int, list[Kind]] = {}
+        self.validated = machine.program.first_batch  # the newest version whose step is, if steps are optimistic
         self.position_of_partial = 0  # in the chain, of the last one before the next prediction; 0: none
         self.host: HostMachine | None = None
         if machine.program.residency is not None:
@@ -160,6 +166,9 @@ class RankMachine:
         if instruction.kind is Kind.STEP:
             require(instruction.stage == min(self.stages), "a step of one stage alone")
             return self.step(instruction.version)
+        if instruction.kind is Kind.VALIDATE:
+            require(instruction.stage == min(self.stages), "a validation of one stage alone")
+            return self.validate(instruction.version)
         if instruction.kind is Kind.PREDICT:
             require(instruction.stage == min(self.stages), "a prediction of one stage alone")
             return self.predict(instruction.version)
@@ -187,7 +196,8 @@ class RankMachine:
         )
         self.reduced.setdefault(version, []).append(kind)
         require(self.reduced[version] == self.flags()[: len(self.reduced[version])], "reductions in another order")
-        if self.program.weights is STASH and kind is Kind.REDUCE_NORM:
+        require(not self.program.optimistic or self.validated >= version - 1, "the step before is not validated")
+        if (self.program.weights is STASH or self.program.optimistic) and kind is Kind.REDUCE_NORM:
             weights = next(iter(self.stages.values())).weights
             require(version in weights or version < max(weights), "the report comes before the step")
 
@@ -219,8 +229,24 @@ class RankMachine:
         self.position_of_partial = 0
         return True
 
+    def validate(self, version: int) -> bool:
+        require(self.program.optimistic and version == self.validated + 1, "a validation out of order")
+        require(Kind.REDUCE_NORM in self.reduced.get(version, ()), "a validation without a norm")
+        if self.machine.done[self.rank] < self.position_of_version[version]:
+            return False
+        self.validated = version
+        for (kind, source, target), channel in self.machine.channels.items():
+            counts = self.machine.cuts.setdefault((version, (kind, source, target)), [0, 0])
+            if source in self.stages:
+                counts[0] = len(channel.sent)
+            if target in self.stages:
+                counts[1] = channel.num_received
+        return True
+
     def step(self, version: int) -> bool:
-        needed = [kind for kind in self.flags() if kind is not Kind.REDUCE_NORM or self.program.weights is not STASH]
+        late = self.program.weights is STASH or self.program.optimistic
+        needed = [kind for kind in self.flags() if kind is not Kind.REDUCE_NORM or not late]
+        require(not self.program.optimistic or self.validated == version - 1, "the step before is not validated")
         require(self.reduced.get(version, []) == needed, "a step without its reductions")
         if self.machine.done[self.rank] < self.position_of_version.get(version, 0):
             return False
@@ -239,6 +265,7 @@ class RankMachine:
             for batch in range(self.program.first_batch, self.program.first_batch + len(self.program.batches))
         }
         require(self.reduced == every, "a reduction is missing or there is one too many")
+        require(not self.program.optimistic or self.validated == max(every), "a step is not validated")
         predicted = set(every) if self.program.weights is PROVISIONAL else set()
         require(set(self.partial) == predicted, "a prediction is missing or there is one too many")
 
@@ -331,6 +358,8 @@ class StageMachine:
         recomputes = self.program.recompute and self.stage not in self.program.not_recomputed
         require((microbatch in self.recomputed) == recomputes, "nothing recomputed")
         require(version in self.weights, "weights are not there")
+        is_free = not self.program.optimistic or self.rank.validated >= self.program.batch_of(microbatch)
+        require(is_free, "the gradients of the batch before may be needed again")
         if self.is_last:
             gradient = self.symbols("loss", microbatch, self.take(self.outputs, microbatch))
         elif self.stage + 1 in self.rank.stages:

@@ -73,7 +73,7 @@ PREDICTIONS = {
 }  # of 2bw-provisional
 NAMES = [
     "gpipe", "flush", "2bw", "pipedream", "interleaved", "zb-h1", "2bw-zb-h1", "zb-h2", "interleaved-zb", "zbv",
-    "v-half", "v-min", *PREDICTIONS,
+    "v-half", "v-min", *PREDICTIONS, "flush, optimistic", "zbv, optimistic",
 ]  # fmt: skip
 
 
@@ -120,6 +120,8 @@ IN_GROUPS = ("interleaved", "interleaved-zb", "zbv", "v-half", "v-min")  # two s
 
 def full_schedule(name: str) -> Schedule:
     flags = {} if name == "pipedream" else {"tied_embeddings": True}
+    name, _, optimistic = name.partition(", ")
+    flags |= {"optimistic": bool(optimistic)}
     if name in PREDICTIONS:
         flags |= {"num_stages": 3, "recompute": True, "data_parallel": True, **PREDICTIONS[name]}
         return Schedule(order="1f1b", weights=PROVISIONAL, **flags)
@@ -132,4 +134,4 @@ def full_schedule(name: str) -> Schedule:
 
 def full_program(name: str) -> Program:
     batches = {"pipedream": (1,) * 7} | dict.fromkeys(IN_GROUPS, (4, 2))
-    return full_schedule(name).build(batches.get(name, (3, 4, 5)))
+    return full_schedule(name).build(batches.get(name.partition(", ")[0], (3, 4, 5)))

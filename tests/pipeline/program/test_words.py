@@ -45,8 +45,8 @@ def test_every_word_has_a_row():
     assert UPDATES - OWN_UPDATES == REDUCTIONS | (HOST_WORDS - STASH_WORDS)
     assert {Kind.OFFLOAD, Kind.RELOAD} == STASH_WORDS < HOST_WORDS
     assert not REDUCTIONS & HOST_WORDS
-    assert {Kind.STEP, Kind.HOLD, Kind.PREDICT} == OWN_UPDATES
-    assert {Kind.STEP, Kind.PREDICT} == AWAITS_REDUCTIONS
+    assert {Kind.STEP, Kind.VALIDATE, Kind.ROLLBACK, Kind.HOLD, Kind.PREDICT} == OWN_UPDATES
+    assert {Kind.STEP, Kind.VALIDATE, Kind.ROLLBACK, Kind.PREDICT} == AWAITS_REDUCTIONS
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind.row.other_end])
@@ -68,7 +68,8 @@ def test_rows_are_complete():
     for kind, word in WORDS.items():
         assert word.proof is not None and word.handler, kind
         assert not word.cost or word.cost in costs, kind
-        assert bool(word.cost) != (kind in SENDS | RECEIVES | {Kind.ACCEPT, Kind.RETURN, Kind.FREE}), kind
+        without = {Kind.ACCEPT, Kind.RETURN, Kind.FREE, Kind.VALIDATE, Kind.ROLLBACK}
+        assert bool(word.cost) != (kind in SENDS | RECEIVES | without), kind
 
 
 def test_who_waits_for_the_host():

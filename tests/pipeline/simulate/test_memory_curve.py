@@ -122,6 +122,18 @@ def test_kept_gradients_are_there_until_they_are_read():
         assert max(curve.parts["gradients"]) == 20
 
 
+def test_optimistic_steps_keep_a_copy_and_no_second_buffer():
+    """Of zbv on two ranks: weights and optimizer once more from the first STEP on, and one gradient buffer."""
+    sizes = MemorySizes(gradients=10, weights=100, optimizer=1000)
+    lowered = build("zbv", 2, (4, 4), num_virtual_stages=2, optimistic=True)
+    timeline = simulate(lowered, Costs(step=0.5, reduce_norm=1))
+    for rank, curve in enumerate(memory_curves(timeline, sizes, lowered.weights)):
+        first = next(each.start for each in timeline.spans if str(each.instruction) == f"{rank}STEP@1")
+        for time, held in zip(curve.times, curve.parts["optimizer"], strict=True):
+            assert held == 2000 + 2200 * (time >= first)
+        assert max(curve.parts["gradients"]) == 20
+
+
 def test_whole_and_split_backwards_may_stand_in_one_row():
     """A whole backward frees its microbatch, and of a split one the weight half, as the checker counts."""
     mixed = program("0F0 0F1 0B0 0I1 0W1 0F2 0B2", batches=(3,))

@@ -56,6 +56,22 @@ def test_true_weights_beside_predictions(state, copies):
     assert state.weights(PARAMETERS, num_versions=2) == 2 * state.weight_bytes * PARAMETERS
 
 
+@pytest.mark.parametrize(
+    "state, copied, in_step",
+    [
+        (TrainingState(keeps_state=True), 14, 0),  # BF16: weight, master, moments
+        (TrainingState(weight_bytes=4, keeps_state=True), 12, 0),  # FP32: weight, moments
+        (TrainingState(gradient_bytes=2, keeps_state=True), 14, 4),  # gradients are no part of the copy
+        (TrainingState(keeps_state=True, multiplies_elsewhere=True), 14, 4),  # FP16 with FP32 gradients
+        (TrainingState(), 0, 0),
+    ],
+)
+def test_the_copy_of_optimistic_steps(state, copied, in_step):
+    """What a step changes, once more; and gradients that only the step holds."""
+    assert state.kept_state(PARAMETERS) == copied * PARAMETERS
+    assert state.copies_in_step(PARAMETERS, num_versions=1) == in_step * PARAMETERS
+
+
 def test_replicas_do_not_matter_without_the_distributed_optimizer():
     """Only ZeRO-1 divides anything by the number of replicas."""
     assert per_parameter(TrainingState(data=8)) == per_parameter(TrainingState(data=1))

@@ -35,11 +35,16 @@ reaches the instruction in the row. Each but `accumulate` returns the function t
     update(stage, version)      after step(version), or after store_grad where updates are eager
 
 Under the weight policy ``stash``, ``reduce_norm`` comes after ``step`` and only completes the report.
+
+Where steps are optimistic, ``reduce_norm`` comes after ``step``, too. The next batch begins, and then come::
+
+    validate(version)        main thread, after reduce_norm(version): whether the step was right
+    roll_back(version)       if not, on all ranks: undo it and take the right one; begin_batch is then called again
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -328,6 +333,33 @@ class WeightUpdate(AnyUpdate, Protocol):
 
     def reduce_embed(self, version: int) -> None:
         """Chain thread: add up the gradients of the embedding that two stages share."""
+
+
+@runtime_checkable
+class OptimisticUpdate(WeightUpdate, Protocol):
+    """A weight update that can step before the norm of all gradients is known."""
+
+    def validate(self, version: int) -> bool:
+        """Whether the step to `version` was right, by the sums over the job; the same on all ranks."""
+
+    def roll_back(self, version: int) -> None:
+        """Undo the step to `version`, which was not right, and take the right one, or skip it."""
+
+    def give_up(self) -> None:
+        """Free what is kept for the undoing of steps: from now on every step comes after its norm."""
+
+
+class RepeatingStage(Protocol):
+    """A stage that can begin a batch again, after forwards and before the first backward."""
+
+    def begin_trial(self) -> None:
+        """Keep the data that forwards read from now on. Called before the first forward of a batch."""
+
+    def end_trial(self) -> None:
+        """Forget the data that were kept: the batch goes on."""
+
+    def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
+        """Drop all that the forwards of these microbatches have left, and read the same data for them again."""
 
 
 @runtime_checkable

@@ -129,6 +129,10 @@ class Tracer:
         self._deferred.append([])
         self.record = segment.append  # the hot loop calls this with (instruction, start, ready, end)
 
+    def drop_last(self) -> None:
+        """Drop what the segment of the last batch has, because the batch begins again."""
+        self._segments[-1][1].clear()
+
     def record_background(self, track: str, instruction: Instruction, start: Any, end: Any) -> None:
         """Record a span of another thread in the current segment."""
         self._background[-1].append((track, instruction, start, end))

@@ -152,6 +152,13 @@ class EmulatedStage:
     def split_backward(self) -> None:
         """Do nothing."""
 
+    begin_trial = end_trial = split_backward
+
+    def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
+        """Forget these microbatches."""
+        for microbatch in microbatches:
+            self._saved.pop(microbatch.index, None)
+
     def backward_input(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         self._halfway.add(microbatch.index)
         return self._backward(microbatch, self._times.halves[0])
@@ -341,7 +348,13 @@ class EmulatedUpdate:
     def begin_evaluation(self) -> None:
         """Do nothing."""
 
-    def show_newest(self) -> None:
+    show_newest = give_up = begin_evaluation
+
+    def validate(self, version: int) -> bool:
+        """Accept every step."""
+        return True
+
+    def roll_back(self, version: int) -> None:
         """Do nothing."""
 
     def hold(self, version: int, num_microbatches: int) -> None:

@@ -287,6 +287,11 @@ class Channels:
         self._waiting = None
         return tensor
 
+    def take_posted(self, during: Instruction) -> None:
+        """Wait for all posted receives, and drop their tensors. Raises as `wait`."""
+        for kind, stage, peer, microbatch in list(self._posted):
+            self.wait(kind, stage, microbatch, during, peer)
+
     def _follow(self, receive: Receive, awaited: _Awaited, during: Instruction) -> Tensor:
         """Make the current stream wait for the tensor and return it.
 

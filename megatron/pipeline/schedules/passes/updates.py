@@ -13,6 +13,8 @@ A rank with only frozen stages has no gradients, and all its versions are the sa
 forward of each batch, and its REDUCE_NORM after the STEP. So the rank waits for no other rank, and begins the next
 batch at once.
 
+If steps are optimistic, the STEP stands before REDUCE_NORM, which only its VALIDATE waits for (`passes.validation`).
+
 If each stage uses its newest version (`delay` None), each stage has a chain of its own, and its STEP directly follows
 the reductions that the STEP needs. One REDUCE_NORM follows on the rank, after the last of these. It serves only the
 report, and no instruction waits for it.
@@ -70,7 +72,7 @@ def add_updates(segments: Segments, rank: int, extent: Extent) -> Segments:
                 extended += links
         result.append(extended)
     delay = extent.weights.delay
-    if delay is not None and not is_frozen:
+    if delay is not None and not is_frozen and not extent.optimistic:
         num_batches = len(extent.batches)
         for index in range(num_batches):
             last_segment_without = min(
@@ -107,7 +109,7 @@ class _ChainOfStages:
         kinds = [Kind.REDUCE_GRAD] if extent.data_parallel else []
         if extent.reduces_embeddings(self._rank):
             kinds.append(Kind.REDUCE_EMBED)
-        if extent.weights.updates_alone:
+        if extent.weights.updates_alone or extent.optimistic:
             kinds.append(Kind.STEP)
         return [self.link(kind, batch + 1) for kind in kinds]
 

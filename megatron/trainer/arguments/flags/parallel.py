@@ -70,6 +70,11 @@ class Pipeline:
         "more than ceil((p+2)/2) microbatches. With flush, 2bw and interleaved; where nothing has to move, the run "
         "says so and goes on without."
     )
+    optimistic_steps: bool = switch(
+        "With a schedule that flushes: step as soon as a rank has its own gradients, as if nothing overflowed or were "
+        "clipped, and begin the next batch while the norm is reduced. Where it was not so, all ranks go back. The same "
+        "losses and weights to the last bit, for a second copy of the optimizer's state. docs/optimistic_steps.md."
+    )
     pipeline_2bw_single_gradient_buffer: bool = switch(
         "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before, and a "
         "batch's first backward waits until the gradients of the batch before are reduced.",

@@ -31,6 +31,7 @@ _SAYS_ITSELF = {
     "pipeline_2bw_provisional_microbatches": "says which weights each computation uses",
     "pipeline_2bw_provisional_reduce": "says which weights each computation uses",
     "pipeline_2bw_error_feedback": "says which weights each computation uses",
+    "optimistic_steps": "has no words for steps that are refused",
     "l2l_update": "keeps weights on the device",
     "l2l_resident_stages": "keeps weights on the device",
     "l2l_stash": "keeps weights on the device",
@@ -299,6 +300,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         predict=args.pipeline_2bw_provisional != "off",
         provisional_microbatches=args.pipeline_2bw_provisional_microbatches,
         reduce_partial=args.pipeline_2bw_provisional_reduce,
+        optimistic=args.optimistic_steps,
     )
 
 

@@ -5,7 +5,7 @@ order. Then stages would use different samples for the same microbatch. In addit
 forward.
 
 Solution: `DrawnData` draws the items of skipped microbatches ahead, one item per microbatch, and stores them until
-their forward. `Recorder` stores the items of a forward.
+their forward. `Recorder` stores the items of a forward. For a batch that may have to begin again, all items are kept.
 
 **Random numbers.** Dropout masks depend on the layer and the sample, not on the schedule or the cut into stages. So do
 the scores of routers that choose experts at random. Problem: if a random-number generator runs on through a stage, its
@@ -44,7 +44,8 @@ class DrawnData:
 
     def __init__(self) -> None:
         self._next: int | None = None  # the microbatch that the iterator yields next
-        self._ahead: dict[int, Any] = {}  # microbatch -> its item
+        self._ahead: dict[int, list[Any]] = {}  # microbatch -> its items
+        self._kept: dict[int, list[Any]] | None = None  # the same of microbatches that may be requested again
 
     def of(self, microbatch: int, source: Iterator | None, *, first: int) -> Iterator | None:
         """An iterator over the items of a microbatch.
@@ -56,10 +57,27 @@ class DrawnData:
         """
         if source is None:
             return None
+        drawn = self._of(microbatch, source, first=first)
+        return drawn if self._kept is None else Recorder(drawn, self._kept.setdefault(microbatch, []))
+
+    def keep(self) -> None:
+        """Keep the items of the microbatches that are requested from now on."""
+        self._kept = {}
+
+    def forget(self) -> None:
+        """Forget the kept items, and keep no more."""
+        self._kept = None
+
+    def give_again(self) -> None:
+        """Have the kept items for their microbatches again, which may be requested once more."""
+        self._ahead |= self._kept or {}
+        self.forget()
+
+    def _of(self, microbatch: int, source: Iterator, *, first: int) -> Iterator:
         if microbatch in self._ahead:
-            return iter([self._ahead.pop(microbatch)])
+            return iter(self._ahead.pop(microbatch))
         for passed_over in range(first if self._next is None else self._next, microbatch):
-            self._ahead[passed_over] = next(source)
+            self._ahead[passed_over] = [next(source)]
         self._next = microbatch + 1
         return source
 

@@ -120,6 +120,14 @@ def gradients_of(optimizer: MegatronOptimizer) -> list[Tensor]:
     return [param.grad for param in params if param.grad is not None]
 
 
+def multiply_elsewhere(optimizer: MegatronOptimizer, factor: float) -> None:
+    """Give the parameters of the optimizer new gradients: the present ones times `factor`."""
+    for each in optimizers_of(optimizer):
+        for param in [] if each.is_stub_optimizer else each.get_parameters():
+            if param.grad is not None:
+                param.grad = param.grad * factor
+
+
 @dataclass(eq=False)
 class GradientSlot:
     """One set of flat gradient buffers, and the view that each parameter has of them."""

@@ -14,7 +14,7 @@ backward is started in autograd's C++ engine, which does not check the shape of 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -266,6 +266,22 @@ class MegatronStage:
         self._captured.drop(microbatch.index)
         self._engine_linears.end_backward(microbatch.batch)
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
+
+    def begin_trial(self) -> None:
+        """Keep the data that forwards read from now on."""
+        self._drawn.keep()
+
+    def end_trial(self) -> None:
+        """Forget the data that were kept."""
+        self._drawn.forget()
+
+    def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
+        """Drop what the forwards of these microbatches have left, and read the same data for them again."""
+        for microbatch in microbatches:
+            del self._saved[microbatch.index]
+            self._captured.drop(microbatch.index)
+            self._losses.pop(microbatch.batch, None)
+        self._drawn.give_again()
 
     def split_backward(self) -> None:
         """Prepare for backwards in two halves.

@@ -32,6 +32,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     copy_gradients,
     gradients_of,
     is_distributed,
+    multiply_elsewhere,
     optimizers_of,
     owners,
     shared_scaler,
@@ -54,6 +55,8 @@ class _Batch(Batch):
     applied: bool = False  # the optimizer has stepped with the gradients, or the step was skipped
     stepped: bool = False  # `step` has been called
     with_prediction: bool = False  # a prediction directly follows the step
+    on_trial: bool = False  # an optimistic step has to leave the gradients as they are, in their buffer
+    coefficient: float = 1.0  # by which such a step has multiplied the gradients
 
 
 class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
@@ -304,7 +307,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             copy_gradients(self._inner)
             if self._prediction is None:
                 gradients = gradients_of(self._inner)
-                if coefficient != 1.0 and gradients:
+                if coefficient != 1.0 and batch.on_trial:
+                    multiply_elsewhere(self._inner, coefficient)
+                elif coefficient != 1.0 and gradients:
                     torch._foreach_mul_(gradients, coefficient)
                 with self.versions.making(version, copy=self._copy_newest):
                     self._inner.step_with_ready_grads()
@@ -316,7 +321,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
         self._decisions.advance(report)
-        self._gradients.give_back(batch.buffer)
+        if not batch.on_trial:
+            self._gradients.give_back(batch.buffer)
         batch.applied = True
 
     def _predict(self, version: int, batch: _Batch, partial: Partial, partial_embed: Partial | None) -> None:
