@@ -19,7 +19,7 @@ from megatron.pipeline.simulate.costs import Costs, measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
 
 if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the search and its processes
-    from megatron.pipeline.synthesis import Problem, Synthesis
+    from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
 _ONE, _BEST = "one", "best"
@@ -33,6 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("pipeline"),
         ("--ranks", count, "P", "pipeline ranks"),
         ("--microbatches", count, "M", "microbatches of the batch", {"required": True}),
+        ("--weights", str, None, "flush, where each batch drains, or 2bw, where batches follow one another: the least "
+         "period within the limits, and at this period the least memory (default: flush)",
+         {"choices": ("flush", "2bw"), "default": "flush"}),
         ("--virtual-stages", count, "V", "stages of a rank under v, round-robin, best (default: 2)", {"default": 2}),
         ("--placement", str, "NAME", "one (stage a rank), v, round-robin, best (of these two), or the rank of each "
          "stage: 0,1,1,0 (default: one, or that of --measured)"),
@@ -81,12 +84,18 @@ def run(options: argparse.Namespace) -> int:
     for each in filter(None, (options.csv, options.json, options.picture)):
         if each != "-":
             command_line.require_file(Path(each))
-    if not limits:
+    if options.weights != "flush":
+        best = _steady(options)
+        _print_rows(_steady_rows(best))
+        _write(options, best.csv, best.certificate())
+    elif not limits:
         found = _search(options, None)
-        _print(found)
-        _write(options, found)
-        return 0
-    _frontier(options, limits)
+        _print_rows(_rows(found))
+        _write(
+            options, found.best.csv, found.best.certificate() | {"bound": found.bound, "bound_from": found.bound_from}
+        )
+    else:
+        _frontier(options, limits)
     return 0
 
 
@@ -95,6 +104,8 @@ def _limits_of_frontier(options: argparse.Namespace) -> tuple[float, ...]:
         raise ValueError("--picture draws a frontier; add --frontier with some limits")
     if not options.frontier:
         return ()
+    if options.weights != "flush":
+        raise ValueError("--frontier is for --weights flush; under 2bw search with one --limit after another")
     if options.csv or options.json or options.limit is not None:
         raise ValueError("--frontier searches under several limits; leave --limit, --csv and --json out")
     if options.picture:
@@ -231,6 +242,30 @@ def _search(
     return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
 
 
+def _steady(options: argparse.Namespace) -> "Steady":
+    """Search for the program of batches that follow one another."""
+    from megatron.pipeline.program.weight_policies import weight_policy
+    from megatron.pipeline.synthesis import synthesize_steady
+
+    problems, found, refusal = _problems(options, None), [], None
+    with _progress() as report:
+        for number, problem in enumerate(problems):
+
+            def done(part: float, number: int = number) -> None:
+                report((number + part) / len(problems))
+
+            try:
+                found.append(synthesize_steady(
+                    problem, weights=weight_policy(options.weights), seconds=options.seconds / len(problems),
+                    rounds=options.rounds, seed=options.seed, processes=options.processes, done=done,
+                ))  # fmt: skip
+            except ValueError as error:
+                refusal = error
+    if not found:
+        raise refusal
+    return min(found, key=lambda each: (round(each.seconds, 9), each.fullness))
+
+
 def _is_alike(one: "Problem", other: "Problem") -> bool:
     """Whether words for one problem are words for the other, but for its limits."""
     return (one.rank_of_stage, one.recomputed) == (other.rank_of_stage, other.recomputed)
@@ -253,23 +288,46 @@ def _progress() -> Iterator[Callable[[float], None]]:
 # --- the answer
 
 
-def _print(answer: _Answer) -> None:
+def _rows(answer: _Answer) -> list[tuple[str, str]]:
     from megatron.pipeline.synthesis.search import bubble
 
     best, problem = answer.best, answer.best.problem
     least = bubble(problem, answer.bound)
-    rows = [
+    return [
         ("time of a batch", f"{best.seconds:g}"),
         ("bubble", f"{best.bubble:.2%}"),
         ("lower bound", f"{answer.bound:g} (a bubble of {least:.2%}), from {answer.bound_from}"),
         ("above the bound", _above(best.seconds, answer.bound)),
-        ("placement", " ".join(map(str, problem.rank_of_stage))),
-        ("recomputed stages", " ".join(map(str, sorted(problem.recomputed))) or "none"),
+        *_placed(problem),
         ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
         ("begun with", best.begun_with),
         ("best registered order", _order(best, "none keeps the limits")),
         ("rounds", " + ".join(map(str, best.rounds))),
-    ]  # fmt: skip
+    ]
+
+
+def _steady_rows(best: "Steady") -> list[tuple[str, str]]:
+    named = ", ".join(f"{name}: {held:g}" for name, held in best.named.items())
+    return [
+        ("time of a batch", f"{best.seconds:g}"),
+        ("lower bound", f"{best.bound:g}, from {best.bound_from}"),
+        ("above the bound", _above(best.seconds, best.bound)),
+        *_placed(best.problem),
+        ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
+        ("least at this period", ", ".join(f"{each:g}" for each in best.least_held)),
+        ("registered orders hold", named or "none has the placement"),
+        ("rounds", " + ".join(map(str, best.rounds))),
+    ]
+
+
+def _placed(problem: "Problem") -> list[tuple[str, str]]:
+    return [
+        ("placement", " ".join(map(str, problem.rank_of_stage))),
+        ("recomputed stages", " ".join(map(str, sorted(problem.recomputed))) or "none"),
+    ]
+
+
+def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
     width = max(len(name) for name, _ in rows)
     print(*(f"{name:{width}}  {value}" for name, value in rows), sep="\n")
 
@@ -282,16 +340,14 @@ def _above(seconds: float, bound: float) -> str:
     return f"{max(0.0, seconds / bound - 1):.2%}"  # sums of the same times in another order differ in their last bits
 
 
-def _write(options: argparse.Namespace, answer: _Answer) -> None:
+def _write(options: argparse.Namespace, csv: str, certificate: dict[str, object]) -> None:
     from megatron.documents.files import write_whole
 
-    best = answer.best
     if options.csv == "-":
-        sys.stdout.write(best.csv)
+        sys.stdout.write(csv)
     elif options.csv:
-        write_whole(Path(options.csv), best.csv)
+        write_whole(Path(options.csv), csv)
     if options.json:
-        certificate = best.certificate() | {"bound": answer.bound, "bound_from": answer.bound_from}
         write_whole(Path(options.json), json.dumps(certificate, indent=1) + "\n")
 
 

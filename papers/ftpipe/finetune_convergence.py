@@ -142,8 +142,9 @@ def launch(runs: list[tuple], options: argparse.Namespace) -> dict[str, tuple[li
 def show(results: dict) -> None:
     """Print the table of the docs."""
     console = terminal(120)
-    rates = ", ".join(f"{rate}: {max(curve):.4f}" for rate, curve in results["validation"].items())
-    console.print(f"flush on the validation data, best epoch by learning rate: {rates}", highlight=False)
+    if len(results["validation"]) > 1:  # a single learning rate was not tried before
+        rates = ", ".join(f"{rate}: {max(curve):.4f}" for rate, curve in results["validation"].items())
+        console.print(f"flush on the validation data, best epoch by learning rate: {rates}", highlight=False)
     table = Table("", "final accuracy, mean", "least to most", "less than flush, points", "epochs to 99% of flush")
     flush = results["accuracy"]["flush"] if "flush" in results["accuracy"] else next(iter(results["accuracy"].values()))
     target = 0.99 * fmean(curve[-1] for curve in flush)

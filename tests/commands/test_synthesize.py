@@ -86,6 +86,19 @@ def test_a_frontier_is_a_table_and_a_picture(run, tmp_path):
     assert times == sorted(times, reverse=True)
 
 
+def test_batches_that_follow_one_another_get_the_least_memory(run, tmp_path):
+    """Of two placements the one that holds least at the same rate; the file is trained with under 2bw."""
+    csv, certificate = tmp_path / "steady.csv", tmp_path / "steady.json"
+    given = ["--weights", "2bw", "--ranks", 4, "--microbatches", 8, "--placement", "best", "--rounds", 2]
+    status, out, _ = run("synthesize", *given, "--csv", csv, "--json", certificate)
+    printed, written = lines_of(out), json.loads(certificate.read_text())
+    assert status == 0 and printed["above the bound"].strip() == "0.00%"
+    assert printed["time of a batch"].strip() == "48" and written["seconds"] == pytest.approx(48.0)
+    assert max(written["held"]) == 2.0 and written["bound_holds_for"]["weights"] == "2bw"
+    schedule = read_schedule(csv)
+    assert schedule.weights.name == "2bw" and not schedule.drains_between_periods
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -96,6 +109,8 @@ def test_a_frontier_is_a_table_and_a_picture(run, tmp_path):
         ("--microbatches 4 --ranks 2 --frontier 1,zero", "--frontier 1,zero"),
         ("--microbatches 4 --ranks 2 --frontier 1,2 --csv a.csv", "leave --limit, --csv and --json out"),
         ("--microbatches 4 --ranks 2 --picture a.png", "add --frontier"),
+        ("--microbatches 4 --ranks 2 --weights 2bw --frontier 1,2", "one --limit after another"),
+        ("--microbatches 2 --ranks 8 --weights 2bw --rounds 1", "give larger batches"),
         ("--microbatches 4 --ranks 2 --forward 1,2,3", "forward has 3 numbers"),
     ],
 )

@@ -1,10 +1,12 @@
 """Programs that are computed: from costs and memory limits to the rows of one batch, with a lower bound beside them.
 
 `problem.py` has what is asked, `timing.py` times an answer, `seeds.py` makes first answers, `squeeze.py` and
-`improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these.
+`improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these. `steady.py` is
+for batches that follow one another without a drain.
 """
 
 from megatron.pipeline.synthesis.problem import Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.pipeline.synthesis.steady import Steady, synthesize_steady
 
-__all__ = ["Problem", "Synthesis", "synthesize"]
+__all__ = ["Problem", "Steady", "Synthesis", "synthesize", "synthesize_steady"]

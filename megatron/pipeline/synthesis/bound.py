@@ -221,11 +221,8 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     return first_back + behind + rest if rest > ROUNDING * problem.work(rank) else 0.0
 
 
-def _room(problem: Problem, rank: int) -> float:
-    """The bound from what the microbatches of a rank hold over time."""
-    limit, m = problem.limit_of(rank), problem.num_microbatches
-    if math.isinf(limit):
-        return 0.0
+def held_over_time(problem: Problem, rank: int) -> float:
+    """The least that one microbatch can hold on a rank, summed over the seconds for which it holds it."""
     end, held = len(problem.path) - 1, 0.0
     for stage, at in enumerate(problem.rank_of_stage):
         if at != rank:
@@ -240,5 +237,13 @@ def _room(problem: Problem, rank: int) -> float:
             held += problem.saved_sizes[stage] * until
         held += problem.saved_sizes[stage] * problem.seconds[backward]
         held += problem.deferred_sizes[stage] * _weight_seconds(problem, stage)
+    return held
+
+
+def _room(problem: Problem, rank: int) -> float:
+    """The bound from what the microbatches of a rank hold over time."""
+    limit = problem.limit_of(rank)
+    if math.isinf(limit):
+        return 0.0
     forwards, _ = _own_places(problem, rank)
-    return _path_seconds(problem, 0, forwards[0]) + m * held / limit
+    return _path_seconds(problem, 0, forwards[0]) + problem.num_microbatches * held_over_time(problem, rank) / limit

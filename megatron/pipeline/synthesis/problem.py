@@ -16,7 +16,7 @@ from megatron.pipeline.program.edges import validate_placement
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import FLUSH
+from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.simulate.costs import Costs, PerStage, spread
 
 NONE = -1
@@ -93,6 +93,26 @@ class Problem:
                     "raise the limit, or recompute"
                 )
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """As JSON's values: the programs over which a bound holds."""
+        seconds = zip(self.queues, self.seconds, strict=True)
+        transfers = zip(self.queues, self.sources, strict=True)
+        limits = map(self.limit_of, range(self.num_ranks))
+        return {
+            "rank_of_stage": self.rank_of_stage,
+            "num_microbatches": self.num_microbatches,
+            "words": sorted({kind.value for kind, _ in self.queues}),
+            "recomputed": sorted(self.recomputed),
+            "seconds": {f"{stage}{kind.value}": each for (kind, stage), each in seconds},
+            "seconds_of_transfer_to": {
+                f"{stage}{kind.value}": delay for (kind, stage), (source, delay) in transfers if source != NONE
+            },
+            "saved": self.saved_sizes,
+            "deferred": self.deferred_sizes,
+            "limits": [None if math.isinf(limit) else limit for limit in limits],
+        }
+
     # --- ranks, stages, queues
 
     @property
@@ -156,6 +176,16 @@ class Problem:
                 seconds = (occupied[edge] + latency[edge]) * crosses
                 sources[self.number_of[first, ends[1]]] = self.number_of[first, ends[0]], seconds
         return tuple(sources)
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers take time."""
+        return any(delay for _, delay in self.sources)
+
+    @property
+    def receives_ahead(self) -> range:
+        """How many computations a receive may stand ahead of the one that needs the tensor."""
+        return range(1, 5 if self.has_transfers else 2)
 
     @cached_property
     def before(self) -> tuple[int, ...]:
@@ -253,7 +283,7 @@ class Problem:
 
     # --- programs
 
-    def program(self, words: Words) -> Program:
+    def program(self, words: Words, weights: WeightPolicy = FLUSH, num_batches: int = 1) -> Program:
         """Return the program of computations alone."""
         rows = []
         for word in words:
@@ -264,8 +294,8 @@ class Problem:
                 counts[queue] += 1
             rows.append(tuple(row))
         extent = Extent(
-            weights=FLUSH,
-            batches=(self.num_microbatches,),
+            weights=weights,
+            batches=(self.num_microbatches,) * num_batches,
             rank_of_stage=self.rank_of_stage,
             recompute=bool(self.recomputed),
             not_recomputed=self._not_recomputed,

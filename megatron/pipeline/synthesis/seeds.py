@@ -30,11 +30,12 @@ _GROUP_SIZES = 4  # the number of group sizes that are tried for orders that tak
 _MOST_STEPS = 200  # the most places that are tried for one queue
 
 
-def named_words(problem: Problem) -> Iterator[tuple[str, Words]]:
+def named_words(problem: Problem, weights: str = "flush", num_batches: int = 1) -> Iterator[tuple[str, Words]]:
     """Yield the words of each registered order that takes the stages as they are placed, with its name.
 
     An order's whole backwards become I and W where the problem splits backwards, and the other way round.
     """
+    batches = [problem.num_microbatches] * num_batches
     choices: list[dict[str, int | bool]] = [{}, {"extra_warmup": True}]
     p, found = problem.num_ranks, []
     sizes = range(p + 1, min(2 * p, problem.num_microbatches) + 1, math.ceil(p / _GROUP_SIZES))
@@ -42,10 +43,10 @@ def named_words(problem: Problem) -> Iterator[tuple[str, Words]]:
     for name, each in product(ORDERS, choices):
         with suppress(ValueError):
             schedule = Schedule(
-                order=name, weights="flush", num_stages=problem.num_stages, rank_of_stage=problem.rank_of_stage, **each
+                order=name, weights=weights, num_stages=problem.num_stages, rank_of_stage=problem.rank_of_stage, **each
             )
             schedule.validate(problem.num_microbatches)
-            rows = [schedule.computations(rank, [problem.num_microbatches]) for rank in range(p)]
+            rows = [schedule.computations(rank, batches) for rank in range(p)]
             if rows not in found:
                 found.append(rows)
                 label = name + "".join(f" {key}={value}" for key, value in each.items())
@@ -83,7 +84,7 @@ def legs_of(rank_of_stage: tuple[int, ...]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Waits:
+class Waits:
     """What makes a pattern.
 
     Attributes:
@@ -110,18 +111,21 @@ class Patterns:
         self._num_legs = 2 * (max(self._legs) + 1)
         self._busiest = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
         self._hops = self._mean_hops()
-        self._best: list[tuple[float, float, int, _Waits]] = []
+        self._best: list[tuple[float, float, int, Waits]] = []
         self._made = 0
 
     def words(self, chance: random.Random) -> tuple[float, Words] | None:
         """Return the seconds of words that keep the limits, and the words; or None where this attempt gave none."""
         problem = self.problem
-        waits = self._changed(chance) if self._best and chance.random() < 0.7 else self._at_random(chance)
-        offsets = self._offsets(waits)
+        if self._best and chance.random() < 0.7:
+            waits = self.changed(chance.choice(self._best)[3], chance)
+        else:
+            waits = self.at_random(chance)
+        offsets = self.offsets(waits)
         if offsets is None:
             return None
         self._made += 1
-        if excess := self._excess(offsets, waits.period):
+        if excess := self.excess(self.held(offsets, waits.period)):
             self._keep(excess, 0.0, waits)
             return None
         words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
@@ -131,19 +135,18 @@ class Patterns:
         self._keep(0.0, times.seconds, waits)
         return times.seconds, words
 
-    def _keep(self, excess: float, seconds: float, waits: _Waits) -> None:
+    def _keep(self, excess: float, seconds: float, waits: Waits) -> None:
         if not any(each[:2] == (excess, seconds) for each in self._best):
             insort(self._best, (excess, seconds, self._made, waits))
             del self._best[_PARENTS:]
 
-    def _excess(self, offsets: list[float], period: float) -> float:
-        """By what parts of their limits ranks exceed them, together, once the pattern has begun to repeat.
+    def held(self, offsets: list[float], period: float) -> list[float]:
+        """The most that each rank holds once the pattern has begun to repeat.
 
         It needs no words, so its time does not grow with the number of microbatches.
         """
-        problem, excess = self.problem, 0.0
+        problem, most = self.problem, [0.0] * self.problem.num_ranks
         for rank, own in enumerate(problem.queues_of_rank):
-            most = 0.0
             for queue in own:
                 if problem.takes[queue]:
                     held = 0.0
@@ -151,9 +154,13 @@ class Patterns:
                         periods, into = divmod(offsets[queue] - offsets[other], period)
                         held += (periods + 1) * (problem.takes[other] - problem.gives[other])
                         held += problem.gives[other] * (into == 0.0)
-                    most = max(most, held)
-            excess += max(0.0, most / problem.limit_of(rank) - 1 - ROUNDING)
-        return excess
+                    most[rank] = max(most[rank], held)
+        return most
+
+    def excess(self, held: list[float]) -> float:
+        """By what parts of their limits ranks exceed them, together."""
+        limits = map(self.problem.limit_of, range(self.problem.num_ranks))
+        return sum(max(0.0, each / limit - 1 - ROUNDING) for each, limit in zip(held, limits, strict=True))
 
     def _word(self, rank: int, offsets: list[float], period: float) -> list[int]:
         turns = (
@@ -168,7 +175,11 @@ class Patterns:
         stages = self.problem.num_stages
         return self._legs[place] if place < stages else self._num_legs - 1 - self._legs[2 * stages - 1 - place]
 
-    def _offsets(self, waits: _Waits) -> list[float] | None:
+    def offsets(self, waits: Waits, *, moves: bool = True) -> list[float] | None:
+        """Return when microbatch 0 passes each queue, or None where it finds no free place.
+
+        A W without a place may stand where other computations are, if `moves`: they move when words are timed.
+        """
         problem, period = self.problem, waits.period
         busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_ranks)]
         offsets, time, leg = [0.0] * len(problem.queues), 0.0, self._leg(0)
@@ -191,10 +202,12 @@ class Patterns:
             before = problem.before[queue]
             ready = offsets[before] + problem.seconds[before]
             at = _free(busy[problem.rank_of_queue[queue]], ready, problem.seconds[queue], period)
-            offsets[queue] = ready if at is None else at  # no place is long enough: others move when it is timed
+            if at is None and not moves:
+                return None
+            offsets[queue] = ready if at is None else at
         return offsets
 
-    def _at_random(self, chance: random.Random) -> _Waits:
+    def at_random(self, chance: random.Random) -> Waits:
         """Choose waits. Mostly the strides of two legs in a row together are a part of the period.
 
         Where such legs pass the ranks in opposite directions, what meets on one rank then meets on none or on all.
@@ -211,11 +224,10 @@ class Patterns:
             strides = [chance.choice((0.0, chance.random() * 0.15)) * period for _ in strides]
         most = max(1, math.ceil(self.problem.num_ranks / 2))
         turns = [chance.choice((0, 0, 0, chance.randrange(most + 1))) * period for _ in strides]
-        return _Waits(period, tuple(strides), tuple(turns))
+        return Waits(period, tuple(strides), tuple(turns))
 
-    def _changed(self, chance: random.Random) -> _Waits:
-        """Change one number of one of the best patterns."""
-        waits = chance.choice(self._best)[3]
+    def changed(self, waits: Waits, chance: random.Random) -> Waits:
+        """Change one number."""
         leg, kind = chance.randrange(self._num_legs), chance.random()
         if kind < 0.15:
             return replace(waits, period=max(0.8 * self._busiest, waits.period * (1 + chance.gauss(0, 0.03))))

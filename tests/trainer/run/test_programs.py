@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.pipeline.program.edges import v
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem, synthesize
+from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
 from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
 from tests.trainer.run.run_case import joined_weights, table, train
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
@@ -158,3 +159,16 @@ def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
     layout = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, found.csv)}"
     check(2, FOUR, layout, exact=True)
     check(4, f"{CLIPPED} --global-batch-size 8", layout, exact=False)
+
+
+def test_a_synthesized_program_that_does_not_drain_trains_what_one_process_trains(tmp_path):
+    """Under 2bw, two stages on each rank in a V, for which there is no preset: stopped and resumed, too."""
+    costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=[2.0, 2.0, 2.0, 4.0])
+    found = synthesize_steady(Problem(rank_of_stage=v(2, 2), num_microbatches=4, costs=costs, saved=0.5), rounds=2)
+    expected, weights = single(f"{FOUR} {TWO_BW}")
+    flags = f"{FOUR} --pipeline-program {written(tmp_path, found.csv)} --save {tmp_path}/saved"
+    first = train(2, f"{flags} --exit-interval 3")
+    rest = train(2, f"{flags} --load {tmp_path}/saved")
+    assert values(first)["lm_loss"] + values(rest)["lm_loss"] == expected["lm_loss"]
+    trained = joined_weights(rest)
+    assert not [each for each, tensor in weights.items() if not torch.equal(trained[each], tensor)]

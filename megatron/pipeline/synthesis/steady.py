@@ -1,0 +1,296 @@
+"""Programs for weights that do not drain: the least period within the limits, and at this period the least memory.
+
+Under 2bw batches follow one another without a wait, so nothing is lost at their ends, and the busiest rank can always
+be busy. What is to gain is memory. A pattern (`seeds.py`) whose period is the time that the busiest rank computes for
+one microbatch loses no time, and the waits along its path decide what the ranks hold.
+
+Two bounds hold for every program with the problem's placement, costs and limits that goes on for ever, also for those
+that repeat with several microbatches only. A rank cannot compute faster than it can. And what a microbatch holds on a
+rank, summed over the time for which it holds it, has to fit into the period times what the rank holds.
+"""
+
+import hashlib
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from megatron.pipeline.program import csv_text
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
+from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.synthesis.bound import held_over_time
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.seeds import Patterns, Waits, named_words
+from megatron.pipeline.synthesis.timing import Clock
+from megatron.processes import map_forked
+
+_ATTEMPTS = 1_000  # of a round
+_PARENTS = 8
+_AT_RANDOM = 0.2  # the part of attempts that change no parent
+_PERIODS = 1.0, 1.0, 1.0, 1.01, 1.02, 1.05, 1.1, 1.2
+_AFTER = 3  # batches behind the first whose pattern is whole: two that are alike, and one that drains
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """A program of batches that follow one another, and what is known of it.
+
+    Attributes:
+        problem: what it was made for; its microbatches are those of one batch.
+        program: the complete program: computations, updates, versions, transfers.
+        period: seconds of a microbatch in the pattern.
+        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
+        seconds: the simulated time of a batch between fill and drain.
+        bound: seconds of a batch that no program of the problem beats.
+        bound_from: what the bound comes from.
+        held: the most that each rank holds at any time, in the unit of `Problem.saved`.
+        least_held: for each rank, less than which it cannot hold at this period.
+        named: the most that a rank holds under each registered order that has the placement and does not drain.
+        rounds: the number of rounds of each process.
+        seed: the seed of the search.
+    """
+
+    problem: Problem
+    program: Program
+    period: float
+    receives_ahead: int
+    seconds: float
+    bound: float
+    bound_from: str
+    held: tuple[float, ...]
+    least_held: tuple[float, ...]
+    named: dict[str, float]
+    rounds: tuple[int, ...]
+    seed: int
+
+    @property
+    def fullness(self) -> float:
+        """The most that a rank holds, as a part of its limit; or as it is where nothing limits it."""
+        return max(each / scale for each, scale in zip(self.held, _scales(self.problem), strict=True))
+
+    @property
+    def csv(self) -> str:
+        """The computations of a fill, of batches that are alike, and of a drain, for `--pipeline-program`."""
+        rows = tuple(
+            tuple(replace(each, version=None) for each in row if each.kind.is_computation) for row in self.program.rows
+        )
+        notes = {"receives_ahead": self.receives_ahead} if self.receives_ahead > 1 else {}
+        return csv_text.to_csv(self.program, rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)
+
+    def certificate(self) -> dict[str, object]:
+        """Return, as JSON's values, what is claimed and over which programs the bounds hold."""
+        return {
+            "seconds": self.seconds,
+            "period_of_a_microbatch": self.period,
+            "bound": self.bound,
+            "bound_from": self.bound_from,
+            "bound_holds_for": self.problem.facts | {"weights": self.program.weights.name},
+            "held": self.held,
+            "receives_ahead": self.receives_ahead,
+            "least_held_at_this_period": self.least_held,
+            "registered_orders_hold": self.named,
+            "rounds": self.rounds,
+            "seed": self.seed,
+            "csv_sha256": hashlib.sha256(self.csv.encode()).hexdigest(),
+        }
+
+
+def synthesize_steady(
+    problem: Problem,
+    *,
+    weights: WeightPolicy = TWO_BW,
+    seconds: float = 30.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    done: Callable[[float], None] = lambda _: None,
+) -> Steady:
+    """Search for the program with the least period, and of these for one that holds least.
+
+    Args:
+        problem: costs and limits; `num_microbatches` is the size of each batch.
+        weights: the policy. Its pipelines do not drain.
+        seconds: how long to search, without the time of the round that is under way then. The search ends sooner where
+            both bounds are reached.
+        rounds: the number of rounds of each process, in place of `seconds`. The result then depends on nothing else but
+            the seed and the number of processes.
+        seed: the seed of all choices at random.
+        processes: the number of processes.
+        done: called in the first process behind each round, with the part of the search that is over.
+
+    Raises:
+        ValueError: batches are too small for any program without a wait between them.
+    """
+    assert not weights.drains
+    bound, bound_from = _least_period(problem)
+    search = partial(_search, problem, bound, seconds, rounds, done)
+    results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
+    found = [best for best, _ in results if best is not None]
+    if not found:
+        raise ValueError(
+            f"no program without a wait between batches of {problem.num_microbatches} microbatches was found in "
+            f"{sum(number for _, number in results)} rounds; give larger batches, a larger limit, or more time"
+        )
+    best = min(found, key=lambda each: each.score)
+    words, num_batches = _words(problem, best)
+    bare, timed = problem.program(words, weights, num_batches), []
+    for ahead in problem.receives_ahead:
+        program = ProgramSchedule.of(bare, name="synthesized", receives_ahead=ahead).program  # proved for any number
+        seconds_of_batch = simulate(program, problem.costs).steady_time_per_batch()
+        timed.append((round(seconds_of_batch / bound, 9), ahead, seconds_of_batch, program))
+    _, ahead, seconds_of_batch, program = min(timed, key=lambda each: each[:2])
+    m = problem.num_microbatches
+    return Steady(
+        problem=problem,
+        program=program,
+        period=best.waits.period,
+        receives_ahead=ahead,
+        seconds=seconds_of_batch,
+        bound=bound * m,
+        bound_from=bound_from,
+        held=tuple(problem.most_held(rank, word) for rank, word in enumerate(words)),
+        least_held=tuple(_least_held(problem, rank, best.waits.period) for rank in range(problem.num_ranks)),
+        named=dict(_named(problem, weights)),
+        rounds=tuple(number for _, number in results),
+        seed=seed,
+    )
+
+
+# --- bounds
+
+
+def _least_period(problem: Problem) -> tuple[float, str]:
+    """Return the seconds of a microbatch that no program beats, and what they come from."""
+    found = []
+    for rank in range(problem.num_ranks):
+        found.append((problem.work(rank) / problem.num_microbatches, f"the work of rank {rank}"))
+        found.append((held_over_time(problem, rank) / problem.limit_of(rank), f"the room of rank {rank} over time"))
+    if not max(found)[0]:
+        raise ValueError("nothing takes any time, so there is no period; give the seconds of computations")
+    return max(found)
+
+
+def _least_held(problem: Problem, rank: int, period: float) -> float:
+    """The least that a rank can hold at a period.
+
+    On the average over time it holds `held_over_time` / period. Where it holds one size only, it holds whole ones.
+    """
+    least = held_over_time(problem, rank) / period
+    own = [stage for stage, at in enumerate(problem.rank_of_stage) if at == rank]
+    sizes = {problem.saved_sizes[stage] for stage in own}
+    is_whole = all(problem.deferred_sizes[each] == problem.saved_sizes[each] for each in own)
+    if len(sizes) == 1 and is_whole and not problem.recomputed.intersection(own):
+        (size,) = sizes
+        least = math.ceil(least / size * (1 - ROUNDING)) * size
+    return max(least, problem.least_limits[rank])
+
+
+def _named(problem: Problem, weights: WeightPolicy) -> Iterator[tuple[str, float]]:
+    """Yield the registered orders that have the placement and do not drain, each with the most that a rank holds."""
+    for name, words in named_words(problem, weights.name, 3):
+        yield name, max(problem.most_held(rank, word) for rank, word in enumerate(words))
+
+
+# --- the search
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A pattern, and what its ranks hold.
+
+    Attributes:
+        score: less is better: what exceeds a limit, the period, what the fullest rank holds, all of them, the latency.
+    """
+
+    score: tuple[float, ...]
+    waits: Waits
+    offsets: list[float]
+    held: list[float]
+
+
+def _search(
+    problem: Problem, bound: float, seconds: float, rounds: int | None, done: Callable[[float], None], seed: int
+) -> tuple[_Found | None, int]:
+    """Search in this process. Returns the best pattern that keeps limits, if there is one, and the number of rounds."""
+    begun, chance = time.monotonic(), random.Random(seed)
+    patterns = Patterns(problem, Clock(problem))
+    parents: list[_Found] = []
+    number = 0
+    while number < rounds if rounds is not None else time.monotonic() - begun <= seconds:
+        for _ in range(_ATTEMPTS):
+            if not parents or chance.random() < _AT_RANDOM:
+                waits = patterns.at_random(chance)
+                waits = replace(waits, period=bound * chance.choice(_PERIODS))
+            else:
+                waits = patterns.changed(chance.choice(parents).waits, chance)
+                waits = replace(waits, period=max(bound, waits.period))
+            made = _judged(problem, patterns, waits)
+            if made is not None and all(made.score != each.score for each in parents):
+                parents = sorted([*parents, made], key=lambda each: each.score)[:_PARENTS]
+        number += 1
+        done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
+        if parents and _is_least(problem, bound, parents[0]):
+            break
+    kept = (each for each in parents if not each.score[0] and _keeps(problem, _words(problem, each)[0]))
+    return next(kept, None), number
+
+
+def _judged(problem: Problem, patterns: Patterns, waits: Waits) -> _Found | None:
+    """Return the pattern of waits, or None if there is none, or if a batch would wait for the step before it.
+
+    The first forward of batch j is (m + 1) periods behind the last one of batch j - 2, and needs the weights with the
+    gradients of that batch.
+    """
+    offsets = patterns.offsets(waits, moves=False)
+    if offsets is None:
+        return None
+    latency = max(at + problem.seconds[queue] for queue, at in enumerate(offsets))
+    if latency > (problem.num_microbatches + 1) * waits.period:
+        return None
+    held = patterns.held(offsets, waits.period)
+    parts = [each / scale for each, scale in zip(held, _scales(problem), strict=True)]
+    score = patterns.excess(held), waits.period, max(parts), sum(parts), latency
+    return _Found(tuple(round(each, 9) for each in score), waits, offsets, held)
+
+
+def _is_least(problem: Problem, bound: float, found: _Found) -> bool:
+    """Whether nothing has a smaller period, or with this one a fullest rank that holds less."""
+    period = found.waits.period
+    least = [_least_held(problem, rank, period) / scale for rank, scale in enumerate(_scales(problem))]
+    return period <= bound * (1 + ROUNDING) and not found.score[0] and found.score[2] <= max(least) * (1 + ROUNDING)
+
+
+def _keeps(problem: Problem, words: Words) -> bool:
+    """Whether words keep the limits, where sizes that come and go at one time are taken one after another."""
+    return all(problem.is_in_order(word, rank) for rank, word in enumerate(words))
+
+
+def _scales(problem: Problem) -> list[float]:
+    """What the fullness of each rank is counted in: its limit, or 1 where nothing limits it."""
+    return [1.0 if math.isinf(limit) else limit for limit in map(problem.limit_of, range(problem.num_ranks))]
+
+
+def _words(problem: Problem, found: _Found) -> tuple[Words, int]:
+    """Return the words of as many batches as show how the pattern goes on, from its fill to its drain; their number."""
+    period, turn = found.waits.period, {queue: place for place, queue in enumerate(problem.path)}
+    cycles, places = [], []
+    for queue, at in enumerate(found.offsets):
+        cycle, rest = divmod(at / period + ROUNDING, 1.0)
+        kind, stage = problem.queues[queue]
+        back = turn[problem.number_of[problem.begins_backward, stage]]
+        of_kind = {Kind.RECOMPUTE: back - 0.5, Kind.BACKWARD_WEIGHT: len(turn)}.get(kind, turn.get(queue))
+        cycles.append(int(cycle))
+        places.append((round(rest, 9), of_kind))
+    num_batches = math.ceil((max(cycles) + 1) / problem.num_microbatches) + _AFTER
+    number, words = num_batches * problem.num_microbatches, []
+    for own in problem.queues_of_rank:
+        turns = sorted(own, key=lambda queue: places[queue])
+        words.append([
+            queue for cycle in range(number + max(cycles)) for queue in turns if 0 <= cycle - cycles[queue] < number
+        ])  # fmt: skip
+    return words, num_batches

@@ -1,0 +1,167 @@
+"""Programs whose batches follow one another: a full rate, the least memory, and what nothing can be below."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.program.edges import round_robin, v
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.schedules.program_schedule import read_schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis import Problem, synthesize_steady
+
+
+def problem(placement, m, *, head=0.0, stages_of_rank=1, **more):
+    each = [1 / stages_of_rank] * len(placement)
+    each[-1] += head
+    costs = Costs(forward=each, backward_input=each, backward_weight=each, backward=[2 * one for one in each])
+    return Problem(
+        rank_of_stage=placement, num_microbatches=m, costs=costs, saved=1 / stages_of_rank, **more
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages_of_rank", "head", "most"),
+    [
+        (range(4), 1, 0.0, 4.0),  # as much as 1F1B
+        (range(8), 1, 1.0, 4.0),  # half of it
+        (v(4, 2), 2, 0.0, 2.0),
+        (v(8, 2), 2, 0.0, 4.0),
+        (v(8, 2), 2, 1.0, 2.5),
+    ],
+)
+def test_the_busiest_rank_is_always_busy_with_little_memory(placement, stages_of_rank, head, most):
+    """The simulator finds this rate, the proof what is held, and the file goes on alike for ever."""
+    asked = problem(tuple(placement), 12, stages_of_rank=stages_of_rank, head=head)
+    found = synthesize_steady(asked, rounds=3)
+    assert found.seconds == pytest.approx(max(map(asked.work, range(asked.num_ranks))), rel=1e-9)
+    assert found.bound == pytest.approx(found.seconds, rel=1e-9)
+    assert max(found.least_held) <= max(found.held) <= most
+    schedule = read_schedule("a.csv", text=found.csv)
+    assert schedule.repetition.num_period == 1 and not schedule.drains_between_periods
+    saved = schedule.max_saved_on_rank([12] * 3)
+    assert [each / stages_of_rank for each in saved] == list(found.held)
+    many = simulate(schedule.build((12,) * 9), asked.costs)
+    assert many.steady_time_per_batch() == pytest.approx(found.seconds, rel=1e-9)
+    if stages_of_rank == 1:
+        assert max(found.held) <= found.named["1f1b"] == len(placement)
+
+
+def test_less_memory_takes_a_longer_period():
+    """Which is not below the bound of the room, and limits are kept."""
+    found = synthesize_steady(problem(v(4, 2), 8, stages_of_rank=2, limits=1.0), rounds=4)
+    assert max(found.held) <= 1.0
+    assert 24.0 < found.bound <= found.seconds * (1 + 1e-9)
+    assert "room" in found.bound_from
+    assert found.certificate()["bound_holds_for"]["limits"] == [1.0] * 4
+
+
+def test_whole_backwards_and_recompute_have_patterns_too():
+    """Stages that cannot split their backwards, and stages that keep their inputs alone."""
+    whole = problem(v(4, 2), 8, stages_of_rank=2, splits=False)
+    found = synthesize_steady(whole, rounds=3)
+    assert found.seconds == pytest.approx(24.0) and max(found.held) < 4
+    costs = Costs(forward=1.0, backward=2.0, recompute=1.0)
+    asked = Problem(rank_of_stage=(0, 1, 2), num_microbatches=6, costs=costs, stage_input=0.25, splits=False,
+                    recomputed=frozenset({0}))  # fmt: skip
+    found = synthesize_steady(asked, rounds=3)
+    assert found.seconds == pytest.approx(24.0) and found.held[0] < 2
+
+
+def test_batches_that_are_too_small_are_refused():
+    """A batch begins with weights that have the gradients of the batch before the last."""
+    with pytest.raises(
+        ValueError, match=r"no program without a wait between batches of 2 microbatches.*larger batches"
+    ):
+        synthesize_steady(problem(tuple(range(8)), 2), rounds=1)
+    with pytest.raises(ValueError, match="give the seconds of computations"):
+        synthesize_steady(Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=Costs(forward=0.0, backward=0.0)))
+
+
+def least_by_trying(asked: Problem, period: int) -> float:
+    """The least that the fullest rank holds, over all times of one microbatch in whole seconds; by counting."""
+    forward, back = ([asked.number_of[kind, stage] for stage in (0, 1)]
+                     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT))  # fmt: skip
+    weight = [asked.number_of[Kind.BACKWARD_WEIGHT, stage] for stage in (0, 1)]
+    seconds, best = [round(each) for each in asked.seconds], math.inf
+    for waits in itertools.product(range(period), repeat=5):
+        at = [0] * 6
+        at[forward[1]] = seconds[forward[0]] + waits[0]
+        at[back[1]] = at[forward[1]] + seconds[forward[1]] + waits[1]
+        at[back[0]] = at[back[1]] + seconds[back[1]] + waits[2]
+        for stage in (0, 1):
+            at[weight[stage]] = at[back[stage]] + seconds[back[stage]] + waits[3 + stage]
+        most = 0
+        for stage in (0, 1):
+            busy = [(at[each] + tick) % period for each in (forward[stage], back[stage], weight[stage])
+                    for tick in range(seconds[each])]  # fmt: skip
+            if len(set(busy)) < len(busy):
+                break
+            end = at[weight[stage]] + seconds[weight[stage]]
+            most = max(most, math.ceil((end - at[forward[stage]]) / period))
+        else:
+            best = min(best, most)
+    return best
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1, 1, 1, 1), (2, 1, 1, 1, 2, 1), (1, 2, 1, 2, 1, 2), (2, 1, 3, 1, 1, 1)])
+def test_nothing_holds_less_than_the_bound_and_the_search_finds_the_least(times):
+    """Over all patterns of two stages with times in whole seconds."""
+    costs = Costs(forward=times[:2], backward_input=times[2:4], backward_weight=times[4:], backward=1.0)
+    asked = Problem(rank_of_stage=(0, 1), num_microbatches=6, costs=costs)
+    period = max(round(asked.work(rank) / 6) for rank in (0, 1))
+    least, found = least_by_trying(asked, period), synthesize_steady(asked, rounds=2)
+    assert found.period == period
+    assert max(found.least_held) <= least == max(found.held)
+
+
+numbers = st.one_of(st.just(0.0), st.integers(1, 5).map(float), st.floats(0.01, 10.0))
+
+
+@given(st.data())
+@settings(max_examples=25, deadline=None)
+def test_made_up_costs_never_crash_it(data):
+    """Zeros, ties, slow links and very different stages: a proved program within its limits, or a refusal."""
+    placement = data.draw(
+        st.sampled_from([(0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), round_robin(3, 2), (0, 0, 1)])
+    )
+    stages = len(placement)
+    each = st.lists(numbers, min_size=stages, max_size=stages)
+    costs = Costs(
+        forward=data.draw(each), backward_input=data.draw(each), backward_weight=data.draw(each),
+        backward=data.draw(each),
+        latency=data.draw(st.lists(numbers, min_size=stages - 1, max_size=stages - 1)),
+    )  # fmt: skip
+    asked = Problem(
+        rank_of_stage=placement, num_microbatches=data.draw(st.integers(1, 8)), costs=costs,
+        saved=data.draw(st.lists(st.floats(0.1, 3.0), min_size=stages, max_size=stages)),
+        splits=data.draw(st.booleans()), recomputed=data.draw(st.sampled_from([frozenset(), frozenset({0})])),
+    )  # fmt: skip
+    least = asked.least_limits
+    asked = replace(asked, limits=[each * data.draw(st.sampled_from([1.0, 1.5, math.inf])) for each in least])
+    try:
+        found = synthesize_steady(asked, rounds=1)
+    except ValueError as error:
+        assert "larger batches" in str(error) or "give the seconds" in str(error)
+        return
+    assert found.seconds >= found.bound * (1 - 1e-9)
+    for rank, (held, least) in enumerate(zip(found.held, found.least_held, strict=True)):
+        assert least * (1 - 1e-6) <= held <= asked.limit_of(rank) * (1 + 1e-6)
+
+
+def test_receives_stand_as_far_ahead_as_a_slow_link_needs():
+    """A link that takes longer than a computation is waited for where a batch begins, and nowhere else."""
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, backward=2.0, latency=[2.5, 0.1, 0.1])
+    asked = Problem(rank_of_stage=(0, 1, 2, 3), num_microbatches=12, costs=costs)
+    found = synthesize_steady(asked, rounds=2)
+    assert found.receives_ahead > 1 and found.seconds <= 36.0 + 2.5 + 1e-9
+    schedule = read_schedule("a.csv", text=found.csv)
+    assert schedule.program == found.program
+    late = read_schedule("b.csv", text=re.sub("# receives_ahead.*\n", "", found.csv))
+    assert simulate(late.program, costs).steady_time_per_batch() > 1.1 * found.seconds
