@@ -130,8 +130,9 @@ def changes(found):
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "by_layers"),
-    [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True), ("l2l", 1, True)],
-)
+    [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True),
+     pytest.param("l2l", 1, True, marks=pytest.mark.full)],
+)  # fmt: skip
 def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ranks, by_layers):
     """Frozen layers are a part of a stage, or the first stage."""
     argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "0,1", "--pipeline_schedule", schedule]
@@ -142,7 +143,10 @@ def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ran
     assert rates == pytest.approx([0.01 * (1 - step / len(rates)) for step in range(len(rates))])
 
 
-@pytest.mark.parametrize("flags", [["--max_grad_norm", 0], ["--l2l_stash", "device", "--data_parallel_size", 2]])
+REPLICAS = ["--l2l_stash", "device", "--data_parallel_size", 2]
+
+
+@pytest.mark.parametrize("flags", [["--max_grad_norm", 0], pytest.param(REPLICAS, marks=pytest.mark.full)])
 def test_a_relay_of_two_ranks_freezes_layers(folder, flags):
     """Of four layers the last two are the last ones of their ranks and never freeze. Or two replicas share a rank's
     layers, of which all but the last freeze.
@@ -164,7 +168,9 @@ def test_a_relay_of_two_ranks_freezes_layers(folder, flags):
 
 
 def test_a_relay_that_freezes_and_thaws_has_the_bits_of_flush(folder):
-    """With masters, whose FP32 values a layer has when it trains again; dropout; resumed while a layer is frozen."""
+    """With masters, whose FP32 values a layer has when it trains again; dropout; resumed while a layer is frozen.
+    Without clipping, which flush does to BF16 gradients and the relay to FP32 ones.
+    """
     argv = [*COMMON, "--freeze_interval", 2, "--freeze_schedule", "1", "--do_train", "--bf16", "--save_steps", 3,
             "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 5, "--eval_strategy", "steps",
             "--freeze_watch_validation", -10, "--max_grad_norm", 0, "--pipeline_schedule"]  # fmt: skip
@@ -193,7 +199,7 @@ def test_layers_train_again_when_validation_falls(folder, schedule):
     require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), ("l2l", 1)])
+@pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), pytest.param("l2l", 1, marks=pytest.mark.full)])
 def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, schedule, ranks):
     """Of the two batches since the last decision, over all ranks, of which each has a part of a layer."""
     argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", schedule, "--save_steps", 5]
@@ -331,6 +337,7 @@ def test_a_pipeline_or_a_number_that_cannot_be_is_refused(folder, ranks, counts,
     assert reason in found
 
 
+@pytest.mark.full
 def test_a_relay_without_a_layer_to_freeze_is_refused(folder):
     argv = ("--pipeline_schedule", "l2l", "--freeze_training", "--freeze_interval", "3")
     found = workers.run(2, "tests.finetuning.cases:refused", folder=folder, argv=argv)
