@@ -29,6 +29,7 @@ from megatron.elastic.freezing import RULES, FreezeRule, FreezeSettings, LayerNo
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline, optimizer_order
 from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
 from megatron.finetuning.plan import RunPlan, with_frozen
+from megatron.finetuning.relay import build_relay
 from megatron.pipeline.library.ranks import Ranks
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.update.optimizer_wrappers import MasterWeights
@@ -61,6 +62,7 @@ class Freezer:
         layer_of: name of a parameter -> its layer.
         fixed: the parameters that the model never trains, such as Whisper's positions.
         plan: of the pipeline as it is now.
+        most: the most layers that freeze.
         num_frozen: number of frozen layers.
         has_ended: validation has fallen, so no layer freezes any more.
     """
@@ -71,6 +73,7 @@ class Freezer:
     layer_of: Mapping[str, int]
     fixed: frozenset[str]
     num_layers: int
+    most: int
     rule: FreezeRule
     watch: ValidationWatch
     norms: LayerNorms
@@ -91,15 +94,17 @@ class Freezer:
             return None
         if saved is None and args.resumed_from is not None and args.do_train:
             raise ValueError(f"{args.resumed_from} was made without --freeze_training; leave it out")
-        schedule = plan.schedule
-        if not schedule.graph.is_chain or schedule.num_ranks < schedule.num_stages:
+        schedule, relays = plan.schedule, plan.schedule.residency is not None
+        if not relays and (not schedule.graph.is_chain or schedule.num_ranks < schedule.num_stages):
             raise ValueError(
                 "--freeze_training needs a chain of stages, one on each device, and the partition has another form; "
                 "partition with --max_stages_per_device 1"
             )
         layer_of, num_layers = layers_of_parameters(plan.captured)
         shared = sorted(key for key in plan.crossing.routes if isinstance(key, str))
-        if early := [name for name in shared if layer_of[name] < num_layers - 1]:
+        early = [name for name in shared if layer_of[name] < num_layers - 1]
+        early += plan.tied if relays else ()  # each stage has a copy, and the last one's trains on
+        if early:
             raise ValueError(
                 f"--freeze_training would freeze {early[0]}, which several stages share; give another partition, or "
                 "leave it out"
@@ -109,7 +114,16 @@ class Freezer:
         rule = RULES["schedule" if args.freeze_counts else "gradients"](settings)
         watch = ValidationWatch(args.freeze_watch_validation)
         fixed = frozenset(name for name, each in plan.captured.parameters.items() if not each.requires_grad)
-        made = Freezer(args, plan, ranks, layer_of, fixed, num_layers, rule, watch, LayerNorms(num_layers))
+        most = num_layers - 1
+        if relays:  # the last stage of each rank has backwards in any case
+            owner, first = plan.crossing.owner, schedule.num_stages - schedule.num_ranks
+            most = min(layer for name, layer in layer_of.items() if owner[name] >= first)
+        if most == 0 or max(args.freeze_counts, default=0) > most:
+            raise ValueError(
+                f"--freeze_training: under l2l on {schedule.num_ranks} ranks {most} of {num_layers} layers can freeze, "
+                "as the last one of each rank is trained; freeze fewer, or give more layers to a rank"
+            )
+        made = Freezer(args, plan, ranks, layer_of, fixed, num_layers, most, rule, watch, LayerNorms(num_layers))
         if saved is not None:
             made._load(saved)
         return made
@@ -129,7 +143,9 @@ class Freezer:
         }  # fmt: skip
 
     def observe(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note the gradients of a batch, the mean over its samples before clipping. Called when a batch is stepped."""
+        """Note the gradients of a batch, or their norms: the mean over its samples before clipping. Called when a batch
+        is stepped.
+        """
         squares = [0.0] * self.num_layers
         for name, gradient in gradients.items():
             if any(part.isdigit() for part in name.split(".")):  # embeddings and heads have no say
@@ -158,7 +174,7 @@ class Freezer:
         sums = [sum(layer) for layer in zip(*(each["sums"] for each in gathered), strict=True)]
         total.load_state_dict({"sums": sums, "count": max(each["count"] for each in gathered)})
         self.norms.take()
-        return max(self.num_frozen, self.rule.decide(total.take()))
+        return min(self.most, max(self.num_frozen, self.rule.decide(total.take())))
 
     def _gathered(self) -> list[dict[str, Any]]:
         """The norms of each rank of the first replica; gradients are equal on all replicas."""
@@ -182,12 +198,15 @@ class Freezer:
         kept = _Kept.of(pipeline, plan, Path(self.args.model_name_or_path))
         engine = pipeline.engine
         engine.close()
-        new = build_pipeline(
+        build = build_pipeline if plan.schedule.residency is None else build_relay
+        new = build(
             plan, self.args, feed=pipeline.feed, summary=summary, pretrained=kept, ranks=pipeline.ranks,
             num_steps=num_steps, first_batch=engine.next_batch, first_microbatch=engine.next_microbatch,
             groups=pipeline.groups, observe=self.observe,
         )  # fmt: skip
         kept.hand_over(new, plan, engine.next_batch)
+        if plan.schedule.residency is not None:
+            new.updates[TOGETHER].ledger.take_over(pipeline.updates[TOGETHER].ledger)
         self.plan, self.num_frozen = plan, num_frozen
         return new
 
@@ -198,7 +217,7 @@ class _Kept:
 
     Attributes:
         tensors: name -> newest value; FP32 where there are masters.
-        versions: version -> name -> weight.
+        versions: version -> name -> weight; empty under l2l, whose one version is `tensors`.
         moments: name -> the optimizer's state.
         groups: the options of the optimizer's groups.
     """
@@ -214,6 +233,7 @@ class _Kept:
     @staticmethod
     def of(pipeline: BuiltPipeline, plan: RunPlan, folder: Path) -> _Kept:
         update, tensors, trained = pipeline.updates[TOGETHER], {}, set()
+        relays = plan.schedule.residency is not None
         for index, module in pipeline.modules.items():
             pipeline.versions[index].show_newest()
             tensors.update(module.stage.state_dict())
@@ -222,7 +242,7 @@ class _Kept:
         names = optimizer_order(trained, plan.decays)
         return _Kept(
             folder, tensors | {name: each.detach() for name, each in pipeline.exact.items() if name in tensors},
-            {at: _copies(update.versions.tensors(at)) for at in update.versions.live()},
+            {} if relays else {at: _copies(update.versions.tensors(at)) for at in update.versions.live()},
             {names[number]: moments for number, moments in state["state"].items()},
             [{name: each for name, each in group.items() if name != "params"} for group in state["param_groups"]],
             update.scheduler.state_dict(), pipeline.statistics(),
@@ -238,7 +258,7 @@ class _Kept:
         names = optimizer_order(
             {name for module in pipeline.modules.values() for name in module.parameters_by_name()}, plan.decays
         )
-        if names:
+        if names and plan.schedule.residency is None:
             # Of a layer that was frozen, an older version is what it was frozen with.
             own, window = update.versions.newest_tensors(), update.versions.window
             live = dict.fromkeys(range(max(step - window + 1, 0), step + 1), own)

@@ -12,7 +12,7 @@ FREEZING = (
 )  # fmt: skip
 """The flags of freezing. A resumed run must repeat them."""
 
-FREEZE_SCHEDULES = ("flush", "gpipe", "2bw")
+FREEZE_SCHEDULES = ("flush", "gpipe", "2bw", "l2l")
 """Schedules whose programs may have a frozen prefix."""
 
 FREEZE_ALPHA = 1 / 3
@@ -44,8 +44,8 @@ def settle(args: argparse.Namespace) -> None:
         raise ValueError("--freeze_training needs --freeze_interval, the batches between two decisions")
     if args.pipeline_schedule not in FREEZE_SCHEDULES:
         raise ValueError(
-            f"--freeze_training needs stages that step together with weights on the device, and --pipeline_schedule is "
-            f"{args.pipeline_schedule}; give {', '.join(FREEZE_SCHEDULES[:-1])} or {FREEZE_SCHEDULES[-1]}"
+            f"--freeze_training needs stages that step together, and --pipeline_schedule is {args.pipeline_schedule}; "
+            f"give {', '.join(FREEZE_SCHEDULES[:-1])} or {FREEZE_SCHEDULES[-1]}"
         )
     for name, why in (
         ("fp16", "its norms would have the loss scale"),

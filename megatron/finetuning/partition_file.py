@@ -267,7 +267,7 @@ def schedule_of(
                 )
         return Schedule.preset(
             "l2l", num_stages=num_stages, num_virtual_stages=num_stages // len(set(rank_of_stage)), residency=residency,
-            tied_embeddings=bool(tied), norm_decides=norm_decides, data_parallel=data_parallel,
+            tied_embeddings=bool(tied), norm_decides=norm_decides, data_parallel=data_parallel, num_frozen=num_frozen,
         )  # fmt: skip
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}
     common["data_parallel"] = data_parallel

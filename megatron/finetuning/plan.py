@@ -192,7 +192,7 @@ def with_frozen(plan: RunPlan, args: argparse.Namespace, frozen: Set[str]) -> Ru
     captured = plan.captured
     for name, parameter in captured.parameters.items():
         parameter.requires_grad_(name not in frozen)
-    crossing = crossings(captured, plan.stage_of_operator)
+    crossing = crossings(captured, plan.stage_of_operator, chain=plan.schedule.residency is not None)
     schedule = _schedule(args, captured, crossing, plan.partition)
     edge_bytes = bytes_of_edges(captured, crossing, plan.sizes)
     return replace(plan, schedule=schedule, crossing=crossing, edge_bytes=edge_bytes)

@@ -57,12 +57,14 @@ def build_relay(
     num_steps: int,
     first_batch: int = 0,
     first_microbatch: int = 0,
+    groups: Groups | None = None,
+    observe: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> BuiltPipeline:
-    """As `build_pipeline`, for a schedule whose weights live on the host."""
+    """As `build_pipeline`, for a schedule whose weights live on the host. `observe`: gets norms for gradients."""
     schedule, device, results = plan.schedule, backend.device(), Results(summary)
     own = schedule.stages_of(ranks.rank)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    groups = Groups(ranks, timeout)
+    groups = groups or Groups(ranks, timeout)
     replicas = NodeReplicas(ranks.columns[ranks.rank], device=device, timeout=timeout)
     stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
     modules = {index: StageModule(stage, results) for index, stage in stages.items()}
@@ -77,9 +79,10 @@ def build_relay(
             packing=packing_of(args), packs=lambda key: model_names[key] in packed,
             values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
         )  # fmt: skip
-    if args.bf16:
-        exact |= {model_names[key]: parameter.detach() for key, parameter in store.parameters.items()}
     steps = trained(store.parameters)
+    if args.bf16:
+        masters = steps if args.freeze_training else store.parameters
+        exact |= {model_names[key]: parameter.detach() for key, parameter in masters.items()}
     optimizer = make_optimizer(steps, args, decays={key for key in steps if model_names[key] in plan.decays})
     update = ModuleRelayUpdate(
         modules,
@@ -92,6 +95,8 @@ def build_relay(
         counts_in_norm=ranks.replica == 0,
         job_group=groups.reductions,
         tied=_tied(plan, names, ranks, groups),
+        frozen=filter(schedule.graph.is_forward_only, own),
+        observe=observe,
         device=device,
     )
     runs = [
@@ -162,7 +167,9 @@ def _values(
         exact=found if args.bf16 else None,
     )  # fmt: skip
     parameters = dict(stage.named_parameters())
-    exact.update({name: value for name, value in found.items() if name not in parameters})
+    # A layer that trains again begins with the FP32 values that it was frozen with.
+    own = trained(parameters) if args.freeze_training else parameters
+    exact.update({name: value for name, value in found.items() if name not in own})
     values = {key: found.get(name, parameters[name].data) for key, name in names.items()}
     for parameter in parameters.values():
         parameter.data = parameter.data.new_full((1,), torch.nan).expand(parameter.shape)

@@ -1,18 +1,20 @@
-"""The cost and the gain of freezing in `finetune.py`: a ViT of transformers, dense, frozen and watched.
+"""The cost and the gain of freezing in `finetune.py`: a ViT and a BERT of transformers, dense, frozen and watched.
 
     python -m papers.pipetransformer.freeze_finetune vit --output runs              # digits of scikit-learn
-    python -m papers.pipetransformer.freeze_finetune --show runs/vit.json
+    python -m papers.pipetransformer.freeze_finetune bert --reviews ARCHIVE --way 1 0.5 --seeds 3 --output runs
+    python -m papers.pipetransformer.freeze_finetune --show runs/vit.json runs/bert.json
 
-As in `freeze_study`, two processes with one thread each train a model that was pretrained once, on the digits 0 to 4
-and by `finetune.py`, too. The two stages are cut once, and are not cut anew when layers freeze:
+As in `freeze_study`, two processes with one thread each train a model that was pretrained once: the ViT on the digits 0
+to 4 and by `finetune.py`, too, and the BERT by examples/sentiment.py, which names the archive. The two stages are cut
+once, and are not cut anew when layers freeze:
 
 dense     p=2, flush, activations are kept
 frozen    also --freeze_training, by the paper's rule
-watched   also --freeze_watch_validation: all layers train again when the validation accuracy falls by more than --watch
+watched   also --freeze_watch_validation: all layers train again when the validation accuracy falls by more than `watch`
 
 The way of freezing is chosen as there, on other seeds and without test data; the frozen arm is the one that is tried.
-Then each seed, which decides the shares of the data, trains all arms, and each model that was written reads the test
-data once. The columns are those of `freeze_study`, and
+Then each seed trains all arms, and each model that was written reads the test data once. A seed decides the order of
+the samples and dropout, and for the ViT the shares of the data. The columns are those of `freeze_study`, and
 
 than its start     seconds of a run whose batches all take as long as those before the first interval, over the run's;
                    the machine may be slower in one run than in another, and less so within a run. Dense's own says how
@@ -27,6 +29,7 @@ import json
 import math
 import shutil
 import sys
+from abc import abstractmethod
 from pathlib import Path
 from statistics import fmean
 
@@ -36,8 +39,6 @@ from papers.pipetransformer import freeze_study
 from papers.pipetransformer.freeze_study import LAYERS, Study, python
 
 RANKS, BATCH = 2, 64
-WATCH = 0.02
-"""The fall of the validation accuracy that ends freezing: three of the 134 images."""
 
 DONE = "done"
 
@@ -48,22 +49,31 @@ COMMON = [
 ]  # fmt: skip
 
 
-class VisionStudy(Study):
+class CapturedStudy(Study):
+    """A study of `finetune.py`.
+
+    Attributes:
+        watch: the fall of the validation accuracy that ends freezing in the watched arm.
+        flags: of the task.
+        training_flags: of runs that train.
+    """
+
     arms = ("dense", "frozen", "watched")
     tried_arm = "frozen"
-    ways = (10, 0.5), (6, 0.33), (6, 0.5)
-    pretraining_epochs = 30
-    flags = ("--task", "image-classification", "--learning_rate", "1e-3", "--weight_decay", "0.05")
+    watch: float
+    flags: tuple[str, ...]
+    training_flags: tuple[str, ...] = ()
 
+    @abstractmethod
     def files(self, seed: int) -> dict[str, Path]:
-        return digits(self.folder / f"data-{seed}", "5-9", seed)
+        """The data of `train`, `validation` and `test`."""
 
     def command(self, seed: int, *, test: bool) -> list[str]:
         files = self.files(seed)
         return [
-            "--model_name_or_path", str(self.pretrained), *COMMON, *self.flags, "--train_file", str(files["train"]),
-            "--validation_file", str(files["validation"]), "--eval_strategy", "epoch", "--do_train",
-            "--overwrite_output_dir",
+            "--model_name_or_path", str(self.pretrained), *COMMON, *self.flags, *self.training_flags,
+            "--train_file", str(files["train"]), "--validation_file", str(files["validation"]),
+            "--eval_strategy", "epoch", "--do_train", "--overwrite_output_dir",
         ]  # fmt: skip
 
     def batches(self, seed: int) -> int:
@@ -99,7 +109,7 @@ class VisionStudy(Study):
             flags += ["--freeze_training", "--freeze_alpha", str(alpha), "--freeze_start", str(start * epoch)]
             flags += ["--freeze_interval", str(round(self.epochs_of_interval * epoch))]
         if name == "watched":
-            flags += ["--freeze_watch_validation", str(WATCH)]
+            flags += ["--freeze_watch_validation", str(self.watch)]
         model, metrics = folder / "model", [folder / "metrics.jsonl", folder / "test.jsonl"]
         commands = [
             [*self.command(seed, test=test), *flags, "--seed", str(seed), "--num_train_epochs", str(self.epochs),
@@ -113,6 +123,16 @@ class VisionStudy(Study):
         launch("run_all", folder, commands, partition=partition)
         shutil.rmtree(model)
         (folder / DONE).touch()
+
+
+class VisionStudy(CapturedStudy):
+    ways = (10, 0.5), (6, 0.33), (6, 0.5)
+    watch = 0.02  # three of the 134 images
+    pretraining_epochs = 30
+    flags = ("--task", "image-classification", "--learning_rate", "1e-3", "--weight_decay", "0.05")
+
+    def files(self, seed: int) -> dict[str, Path]:
+        return digits(self.folder / f"data-{seed}", "5-9", seed)
 
     def prepare(self) -> None:
         if self.pretrained.exists():
@@ -137,7 +157,38 @@ class VisionStudy(Study):
         model.save_pretrained(self.pretrained)
 
 
-STUDIES = {"vit": lambda options: VisionStudy(options, epochs=24, epochs_of_interval=2)}
+class TextStudy(CapturedStudy):
+    ways = (2, 0.5), (1, 0.33), (1, 0.5)
+    watch = 0.01  # 15 of the 1,500 reviews
+    num_samples = 3840
+    flags = (
+        "--task", "sequence-classification", "--max_seq_length", "32", "--learning_rate", "5e-4", "--weight_decay",
+        "0.01",
+    )  # fmt: skip
+    training_flags = ("--max_train_samples", str(num_samples))
+
+    def __init__(self, *options: object, **others: object) -> None:
+        super().__init__(*options, **others)
+        self.pretrained = self.folder / "data" / "bert"
+
+    def files(self, seed: int) -> dict[str, Path]:
+        return {part: self.pretrained.with_name(f"{part}.jsonl") for part in ("train", "validation", "test")}
+
+    def batches(self, seed: int) -> int:
+        return math.ceil(self.num_samples / BATCH)
+
+    def prepare(self) -> None:
+        if self.options.reviews is None:
+            raise ValueError("--reviews is needed: the archive that examples/sentiment.py names")
+        if not self.pretrained.exists():
+            archive, layers = str(self.options.reviews.resolve()), str(LAYERS)
+            python("examples/sentiment.py", archive, "--folder", str(self.pretrained.parent), "--layers", layers)
+
+
+STUDIES = {
+    "vit": lambda options: VisionStudy(options, epochs=24, epochs_of_interval=2),
+    "bert": lambda options: TextStudy(options, epochs=4, epochs_of_interval=0.5),
+}
 
 
 def digits(folder: Path, classes: str, seed: int) -> dict[str, Path]:

@@ -319,6 +319,11 @@ def show(result: dict, console: Console) -> None:
             *further,
         )  # fmt: skip
     console.print(table)
+    for name, runs in result["runs"].items():
+        for seed, run in enumerate(runs):
+            if run["changes"]:
+                steps = ", ".join(f"{count} from batch {step} on" for step, count, *_ in run["changes"])
+                console.print(f"{name}, run {seed + 1}: frozen layers: {steps}", highlight=False)
 
 
 def main(

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers
 
 from megatron.capture.layers import stages_of_layers
 from megatron.elastic.freezing import LayerNorms
@@ -23,7 +24,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from tests import workers
 from tests.finetuning import cases, tiny
 
-NAME = "sequence-classification"
+NAME, CASE = "sequence-classification", "tests.finetuning.cases:finetune"
 COMMON = ["--num_train_epochs", 4, "--learning_rate", 0.01, "--gradient_accumulation_steps", 2,
           "--max_grad_norm", 0.5, "--weight_decay", 0.1, "--adam_epsilon", 1e-4, "--freeze_training",
           "--dataloader_drop_last"]  # fmt: skip
@@ -34,14 +35,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("freezing")
 
 
-def layer_of(name: str) -> int:
-    """Of the tiny BERT: two layers, embeddings before them, and a head behind."""
+def layer_of(name: str, num_layers: int = 2) -> int:
+    """Of a BERT: layers, embeddings before them, and a head behind. The tiny one has two layers."""
     if "embeddings" in name:
         return 0
-    return int(name.split("layer.")[1].split(".")[0]) if "layer." in name else 1
+    return int(name.split("layer.")[1].split(".")[0]) if "layer." in name else num_layers - 1
 
 
-def plain(folder, argv, frozen_after, norms=None, *, delay=0):
+def plain(folder, argv, frozen_after, norms=None, *, delay=0, num_layers=2):
     """The same in one process with torch alone.
 
     `frozen_after`: step -> the number of frozen layers from then on; None: as before. `delay`: 1 under 2bw.
@@ -49,7 +50,7 @@ def plain(folder, argv, frozen_after, norms=None, *, delay=0):
     args = parse_args(tiny.command(folder, NAME, *map(str, argv)))
     data = read_data(args)
     torch.manual_seed(args.seed)
-    model = cases.loaded(tiny.model_folder(folder, NAME), NAME).train()
+    model = cases.loaded(args.model_name_or_path, NAME).train()
     decays = decaying(open_model(args.model_name_or_path, data.task.auto_model, changes=data.changes))
     named = dict(model.named_parameters())
     optimizer = make_optimizer(named, args, decays=decays)
@@ -86,7 +87,7 @@ def plain(folder, argv, frozen_after, norms=None, *, delay=0):
         model.zero_grad()
         if (count := frozen_after(step)) is not None:
             for name, each in named.items():
-                each.requires_grad_(layer_of(name) >= count)
+                each.requires_grad_(layer_of(name, num_layers) >= count)
                 if not each.requires_grad:
                     optimizer.state.pop(each, None)
     return losses, {name: each.detach() for name, each in model.state_dict().items()}
@@ -107,8 +108,10 @@ def partition(folder, ranks, *, by_layers):
 
 
 def run(folder, name, *argv, ranks=2, stages=None, by_layers=True, case="finetune", **options):
-    """`stages`: of a pipeline, if there are several."""
-    argv = (*map(str, argv), "--partition", str(partition(folder, stages or ranks, by_layers=by_layers)))
+    """`stages`: of a pipeline, if there are several. Under l2l layers are stages, without a partition."""
+    if "l2l" not in argv:
+        argv = (*argv, "--partition", partition(folder, stages or ranks, by_layers=by_layers))
+    argv = tuple(map(str, argv))
     return workers.run(
         ranks, f"tests.finetuning.cases:{case}", folder=folder, task=NAME, argv=argv, name=name, **options
     )
@@ -126,8 +129,10 @@ def changes(found):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "by_layers"), [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True)]
-)
+    ("schedule", "ranks", "by_layers"),
+    [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True),
+     pytest.param("l2l", 1, True, marks=pytest.mark.full)],
+)  # fmt: skip
 def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ranks, by_layers):
     """Frozen layers are a part of a stage, or the first stage."""
     argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "0,1", "--pipeline_schedule", schedule]
@@ -136,6 +141,51 @@ def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ran
     require_close(found, plain(folder, argv, {6: 1}.get, delay=int(schedule == "2bw")))
     rates = [line["learning_rate"] for line in found.lines if "learning_rate" in line]
     assert rates == pytest.approx([0.01 * (1 - step / len(rates)) for step in range(len(rates))])
+
+
+REPLICAS = ["--l2l_stash", "device", "--data_parallel_size", 2]
+
+
+@pytest.mark.parametrize("flags", [["--max_grad_norm", 0], pytest.param(REPLICAS, marks=pytest.mark.full)])
+def test_a_relay_of_two_ranks_freezes_layers(folder, flags):
+    """Of four layers the last two are the last ones of their ranks and never freeze. Or two replicas share a rank's
+    layers, of which all but the last freeze.
+    """
+    deep, one = folder / "deep", "--data_parallel_size" in flags
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.BertConfig(
+        vocab_size=44, **shape, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=2
+    )
+    transformers.BertForSequenceClassification(config).save_pretrained(deep)
+    tiny.tokenizer().save_pretrained(deep)
+    argv = [*COMMON, "--model_name_or_path", deep, "--freeze_interval", 1, "--freeze_schedule", "1,3" if one else "1,2",
+            "--pipeline_schedule", "l2l"]  # fmt: skip
+    found, *_ = run(folder, f"relay-{one}", *argv, *flags)
+    assert changes(found) == [(1, 1), (2, 3 if one else 2)] and len(found.losses) > 3
+    alike = ["--gradient_accumulation_steps", 4] if one else ["--max_grad_norm", 1e9]
+    require_close(found, plain(folder, [*argv, *alike], dict(changes(found)).get, num_layers=4))
+
+
+def test_a_relay_that_freezes_and_thaws_has_the_bits_of_flush(folder):
+    """With masters, whose FP32 values a layer has when it trains again; dropout; resumed while a layer is frozen.
+    Without clipping, which flush does to BF16 gradients and the relay to FP32 ones.
+    """
+    argv = [*COMMON, "--freeze_interval", 2, "--freeze_schedule", "1", "--do_train", "--bf16", "--save_steps", 3,
+            "--validation_file", tiny.data_file(folder, NAME, seed=3), "--eval_steps", 5, "--eval_strategy", "steps",
+            "--freeze_watch_validation", -10, "--max_grad_norm", 0, "--pipeline_schedule"]  # fmt: skip
+    options = {"folder": folder, "task": NAME, "dropout": 0.1}
+    cut = cases.partition(folder, NAME, (0,), "--bf16", dropout=0.1)
+    flush, *_ = workers.run(
+        1, CASE, argv=(*map(str, argv), "flush", "--partition", str(cut)), name="thaws-flush", **options
+    )
+    relay, *_ = workers.run(1, CASE, argv=(*map(str, argv), "l2l"), name="thaws-l2l", **options)
+    again = ("l2l", "--resume_from_checkpoint", str(folder / "thaws-l2l" / "checkpoint-3"))
+    rest, *_ = workers.run(1, CASE, argv=(*map(str, argv), *again), name="thaws-rest", **options)
+    assert changes(flush) == changes(relay) == [(2, 1), (10, 0)] and changes(rest) == [(10, 0)]
+    assert relay.losses == flush.losses and rest.losses == relay.losses[3:] != []
+    for name, each in flush.weights.items():
+        assert torch.equal(each, relay.weights[name]) and torch.equal(each, rest.weights[name]), name
 
 
 @pytest.mark.parametrize("schedule", ["flush", "2bw"])
@@ -149,9 +199,10 @@ def test_layers_train_again_when_validation_falls(folder, schedule):
     require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
 
 
-def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder):
-    """Of the two batches since the last decision, over both ranks, of which each has a part of a layer."""
-    argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", "flush", "--save_steps", 5]
+@pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), pytest.param("l2l", 1, marks=pytest.mark.full)])
+def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, schedule, ranks):
+    """Of the two batches since the last decision, over all ranks, of which each has a part of a layer."""
+    argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", schedule, "--save_steps", 5]
     norms, seen = LayerNorms(2), {}
 
     def decide(step):
@@ -160,9 +211,9 @@ def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder):
             norms.take()
 
     plain(folder, argv, decide, norms)
-    run(folder, "norms", *argv, by_layers=False)
-    saved = SavedProgress.read(folder / "norms" / "checkpoint-5").freezing["norms"]
-    assert [each["count"] for each in saved] == [2, 2] and seen[5]["count"] == 2
+    run(folder, f"norms-{schedule}", *argv, ranks=ranks, by_layers=False)
+    saved = SavedProgress.read(folder / f"norms-{schedule}" / "checkpoint-5").freezing["norms"]
+    assert [each["count"] for each in saved] == [2] * ranks and seen[5]["count"] == 2
     assert [sum(layer) for layer in zip(*(each["sums"] for each in saved), strict=True)] == pytest.approx(
         seen[5]["sums"], rel=1e-5
     )
@@ -263,7 +314,6 @@ def test_frozen_layers_have_no_gradients_moments_versions_or_traffic(folder):
         (["--freeze_interval", 3], "needs --freeze_training"),
         (["--freeze_training"], "needs --freeze_interval"),
         (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "ftpipe"], "step together"),
-        (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "l2l"], "weights on the device"),
         (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--fp16"], "loss scale"),
         (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--lora_r", 2], "adapter"),
         (["--freeze_training", "--freeze_interval", 3, "--pipeline_schedule", "flush", "--freeze_schedule", "a"],
@@ -285,6 +335,20 @@ def test_a_pipeline_or_a_number_that_cannot_be_is_refused(folder, ranks, counts,
             "--partition", str(cases.partition(folder, NAME, ranks))]  # fmt: skip
     found, *_ = workers.run(1, "tests.finetuning.cases:refused", folder=folder, argv=argv)
     assert reason in found
+
+
+@pytest.mark.full
+def test_a_relay_without_a_layer_to_freeze_is_refused(folder):
+    argv = ("--pipeline_schedule", "l2l", "--freeze_training", "--freeze_interval", "3")
+    found = workers.run(2, "tests.finetuning.cases:refused", folder=folder, argv=argv)
+    assert found[0] == found[1] and "on 2 ranks 0 of 2 layers can freeze, as the last one of each rank" in found[0]
+
+
+def test_a_relay_of_tied_embeddings_is_refused(folder):
+    argv = ["--pipeline_schedule", "l2l", "--freeze_training", "--freeze_interval", 3]
+    args = tiny.arguments(folder, "causal-lm", *argv)
+    with pytest.raises(ValueError, match=r"would freeze transformer\.wte\.weight, which several stages share"):
+        Freezer.of(args, make_plan(args, read_data(args)), None, None)
 
 
 def test_what_the_model_never_trains_stays_so(folder):

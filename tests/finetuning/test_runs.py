@@ -71,6 +71,20 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     same(found, expected, exactly=False)
 
 
+@pytest.mark.parametrize("kind", ["paligemma", pytest.param("gemma3", marks=pytest.mark.full)])
+def test_models_that_attend_by_the_types_of_tokens_train_what_one_process_trains(folder, kind):
+    """Gemma 3 and PaliGemma: prompts of several lengths, so that padding differs, and a short last batch."""
+    task = "image-text-to-text"
+    argv = ["--model_name_or_path", tiny.typed_folder(folder, kind), "--max_seq_length", 24, "--num_train_epochs", 1]
+    argv += ["--gradient_accumulation_steps", 2, "--learning_rate", 0.01, "--pipeline_schedule", "flush"]
+    argv += ["--adam_epsilon", 1e-4]
+    expected = cases.plain(folder, task, argv=argv)
+    cut = cases.partition(folder, task, (0, 1, 0, 1), *argv)
+    found = run(folder, kind, *argv, "--partition", cut, task=task)
+    assert len(set(expected.losses)) == 4 and found.losses == pytest.approx(expected.losses, rel=1e-5)
+    same(found, expected, exactly=False)
+
+
 def test_hidden_tokens_go_on(folder):
     """Masked language modelling on one rank: the losses of plain transformers, and a resumed run hides what the whole
     run hides, to the last bit; an evaluation hides the same tokens each time."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from megatron.finetuning.arguments import parse_args
 
@@ -126,6 +126,70 @@ def _llava():
     return transformers.LlavaForConditionalGeneration(config)
 
 
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<turn>{{ 'user' if message.role == 'user' else 'model' }}\n"
+    "{% for part in message.content %}{{ '<boi>' if part.type == 'image' else part.text }}{% endfor %}<end>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+"""In the form of Gemma 3's: lines begin anew, and its processor puts empty ones around an image."""
+
+
+def _lines_tokenizer(**options: object) -> transformers.PreTrainedTokenizerFast:
+    """Any number of line ends in a row is a token, as in Gemma's; the second text of a pair has the type 1."""
+    words = [*_SPECIAL, *WORDS, "\n", "\n\n", "\n\n\n", "user", "model", "<turn>", "<end>"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex("\n+|<turn>|<end>"), "isolated"), pre_tokenizers.Split(" ", "removed")]
+    )
+    made.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="[UNK]", pad_token="[PAD]", bos_token="[CLS]", eos_token="[SEP]",
+        model_input_names=["input_ids", "attention_mask"], **options,
+    )  # fmt: skip
+
+
+_GEMMA = {**_SHAPE, "max_position_embeddings": 32, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0,
+          "initializer_range": 0.3}  # fmt: skip
+_SIGLIP = {"model_type": "siglip_vision_model", **_SHAPE, "image_size": 8, "patch_size": 4, "vision_use_head": False}
+
+
+def _gemma3(folder: Path) -> None:
+    own = _lines_tokenizer(
+        chat_template=GEMMA_TEMPLATE,
+        extra_special_tokens={"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<img>"},
+    )
+    text = {"model_type": "gemma3_text", "vocab_size": len(own), **_GEMMA, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_id=own.image_token_id,
+        boi_token_index=own.boi_token_id, eoi_token_index=own.eoi_token_id,
+    )  # fmt: skip
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # else 0, and so is the image
+    model.save_pretrained(folder)
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+    transformers.Gemma3Processor(images, own, image_seq_length=4).save_pretrained(folder)
+
+
+def _paligemma(folder: Path) -> None:
+    own = _lines_tokenizer(extra_special_tokens={"image_token": "<image>"})
+    config = transformers.PaliGemmaConfig(
+        text_config={"model_type": "gemma", "vocab_size": len(own), **_GEMMA}, projection_dim=16,
+        vision_config={**_SIGLIP, "projection_dim": 16}, image_token_id=own.image_token_id,
+    )  # fmt: skip
+    transformers.PaliGemmaForConditionalGeneration(config).save_pretrained(folder)
+    images = transformers.SiglipImageProcessorPil(size={"height": 8, "width": 8}, image_seq_length=4)
+    transformers.PaliGemmaProcessor(images, own).save_pretrained(folder)
+
+
+def typed_folder(folder: Path, kind: str) -> Path:
+    """A model of images and texts that attends by the types of tokens: `gemma3` or `paligemma`."""
+    path = folder / kind
+    torch.manual_seed(0)
+    {"gemma3": _gemma3, "paligemma": _paligemma}[kind](path)
+    return path
+
+
 def _whisper(dropout: float):
     config = transformers.WhisperConfig(
         vocab_size=44, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
@@ -230,7 +294,7 @@ def sample(task: str, choose: random.Random) -> dict:
         image = [[[choose.randrange(256) for _ in range(3)] for _ in range(8)] for _ in range(8)]
         if task == "contrastive-image-text":
             return {"text": text, "image": image}
-        return {"prompt": " ".join(words[:2]), "completion": words[2], "image": image}
+        return {"prompt": " ".join(words[: 1 + len(words) % 3]), "completion": words[2], "image": image}
     return {"image": [[choose.random() for _ in range(8)] for _ in range(8)], "label": choose.randrange(3)}
 
 

@@ -180,14 +180,14 @@ def prove_boundaries(compact: CompactProgram) -> tuple[int, ...]:
 def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
     width, change = compact.num_microbatches, handed_on(compact, rank)
     away = offloaded_before(compact, rank)
-    keeps = not compact.program.forward_only
+    keeps = () if compact.program.forward_only else set(compact.program.trained_stages_of(rank)) - {0}
     held = peak = 0
     for position, (code, place, _) in compact.row(rank):
         held -= len(away.get(position, ()))
         if code < FIRST_TRANSFER:
             stage = place // width
             held += change[stage * NUM_CODES + code]
-            held += keeps and code == F and stage > 0
+            held += code == F and stage in keeps
         held += code in RELOADS
         if held > peak:
             if bound is not None and held > bound:

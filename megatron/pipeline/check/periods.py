@@ -267,7 +267,7 @@ def _host_state(
     for code in codes_of_host_updates(compact):
         kind = KIND_OF_CODE[code]
         state[f"how many {kind.value} each stage of the rank has"] = [
-            counts[kind, stage] - origin.batch for stage in compact.stages_of(rank)
+            counts[kind, stage] - origin.batch for stage in compact.program.trained_stages_of(rank)
         ]
     return state
 

@@ -4,7 +4,8 @@ and each stage's gradients reach the host complete and are applied once.
 **Weights.** A rank has room for the weights of K stages (`Program.residency`). In the order of its row:
 
 - FETCH comes where fewer than K stages are resident and its own stage is not. It fetches the version that the host has
-  at this point: the version with which the program begins, or that of the stage's last UPDATE.
+  at this point: the version with which the program begins, or that of the stage's last UPDATE; of a frozen stage, that
+  of the last STEP.
 - FREE comes where its stage is resident with its version, after a computation that used it.
 - F, R, B, I and W come where their stage is resident with the version that they name.
 - At STEP, where one batch ends and the next begins, and at the end of the row no stage is resident.
@@ -16,7 +17,7 @@ host that are still being copied, since it waits for gradients of a computation 
 that is overwritten too early would give wrong gradients without any error, since autograd does not notice it.
 
 **Gradients.** Version v applies the gradients of batch v-1. For each stage and version v, the row has one each of the
-following, in order of v and in this order:
+following, in order of v and in this order (a frozen stage has none):
 
     REDUCE_GRAD@v    after the stage's last backward of the batch; only if the program is data parallel
     STORE_GRAD@v     after that backward, too
@@ -105,6 +106,7 @@ class _RankResidency:
         self.compact, self.rank = compact, rank
         self.most = compact.program.residency.stages
         self.on_host = dict.fromkeys(compact.stages_of(rank), max(compact.program.entry_versions))
+        self.frozen = list(filter(compact.program.graph.is_forward_only, self.on_host))
         self.resident: dict[int, int] = {}  # stage -> version
         self.used: set[int] = set()  # resident stages with a computation since their FETCH
         self.num_fetched = self.peak = 0
@@ -123,6 +125,7 @@ class _RankResidency:
                 self.on_host[stage] = version
             elif code == STEP:
                 reason = self._end()
+                self.on_host.update(dict.fromkeys(self.frozen, version))
             if reason:
                 raise compact.error(self.rank, position, reason)
         reason = self._end()
@@ -198,7 +201,7 @@ class _RankUpdates:
     def __init__(self, compact: CompactProgram, rank: int) -> None:
         self.compact, self.rank, self.program = compact, rank, compact.program
         self.codes = codes_of_host_updates(compact)
-        stages = compact.stages_of(rank)
+        stages = self.program.trained_stages_of(rank)
         ends = {0, compact.num_stages - 1} if self.program.reduces_embeddings(rank) else set()
         self.ends = [stage for stage in stages if stage in ends]
         self.left = {stage: list(self.program.batches) for stage in stages}  # remaining backwards of each batch

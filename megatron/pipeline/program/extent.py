@@ -121,6 +121,10 @@ class Extent(Tied):
         """Whether a recompute precedes each backward of the stage."""
         return self.recompute and stage not in self.not_recomputed
 
+    def trained_stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank that have backwards, ascending."""
+        return tuple(stage for stage in self.stages_of(rank) if not self.graph.is_forward_only(stage))
+
     def is_frozen(self, rank: int) -> bool:
         """Whether the program trains and all stages of the rank are forward-only."""
         return not self.forward_only and all(map(self.graph.is_forward_only, self.stages_of(rank)))

@@ -89,7 +89,8 @@ class Exchange:
             there is none.
 
     Attributes:
-        most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have.
+        most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have; None:
+            any number.
     """
 
     def __init__(
@@ -103,7 +104,9 @@ class Exchange:
         waited: Callable[[], None],
         on_boundary: Callable[[Tensor | None], None],
     ) -> None:
-        self.most_unread = {each: graph.most_unread(each) for each in stages if graph.is_forward_only(each)}
+        frozen = list(filter(graph.is_forward_only, stages))
+        # A rank with a trained stage is held back by that stage.
+        self.most_unread = {each: graph.most_unread(each) if len(frozen) == len(stages) else None for each in frozen}
         self._stages, self._channels = stages, channels
         self._about, self._waited, self._on_boundary = about, waited, on_boundary
         # The stages of a chain: they exchange single tensors, without a tuple and without packing.
@@ -195,12 +198,12 @@ class Exchange:
         return give
 
     def send(self, instruction: Instruction) -> None:
-        """Start the transfer of a SEND. A frozen stage first waits while too many of its outputs are unread.
+        """Start the transfer of a SEND. A frozen rank first waits while too many of its outputs are unread.
 
-        No gradient comes back to a frozen stage, so nothing else would hold it back.
+        No gradient comes back to a frozen rank, so nothing else would hold it back.
         """
         kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
-        if stage in self.most_unread:
+        if self.most_unread.get(stage) is not None:
             self._channels.wait_until_read(instruction, self.most_unread[stage] - 1)
             self._waited()
         if stage in self._alone:

@@ -220,11 +220,15 @@ _HALVES: tuple[tuple[Condition, str, str], ...] = (
 )
 
 _FROZEN: tuple[tuple[Condition, str, str], ...] = (
-    (lambda s, o: o.interleaves, "{s.order}", "has several trained stages on each rank"),
+    (lambda s, o: o.interleaves and not o.relays, "{s.order}", "has several trained stages on each rank"),
     (_updates_alone, "{s.name_of_weights}", "keeps versions for stages of which each steps by itself"),
     (_predicts, "weights {s.weights.name}", "predict for stages that are trained"),
     (_groups, "microbatch_group_size", "is for several trained stages on a rank"),
-    (_on_host, "weights on the host", "come and go for updates that a frozen stage has not"),
+    (
+        lambda s, o: _on_host(s, o) and not o.relays,
+        "weights on the host",
+        "come and go for updates that a frozen stage has not, except in a relay",
+    ),
     (_ties, "tied embeddings", "would freeze the head with the input"),
     (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages", "says itself which of them get gradients"),
 )

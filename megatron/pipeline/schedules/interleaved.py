@@ -30,6 +30,8 @@ to `c`:
 On the last stage of the pipeline each backward directly follows its forward, so nothing is recomputed there. All other
 stages keep their inputs and recompute.
 
+The stages of a frozen prefix have only forwards, and the last stage of each rank is trained.
+
 The paper has one rank. On several ranks, stages are dealt out in turn, and the order is `Interleaved` with the whole
 batch as one group. The batch may be smaller than the number of ranks. Such a batch leaves bubbles but no deadlock: the
 only backwards that stand before a forward of the rank are those of its last stage, and these wait for no instruction
@@ -40,6 +42,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from megatron.pipeline.program.edges import round_robin
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.order import Order, backward, forward
 from megatron.pipeline.schedules.passes import Segment, Segments
 
@@ -150,11 +153,25 @@ class Relay(Interleaved):
     relays = True
     name = "relay"
 
+    def validate_placement(self) -> None:
+        """Raise ValueError for stages that are not dealt out in turn, and for a rank with only frozen stages."""
+        super().validate_placement()
+        most = self.num_stages - self.num_ranks
+        if self.graph.num_frozen > most:
+            raise ValueError(
+                f"{self.name} has a trained stage on each of {self.num_ranks} ranks, and {self.graph.num_frozen} of "
+                f"{self.num_stages} stages are frozen; freeze {most} at most"
+            )
+
     def validate(self, num_microbatches: int) -> None:
         """Accept any batch: a batch is one full group."""
 
     def max_in_flight(self, stage: int) -> int | None:
-        """Return None (a whole batch), except for the last stage of a rank, which alternates forwards and backwards."""
+        """Return None (a whole batch), except for the last stage of a rank, which alternates forwards and backwards,
+        and for a frozen stage, which has none in flight.
+        """
+        if stage < self.graph.num_frozen:
+            return 0
         chunk, rank = divmod(stage, self.num_ranks)
         return self._ahead(rank, 0) + 1 if chunk == self.num_virtual_stages - 1 else None
 
@@ -162,9 +179,13 @@ class Relay(Interleaved):
         return self._ahead(rank, 0) + 1 if self.num_virtual_stages == 1 else None
 
     def recomputes(self, stage: int) -> bool:
-        return stage != self.num_stages - 1
+        return self.graph.num_frozen <= stage < self.num_stages - 1
 
     # --- parts
+
+    def _segment(self, rank: int, batch: range) -> Segment:
+        first = self.graph.num_frozen
+        return [each for each in super()._segment(rank, batch) if each.kind is Kind.FORWARD or each.stage >= first]
 
     def _group_of(self, batch: range) -> int:
         return len(batch)

@@ -55,8 +55,8 @@ class Schedule(PipelineSchedule):
         rank_of_stage: the rank of each stage. None: stages are dealt out in turn, `num_virtual_stages` to each rank.
         edges: which stages hand tensors to which; empty: a chain.
         num_frozen: the number of frozen stages, which are the first ones. They compute only forwards and get no
-            gradients. A rank then has one frozen stage, one trained stage, or the last frozen and the first trained
-            stage.
+            gradients. Under order relay the last stage of each rank is trained. Under other orders a rank then has one
+            frozen stage, one trained stage, or the last frozen and the first trained one.
         work: for each stage, seconds of a forward and of a backward with its recompute (only for order async); empty:
             equal stages.
         microbatch_group_size: the number of microbatches that a rank takes through one of its stages before it turns to
@@ -385,7 +385,7 @@ def _order_of(
     work: tuple[tuple[float, float], ...],
     num_frozen: int,
 ) -> Order:
-    if num_frozen:
+    if num_frozen and not order.relays:
         active = order(num_stages - num_frozen, extra_warmup=extra_warmup)
         return BehindFrozen(active, num_frozen=num_frozen, rank_of_stage=rank_of_stage)
     return order(

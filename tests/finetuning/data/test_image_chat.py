@@ -105,10 +105,72 @@ def test_a_folder_without_its_processor_is_refused(tmp_path):
         read(tmp_path, ONE)
 
 
-@pytest.mark.parametrize("kind", [transformers.Gemma3Config, transformers.PaliGemmaConfig])
-def test_a_model_that_attends_by_the_types_of_tokens_is_refused(tmp_path, kind):
-    kind().save_pretrained(tiny.model_folder(tmp_path, TASK))
-    with pytest.raises(ValueError, match=r"ForConditionalGeneration attend by their token_type_ids, and --task image"):
+# Gemma 3's processor puts lines around the image, of which the first ones join the line's end that stood there.
+GEMMA3 = "[CLS] <turn> user \n\n\n <boi> I I I I <eoi> \n\n w1 w2 <end> \n <turn> model \n (w3) (w4) (<end>) (\n)"
+PALIGEMMA = "I I I I [CLS] w1 w2 \n (w3) (w4) ([SEP])"
+"""I: an image's token."""
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("gemma3", GEMMA3), ("paligemma", PALIGEMMA)])
+def test_tokens_have_their_types(tmp_path, kind, expected):
+    """Those of Gemma 3's image have the type 1, and those of PaliGemma's answer; padding has 0."""
+    model = ("--model_name_or_path", tiny.typed_folder(tmp_path, kind))
+    data, words = read(tmp_path, ONE, argv=model), [word.strip("()") for word in expected.split(" ")]
+    tokenizer = data.processor.tokenizer
+    ids = tokenizer.convert_tokens_to_ids([word.replace("I", tokenizer.image_token) for word in words])
+    counts, is_image = [word[0] == "(" for word in expected.split(" ")], [word == "I" for word in words]
+    labels = [token if count else -100 for token, count in zip(ids, counts, strict=True)]
+    rest, batch = 24 - len(ids), data.training.batch([0], 1)
+    assert batch["input_ids"].tolist() == [ids + [0] * rest]
+    assert batch["labels"].tolist() == [labels + [-100] * rest]
+    types = [int(each) for each in (is_image if kind == "gemma3" else counts)]
+    assert batch["token_type_ids"].tolist() == [types + [0] * rest]
+    assert batch["attention_mask"].tolist() == [[1] * len(ids) + [0] * rest]
+    short = read(tmp_path, ONE, length=len(ids) - 2, argv=model).training.batch([0], 1)
+    for name in ("input_ids", "token_type_ids", "labels"):
+        assert torch.equal(short[name], batch[name][:, : len(ids) - 2]), name
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
+def test_the_loss_is_that_of_transformers_own_inputs_with_types(tmp_path, kind):
+    """The processor's own call, unpadded, on a conversation, or on a prompt and its suffix; and the types matter."""
+    folder = tiny.typed_folder(tmp_path, kind)
+    batch = read(tmp_path, ONE, argv=("--model_name_or_path", folder)).training.batch([0], 1)
+    made = transformers.AutoProcessor.from_pretrained(folder)
+    text = "<image>w1 w2" if kind == "paligemma" else made.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "w1 w2"}]},
+         {"role": "assistant", "content": [{"type": "text", "text": "w3 w4"}]}]
+    )  # fmt: skip
+    options = {"suffix": ["w3 w4"]} if kind == "paligemma" else {"add_special_tokens": False}
+    inputs = made(text=[text], images=[torch.tensor(IMAGE, dtype=torch.uint8).numpy()], return_tensors="pt", **options)
+    labels, ids = inputs.pop("labels", None), inputs["input_ids"][0]
+    counted = range(18, 22) if labels is None else (labels[0] != -100).nonzero()[:, 0].tolist()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    with torch.no_grad():
+        chances = model(**inputs).logits[0].log_softmax(-1)
+        loss = model(**batch).loss.item()
+        other = model(**{**batch, "token_type_ids": (kind == "paligemma") + 0 * batch["token_type_ids"]}).loss.item()
+    expected = sum(-chances[at - 1, ids[at]].item() for at in counted) / len(counted)
+    assert loss == pytest.approx(expected, rel=1e-5) and abs(other - loss) > 1e-4 * loss
+
+
+@pytest.mark.parametrize(
+    ("sample", "argv", "sentence"),
+    [
+        (ONE, ["--train_on_prompt"], "--train_on_prompt is for models of conversations, and PaliGemmaProcessor takes"),
+        (TWO, [], "PaliGemmaProcessor takes one message of the user's and an answer, and the conversation has user, a"),
+        ({**ONE, "prompt": "w1 <image> w2"}, [], "the prompt has 2 images and the answer 0, and one in the prompt is"),
+    ],
+)
+def test_what_a_prompt_with_a_suffix_cannot_be_is_refused(tmp_path, sample, argv, sentence):
+    model = ("--model_name_or_path", tiny.typed_folder(tmp_path, "paligemma"))
+    with pytest.raises(ValueError, match=sentence):
+        read(tmp_path, sample, argv=[*model, *argv])
+
+
+def test_a_processor_without_the_types_that_the_model_attends_by_is_refused(tmp_path):
+    transformers.Gemma3Config().save_pretrained(tiny.model_folder(tmp_path, TASK))
+    with pytest.raises(ValueError, match="Gemma3ForConditionalGeneration attend by their token_type_ids, and its proc"):
         read(tmp_path, ONE)
 
 

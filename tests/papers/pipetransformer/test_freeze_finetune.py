@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from papers.pipetransformer import freeze_finetune
+from papers.pipetransformer import freeze_finetune, freeze_study
 
 RECORDS = [
     {"step": 1, "loss": 1.0, "step_time_ms": 500.0},
@@ -81,6 +81,32 @@ def test_arms_differ_in_their_flags_of_freezing(study):
     rule = ["--freeze_training", "--freeze_alpha", "0.5", "--freeze_start", str(6 * batches)]
     rule += ["--freeze_interval", str(2 * batches)]
     assert flags == {"dense": [], "frozen": rule, "watched": [*rule, "--freeze_watch_validation", "0.02"]}
+
+
+def test_the_reviews_are_cut_to_the_batches_that_freezing_counts(tmp_path, monkeypatch, capsys):
+    """The BERT's data and model come from one call, which needs the archive; its intervals are of the samples kept."""
+    options = argparse.Namespace(output=tmp_path, model="bert", epochs=None, reviews=None)
+    study = freeze_finetune.STUDIES["bert"](options)
+    with pytest.raises(ValueError, match=r"--reviews is needed: the archive that examples/sentiment\.py names"):
+        study.prepare()
+    calls = []
+    monkeypatch.setattr(freeze_finetune, "python", lambda *argv: calls.append(argv))
+    options.reviews = tmp_path / "archive.tar.gz"
+    study.prepare()
+    [made] = calls
+    assert made[0] == "examples/sentiment.py" and made[-2:] == ("--layers", "8")
+    command = study.command(0, test=False)
+    (kept,) = (int(command[at + 1]) for at, word in enumerate(command) if word == "--max_train_samples")
+    assert study.batches(0) == kept / freeze_finetune.BATCH and study.epochs_of_interval * study.batches(0) % 1 == 0
+    assert command[command.index("--train_file") + 1] == str(study.files(0)["train"]) == f"{made[3]}/train.jsonl"
+
+
+def test_frozen_layers_over_time_are_shown(capsys):
+    run = {"seconds": 1.0, "validation": [[1.0, 0.5]], "test": 0.5, "changes": []}
+    frozen = {**run, "changes": [[30, 4, 2, 1, 0.1], [60, 0, 2, 1, 0.1]]}
+    result = {"model": "bert", "epochs": 1, "way": [1, 0.5], "tried": {}, "runs": {"dense": [run], "watched": [frozen]}}
+    freeze_study.show(result, freeze_study.terminal(120))
+    assert "watched, run 1: frozen layers: 4 from batch 30 on, 0 from batch 60 on" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.check import ProgramError, check, check_periodic
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.schedules import Schedule
@@ -58,6 +59,56 @@ def test_programs_are_proved(schedule: Schedule, data: st.DataObject):
     check_periodic(schedule.build_periodic(batches[0]))
     assert Program.from_csv(program.to_csv()) == program
     simulate(program, Costs(forward_bytes=1.0, bandwidth=4.0, latency=0.1))
+
+
+@st.composite
+def frozen_relays(draw: st.DrawFn) -> Schedule:
+    num_ranks, num_virtual_stages = draw(st.integers(1, 3)), draw(st.integers(2, 4))
+    return Schedule.preset(
+        "l2l",
+        num_stages=num_ranks * num_virtual_stages,
+        num_virtual_stages=num_virtual_stages,
+        num_frozen=draw(st.integers(1, num_ranks * (num_virtual_stages - 1))),
+        residency=Residency(
+            draw(st.integers(1, 3)),
+            draw(st.sampled_from(["eager", "deferred"])),
+            draw(st.sampled_from(["device", "host"])),
+        ),
+        data_parallel=draw(st.booleans()),
+    )
+
+
+@draws(40)
+@given(frozen_relays(), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 3))
+def test_a_relay_fetches_its_frozen_stages_alone(schedule: Schedule, batches: list[int], first_batch: int):
+    """A frozen stage is fetched once a batch and computes forwards; nothing of it is saved, stored or updated."""
+    program = schedule.build(tuple(batches), first_batch=first_batch)
+    bounds = schedule.max_saved_microbatches(batches), schedule.max_saved_on_rank(batches)
+    report = check(program, max_saved=bounds[0], max_saved_on_rank=bounds[1])
+    assert report.peak_saved_microbatches[: schedule.num_frozen] == (0,) * schedule.num_frozen
+    of_rank = {Kind.REDUCE_NORM, Kind.STEP}  # written at the lowest stage of the rank
+    for stage in range(schedule.num_frozen):
+        kinds = [each.kind for row in program.rows for each in row if each.stage == stage and each.kind not in of_rank]
+        assert set(kinds) <= {Kind.FETCH, Kind.FREE, Kind.FORWARD, Kind.SEND_F, Kind.RECV_F}
+        assert kinds.count(Kind.FETCH) == kinds.count(Kind.FREE) == len(batches)
+        assert kinds.count(Kind.FORWARD) == sum(batches)
+    if schedule.num_ranks == 1:
+        left = schedule.num_stages - schedule.num_frozen
+        num_fetched = schedule.num_stages + left - min(schedule.residency.stages, left)
+        assert [each.kind for each in program.rows[0]].count(Kind.FETCH) == len(batches) * num_fetched
+    check_periodic(schedule.build_periodic(batches[0]))
+    assert Program.from_csv(program.to_csv()) == program
+    simulate(program, Costs(forward_bytes=1.0, bandwidth=4.0, latency=0.1, fetch=1.0, store=0.5, update=2.0))
+
+
+def test_every_single_mutation_of_a_relay_is_rejected():
+    schedule = Schedule.preset("l2l", num_stages=4, num_virtual_stages=2, num_frozen=2, data_parallel=True)
+    assert_every_mutation_is_rejected(schedule.build((3, 2)))
+
+
+def test_a_relay_trains_a_stage_on_each_rank():
+    with pytest.raises(ValueError, match="trained stage on each of 2 ranks, and 3 of 4 stages are frozen; freeze 2 at"):
+        Schedule.preset("l2l", num_stages=4, num_virtual_stages=2, num_frozen=3)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -141,6 +192,10 @@ def test_waiting_for_what_is_unread_may_be_a_deadlock(late: int):
     [
         ({"order": "interleaved", "num_virtual_stages": 2}, "interleaved has several trained stages on each rank"),
         ({"weights": "stash"}, "keeps versions for stages"),
+        (
+            {"residency": Residency(), "recompute": True},
+            "weights on the host come and go .*, except in a relay, and the",
+        ),
         ({"weights": "2bw-provisional"}, "predict for stages that are trained"),
         ({"tied_embeddings": True}, "would freeze the head with the input"),
         ({"num_frozen": 4}, "4 of 4 stages cannot be frozen: one has to be trained; give 0 to 3"),

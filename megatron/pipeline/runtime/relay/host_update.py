@@ -244,6 +244,7 @@ class HostUpdate:
         store: the stages on the host.
         resident: the weights on the device.
         gradients: the gradients on the device.
+        frozen: the stages that have only forwards, and no UPDATE.
         reduces_stages: the gradients of each stage are reduced over other ranks before they leave the device, so the
             program needs a REDUCE_GRAD for each stage.
     """
@@ -252,6 +253,7 @@ class HostUpdate:
     store: HostStore
     resident: ResidentWeights
     gradients: StageGradients
+    frozen: frozenset[int] = frozenset()
     reduces_stages: bool
     _host: HostOptimizer
     _norms: NormsOnHost
@@ -265,7 +267,7 @@ class HostUpdate:
 
     def begin_batch(self, info: BatchInfo) -> None:
         self._batches[info.index + 1] = HostBatch(
-            info, self._new_report(info), self._host.settings(), len(self.store.stages)
+            info, self._new_report(info), self._host.settings(), len(self.store.stages) - len(self.frozen)
         )
 
     def begin_backward(self, info: BatchInfo) -> None:
@@ -299,6 +301,7 @@ class HostUpdate:
         batch = self._batches[version]
         self._decide(batch)
         batch.stepped = True
+        self.store.versions.update(dict.fromkeys(self.frozen, version))
         self._forget(version)
         return batch.report
 

@@ -83,6 +83,10 @@ class RelayLedger:
             peak, self._recent_peak = self._recent_peak, self._device_bytes
         return peak
 
+    def take_over(self, before: RelayLedger) -> None:
+        """Count the peak of an earlier ledger of the rank, whose relay is closed, as one's own."""
+        self._recent_peak = max(self._recent_peak, before._recent_peak)
+
     def note_on_device(self, tensor: Tensor | None) -> None:
         """Count the storage of a tensor on the device until the storage is freed. Each storage is counted once."""
         if tensor is None:

@@ -40,6 +40,8 @@ and stand behind the last backward of that stage:
     eager      1B7 1REDUCE_GRAD@1 1STORE_GRAD@1 1UPDATE@1   0B0 ... 0STORE_GRAD@1 0UPDATE@1 0REDUCE_NORM@1 0STEP@1
     deferred   1B7 1REDUCE_GRAD@1 1STORE_GRAD@1   0B0 ... 0STORE_GRAD@1 0REDUCE_NORM@1 0STEP@1 0UPDATE@1 1UPDATE@1
 
+A frozen stage has none of the three: its weights are fetched once a batch, for its forwards.
+
 A rank still has one REDUCE_NORM and one STEP for each version, because one norm and one overflow decide about all
 stages, and one report is sent. Deferred updates stand in ascending order of stages. The next batch begins with the
 lowest stage, so it waits only for the update of that stage.
@@ -147,7 +149,8 @@ class _HostUpdates:
 
     def __init__(self, rank: int, index: int, extent: Extent) -> None:
         self._extent, self._version = extent, extent.first_batch + index + 1
-        self._stages = extent.stages_of(rank)
+        self._lowest = extent.stages_of(rank)[0]
+        self._stages = extent.trained_stages_of(rank)
         self._left = dict.fromkeys(self._stages, extent.batches[index])  # backwards to come
         ends = {0, extent.num_stages - 1} if extent.reduces_embeddings(rank) else set()
         self._ends = [stage for stage in self._stages if stage in ends]
@@ -185,4 +188,4 @@ class _HostUpdates:
 
     def _word(self, kind: Kind, stage: int | None = None) -> Instruction:
         """Return an instruction for a stage, or for the whole rank, which is written at its lowest stage."""
-        return Instruction(kind, self._stages[0] if stage is None else stage, version=self._version)
+        return Instruction(kind, self._lowest if stage is None else stage, version=self._version)

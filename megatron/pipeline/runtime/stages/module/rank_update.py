@@ -12,7 +12,7 @@ Eager updates are made before STEP, so STEP cannot clip or skip. Then a gradient
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -165,6 +165,8 @@ class ModuleRelayUpdate(HostUpdate):
         optimizer: made from the parameters of `store`.
         scheduler, clip_grad, data_parallel_group, counts_in_norm, job_group, tied, loss_names, device: as for
             `ModuleUpdate`.
+        frozen: the stages that have only forwards.
+        observe: called with the norms of the gradients of each batch that is stepped, by name, before clipping.
 
     Attributes:
         weights: the weights on the device.
@@ -193,6 +195,8 @@ class ModuleRelayUpdate(HostUpdate):
         job_group: Any = None,
         tied: TiedParameter | None = None,
         loss_names: tuple[str, ...] = ("loss",),
+        frozen: Iterable[int] = (),
+        observe: Callable[[Mapping[str, Tensor]], None] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         if residency.is_eager and clip_grad:
@@ -209,6 +213,9 @@ class ModuleRelayUpdate(HostUpdate):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.residency = residency
+        self.frozen = frozenset(frozen)
+        self._observe = observe
+        self._observed: dict[str, Tensor] = {}  # the norms of the batch between its reduction and its step
         self._clip_grad = clip_grad
         self._host = HostOptimizer(optimizer, store)
         self.weights = self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
@@ -260,6 +267,8 @@ class ModuleRelayUpdate(HostUpdate):
         count = self._reduction.reduce_norm(batch.report, local, stop_requests, losses)
         batch.mean_count = count / batch.info.num_microbatches
         batch.report.grad_norm /= batch.mean_count or 1.0
+        if self._observe is not None:
+            self._observed = {name: norm / (batch.mean_count or 1.0) for name, norm in taken.items()}
         if self.residency.is_eager and batch.mean_count != 1.0:
             raise ValueError(
                 f"the losses of batch {version - 1} are sums, and eager updates are made before it is known what they "
@@ -273,6 +282,8 @@ class ModuleRelayUpdate(HostUpdate):
         if not report.skipped:
             batch.factor = clip_factor(self._clip_grad, report.grad_norm) / batch.mean_count
             self._host.note_step()
+            if self._observe is not None:
+                self._observe(self._observed)
             if self.scheduler is not None:
                 self.scheduler.step()
 
