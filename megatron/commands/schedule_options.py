@@ -20,7 +20,7 @@ from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 _COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute_time", "step", "transfer",
          "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",
-         "offload", "reload")  # fmt: skip
+         "offload", "reload", "swap_out", "swap_in")  # fmt: skip
 _SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
@@ -58,6 +58,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--update", 0.0, "l2l: time of a stage's update on the host"),
         ("--offload", 0.0, "l2l: time to copy the input of a microbatch to the host"),
         ("--reload", None, "l2l: time to copy the input back (default: as --offload)"),
+        ("--swap-out", 0.0, "time to copy a microbatch's saved activations to the host"),
+        ("--swap-in", None, "time to copy saved activations back (default: as --swap-out)"),
     ):
         add_flags(costs, (name, times, "T[,T...]", meaning, {"default": default}))
     add_flags(

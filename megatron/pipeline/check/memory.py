@@ -34,8 +34,9 @@ removes one when it has completed. A rank's moves are carried out in order, so t
 complete moves: at least those that the row has waited for, at most those that it has requested. The proof takes the
 worst of these numbers at every position of the row.
 
-If inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD removes one when the row
-has waited for it (see `stash`), since at worst it is in progress until then.
+If inputs or activations wait on the host, a RELOAD or SWAP_IN adds a microbatch when it is posted, and an OFFLOAD or
+SWAP_OUT removes one when the row has waited for it (see `stash`), since at worst it is in progress until then. The host
+holds a microbatch from its SWAP_OUT to the computation that waits for its SWAP_IN.
 
 A rank's memory holds the activations of all its stages, which do not reach their peaks at the same time. So with
 several stages on a rank, the sum over them is counted and bounded, too.
@@ -48,8 +49,8 @@ from typing import NamedTuple
 from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_STASH,
+    FIRST_SWAP,
     FIRST_TRANSFER,
-    FIRST_UPDATE,
     KIND_OF_CODE,
     NUM_CODES,
     OFFLOADS,
@@ -139,7 +140,7 @@ def prove_stash(compact: CompactProgram) -> None:
             elif code in _MUST_FIND:
                 wanted, left = _MUST_FIND[code]
                 reason = "" if state[place] in wanted else _FOUND[state[place]]
-                if FIRST_STASH <= code < FIRST_UPDATE:
+                if FIRST_STASH <= code < FIRST_SWAP:
                     reason = _why_not(compact, place // compact.num_microbatches) or reason
                 if reason:
                     raise compact.error(rank, position, reason)
@@ -198,10 +199,28 @@ def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
     return peak
 
 
-def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]:
-    """Position of a row -> the stages of the OFFLOADs whose completion becomes certain there.
+def count_on_host(compact: CompactProgram) -> tuple[int, ...]:
+    """The largest number of microbatches whose saved activations are on the host, for each rank over its stages.
 
-    The completion of an OFFLOAD is certain once the row has waited for it, for a later instruction of its lane, or for
+    Args:
+        compact: a program whose moves are proved.
+    """
+    peaks = [0] * len(compact.codes)
+    for rank in range(len(peaks)) if compact.swaps else ():
+        there: set[int] = set()
+        for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
+            if code in OFFLOADS:
+                there.add(place)
+                peaks[rank] = max(peaks[rank], len(there))
+            elif code < FIRST_TRANSFER:
+                there.discard(place)
+    return tuple(peaks)
+
+
+def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]:
+    """Position of a row -> the stages of the OFFLOADs or SWAP_OUTs whose completion becomes certain there.
+
+    The completion of such a copy is certain once the row has waited for it, for a later instruction of its lane, or for
     an instruction that has waited for one of these.
     """
     codes = compact.codes[rank]
@@ -294,7 +313,7 @@ def prove_memory(
         bounds_of_ranks: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 
     Raises:
-        ProgramError: for the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
+        ProgramError: for the first forward, LOAD, ACCEPT, RELOAD or SWAP_IN that may exceed a bound.
     """
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")

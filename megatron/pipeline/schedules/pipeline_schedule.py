@@ -101,6 +101,7 @@ class PipelineSchedule(Tied, ABC):
         residency: how weights live on the host; None: they live on the device.
         recompute: a recompute precedes each backward.
         balance: saved activations move between the stages of a pair.
+        swaps: saved activations move to the host and back.
         splits_backward: backwards are computed in halves, I and W.
         tied_embeddings: the first and another stage share an embedding.
         tied_stage: that other stage; None: the last.
@@ -127,6 +128,7 @@ class PipelineSchedule(Tied, ABC):
     residency: Residency | None
     recompute: bool
     balance: bool
+    swaps: bool
     splits_backward: bool
     data_parallel: bool
     provisional_microbatches: int | None

@@ -209,6 +209,10 @@ class Schedule(PipelineSchedule):
         return self._saved.evicting_ranks(batches)
 
     @property
+    def swaps(self) -> bool:
+        return False
+
+    @property
     def splits_backward(self) -> bool:
         return self._order.splits_backward
 
