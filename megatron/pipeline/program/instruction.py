@@ -234,11 +234,11 @@ WORDS: dict[Kind, Word] = {
     ),
     Kind.SWAP_OUT: Word(
         name="activations to the host", lane=Lane.D2H, saved=-1, colour="moss", proof=Proof.SWAP, cost="swap_out",
-        handler="_swap_out",
+        handler="_offload",
     ),
     Kind.SWAP_IN: Word(
         name="activations back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.SWAP_OUT,), colour="steel",
-        proof=Proof.SWAP, cost="swap_in", handler="_swap_in",
+        proof=Proof.SWAP, cost="swap_in", handler="_reload",
     ),
     Kind.REDUCE_GRAD: _UPDATE(
         name="gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad", handler="_reduce_grad"

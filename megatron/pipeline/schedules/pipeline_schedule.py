@@ -198,6 +198,11 @@ class PipelineSchedule(Tied, ABC):
         """The first batch of a run from which on batches use versions of a constant age in batches."""
         return self.weights.first_settled_batch
 
+    @property
+    def moves_activations(self) -> bool:
+        """Whether saved activations may leave their stages, for a pair rank or for the host."""
+        return self.balance or self.swaps
+
     def accepts(self, num_microbatches: int) -> bool:
         """Whether `validate` accepts a batch of this size."""
         try:

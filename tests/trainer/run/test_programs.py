@@ -9,7 +9,7 @@ from megatron.pipeline.program.edges import v
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
-from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
+from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, SWAPS, TORCH, WHOLE, hurried_2bw, swapped, written
 from tests.trainer.run.run_case import joined_weights, table, train
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
@@ -22,6 +22,8 @@ PROGRAMS = {  # flags of the single process
     "torch": (TORCH, FOUR),
     "whole": (WHOLE, FOUR),
     "hurried": (hurried_2bw(), f"{FOUR} {TWO_BW}"),
+    "swaps": (SWAPS, FOUR),
+    "swaps, 2bw": (swapped(Schedule.preset("2bw", num_stages=2).build((4,) * 4)).to_csv(), f"{FOUR} {TWO_BW}"),
 }
 
 

@@ -269,7 +269,7 @@ def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule |
     found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
     for num_microbatches in sorted(sizes):
         found.validate(num_microbatches)
-    return found, any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+    return found, found.swaps or any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
 
 
 def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
