@@ -93,7 +93,8 @@ _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
 _HOST = ("resident_stages", "host_update", "stash")
 _HALVES = ("backward_input", "backward_weight", "deferred_size")
 _PRESET_ONLY = (
-    "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
+    "provisional", *_PREDICTIONS, "most_on_device", "stages", "virtual_stages", "microbatch_group_size", "batches",
+    *_HOST, *FLAGS,
 )  # fmt: skip
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into an ordinary machine's memory
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
@@ -107,7 +108,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def schedule(options: argparse.Namespace) -> Schedule:
-    flags = {flag: getattr(options, flag) for flag in (*FLAGS, *_PREDICTIONS)}
+    flags = {flag: getattr(options, flag) for flag in (*FLAGS, *_PREDICTIONS, "most_on_device")}
     num_virtual_stages = options.virtual_stages or (2 if PRESETS[options.schedule].interleaves else 1)
     num_stages = (options.stages or 4) * num_virtual_stages
     _require_memory(num_stages, 1)
@@ -288,6 +289,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
         if options.command != "show":
             without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
+        without |= dict.fromkeys(("swap_out", "swap_in"), "most_on_device")
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         if PRESETS[options.schedule].recompute:
             del without["recompute_time"]
@@ -407,6 +409,7 @@ _PRESET = (
     ("--recompute", None, "", "recompute each forward before its backward"),
     ("--extra-warmup", None, "", "2(p-s-1) forwards of warm-up, which hide latency"),
     ("--balance", None, "", "move saved activations between stages x and p-1-x (bpipe does)"),
+    ("--most-on-device", count, "N", "microbatches that a rank saves on its device; the others wait on the host"),
     ("--tied-embeddings", None, "", "reduce the gradients of tied embeddings"),
     ("--data-parallel", None, "", "reduce gradients over replicas"),
 )  # fmt: skip

@@ -330,18 +330,29 @@ def _held_state(compact: CompactProgram, rank: int, end: int) -> _RankState:
 def _swaps_state(compact: CompactProgram, rank: int, end: int, origin: PeriodOrigin) -> _RankState:
     """The part of a rank's state about activations on the host, and about copies that are still awaited."""
     row, order = compact.program.rows[rank][:end], LaneOrder(compact.num_stages)
+    num_copies = sum(each.kind in SWAPS for each in row)
+    may_hold = {
+        f"what stage {stage} may hold before copies, counted from the last, are complete": [
+            (num_copies - number, change - held.moved) for number, change in held.before
+        ]
+        for stage, held in hold(compact, rank, end).items()
+    }
     for each in row:
         order.awaited(each)
     used = {(each.stage, each.microbatch) for each in row if each.kind in USES_SAVED}  # their copies are complete
     awaited = (row[number] for number in order.still_awaited())
-    return _held_state(compact, rank, end) | {
-        "what waits on the host (stage, microbatch)": _on_host(row, origin),
-        "which copies to and from the host are still awaited (kind, stage, microbatch)": [
-            (each.kind.value, each.stage, _number(each, origin))
-            for each in awaited
-            if each.kind in SWAPS and (each.stage, each.microbatch) not in used
-        ],
-    }
+    return (
+        _held_state(compact, rank, end)
+        | may_hold
+        | {
+            "what waits on the host (stage, microbatch)": _on_host(row, origin),
+            "which copies to and from the host are still awaited (kind, stage, microbatch)": [
+                (each.kind.value, each.stage, _number(each, origin))
+                for each in awaited
+                if each.kind in SWAPS and (each.stage, each.microbatch) not in used
+            ],
+        }
+    )
 
 
 def _minus(version: int | None, batches: int) -> int | None:

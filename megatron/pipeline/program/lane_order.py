@@ -49,7 +49,7 @@ no FETCH takes memory that a computation still uses, under any timing.
 for the reduction of its gradients over the replicas, an UPDATE for the STORE_GRAD of its gradients, and a computation
 for the FETCH of its weights. The awaited word has the same stage and version, and stands earlier in the same row. In
 the same way, a RELOAD waits for the OFFLOAD of its microbatch, and a recompute for the RELOAD; a SWAP_IN waits for the
-SWAP_OUT of its microbatch, and R, B and I for the SWAP_IN. There are three more rules:
+SWAP_OUT of its microbatch, and R, B and I for the SWAP_IN. There are four more rules:
 
 - REDUCE_EMBED adds up the gradients of tied embeddings on the host. So REDUCE_EMBED waits for the STORE_GRAD of each
   end of the tied embeddings that its rank has, and the UPDATE of an end waits for REDUCE_EMBED.
@@ -58,6 +58,7 @@ SWAP_OUT of its microbatch, and R, B and I for the SWAP_IN. There are three more
   is free.
 - A forward waits for every OFFLOAD or SWAP_OUT that stands before the computation preceding the forward. So the copy
   has the time of one computation, and after that its memory is free, whatever the timing. EVICT has the same rule.
+- A SWAP_IN waits for every SWAP_OUT before it in its row. So it takes memory only after they have freed as much.
 
 EVICT and LOAD are no substitute for OFFLOAD and RELOAD. An EVICT moves everything that a microbatch saves to another
 rank, which has to take part. An OFFLOAD moves only the input of a microbatch, and no other rank takes part. A SWAP_OUT
@@ -90,7 +91,9 @@ from megatron.pipeline.program.instruction import (
     LOADS,
     MOVES,
     OFFLOADS,
+    RELOADS,
     STASH_WORDS,
+    SWAPS,
     USES_SAVED,
     Instruction,
     Kind,
@@ -325,6 +328,8 @@ class LaneOrder:
         words = [other for other in instruction.kind.row.awaits if other in STASH_WORDS]
         found = (self._moved.pop((other, instruction.stage, instruction.microbatch), None) for other in words)
         needed = [number for number in found if number is not None]
+        if instruction.kind in SWAPS & RELOADS and self._offloaded > self._offload_awaited:
+            needed.append(self._offloaded)
         if instruction.kind is Kind.FORWARD and self._offloaded_earlier > self._offload_awaited:
             needed.append(self._offloaded_earlier)
             self._offload_awaited = self._offloaded_earlier

@@ -44,6 +44,7 @@ class ActivationStash(HostStash):
 
         def leave() -> None:
             eviction.pack(buffer)
+            self._saved.remove(stage.index)
 
         return leave
 
@@ -55,6 +56,7 @@ class ActivationStash(HostStash):
         self._memory.pool.reserve(self._num_coming[size], size)
 
         def come() -> None:
+            self._saved.add(stage.index)
             place.append(self._memory.take_buffer(size))
             copy(buffer, place[0])
 

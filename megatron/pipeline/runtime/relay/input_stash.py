@@ -164,7 +164,10 @@ class HostStash:
             while left != key:
                 left, place = self._leaving.popleft()
                 place.clear()
-                self._saved.remove(left[0])
+                self._left(left[0])
+
+    def _left(self, stage: int) -> None:
+        """Called where something of a microbatch at a stage is known to have left."""
 
     def end_backward(self, stage: int, microbatch: int) -> None:
         """Called behind the backward of a microbatch, or behind its input half."""
@@ -187,7 +190,6 @@ class HostStash:
     def _fetch(self, key: _Key) -> tuple[Tensor, list[Tensor]]:
         """Return the host memory of a microbatch, and the list for its copy on the device."""
         assert key in self._away, f"microbatch {key[1]} has never left stage {key[0]}"
-        self._saved.add(key[0])
         self._coming[key] = []
         return self._away[key][1], self._coming[key]
 
@@ -236,10 +238,14 @@ class InputStash(HostStash):
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
         """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
         buffer, place = self._fetch((stage.index, microbatch.index))
+        self._saved.add(stage.index)
         place.append(torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device))
         if self._ledger is not None:
             self._ledger.note_on_device(place[0])
         return lambda: copy(buffer, place[0])
+
+    def _left(self, stage: int) -> None:
+        self._saved.remove(stage)
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
         """Give the reloaded input, if there is one, to the stage. Called after its RELOAD, before its recompute."""

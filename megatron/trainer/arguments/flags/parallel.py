@@ -64,6 +64,13 @@ class Pipeline:
         "more than ceil((p+2)/2) microbatches. With flush, 2bw and interleaved; where nothing has to move, the run "
         "says so and goes on without."
     )
+    pipeline_offload_activations: int | None = option(
+        None,
+        "Keep at most N microbatches of saved activations on the device of each rank, over all its stages (3 or more); "
+        "the others wait in the host's memory, to which they are copied, and back, beside computations. With gpipe, "
+        "flush, 2bw and interleaved. docs/schedules_bpipe.md.",
+        metavar="N",
+    )
     pipeline_2bw_single_gradient_buffer: bool = switch(
         "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before, and a "
         "batch's first backward waits until the gradients of the batch before are reduced.",
