@@ -403,4 +403,5 @@ def memory_as_dict(rank: RankMemory) -> dict:
         "bytes_per_microbatch": rank.bytes_per_microbatch,
         **{f"{part.name}_bytes": getattr(rank.parts, part.name) for part in fields(MemoryParts)},
         "total_bytes": rank.total,
+        "activations_on_host": rank.swapped,
     }

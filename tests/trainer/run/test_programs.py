@@ -94,6 +94,21 @@ def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_p
     check(num_ranks, model, f"{pipeline} {layout}", exact=False, without=TWO_BW)
 
 
+BOUNDED = {
+    "gpipe": (2, f"{EXACT} --global-batch-size 6", "--pipeline-schedule gpipe"),
+    "2bw": (4, f"{EXACT} {TWO_BW} --global-batch-size 8", ""),
+    "clipped, recompute": (2, f"{EXACT} --global-batch-size 6", "--pipeline-schedule gpipe --pipeline-recompute"),
+}
+
+
+@table("num_ranks, model, layout", BOUNDED, usual=1)
+def test_what_waits_on_the_host_changes_no_number(num_ranks, model, layout, capfd):
+    """A bound of three microbatches on each device is bit-equal to one process, whose device holds them all."""
+    layout += f" --pipeline-model-parallel-size {num_ranks} --pipeline-offload-activations 3"
+    check(num_ranks, model, layout, exact=True)
+    assert "nothing to move" not in capfd.readouterr().out
+
+
 THREE = """\
 # rank_of_stage: 0 1 0
 0F0,0F1,2F0,2B0,0F2,2F1,2B1,0F3,0B0,2F2,0B1,2B2,2F3,2B3,0B2,0B3
