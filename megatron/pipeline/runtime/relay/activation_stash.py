@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron.backend.streams import streams_of
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import Microbatch, Stage
@@ -32,6 +33,7 @@ class ActivationStash(HostStash):
 
     def __init__(self, saved: SavedMicrobatches, memory: ActivationMemory) -> None:
         super().__init__(saved, device=memory.device)
+        self._make = streams_of(memory.device).kept_host_buffer  # large, and used again for the whole run
         self._memory = memory
         self._loaded: dict[tuple[int, int], Tensor] = {}  # buffers of microbatches whose backward has not ended
         self._num_coming: Counter[int] = Counter()  # bytes -> buffers from the request to the end of the backward
