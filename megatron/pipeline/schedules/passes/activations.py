@@ -46,7 +46,15 @@ backward waits for the gradient.
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, MOVES, Instruction, Kind
+from megatron.pipeline.program.instruction import (
+    BEGINS_BACKWARD,
+    ENDS_BACKWARD,
+    MOVES,
+    OWN_MOVES,
+    SWAPS,
+    Instruction,
+    Kind,
+)
 from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.schedules.passes import Segment, Segments
 
@@ -87,7 +95,7 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
     balanced = [
         list(segments)
         if rank == partner or _has_room(segments, bounds[rank], pairs.num_frozen)
-        else _Evictor(segments, bounds[rank], pairs.num_frozen, (Kind.EVICT, Kind.LOAD)).segments()
+        else _Evictor(segments, bounds[rank], pairs.num_frozen, OWN_MOVES).segments()
         for rank, (partner, segments) in enumerate(zip(partners, segments_of_rank, strict=True))
     ]
     requests = [[_requests(segment, pairs) for segment in segments] for segments in balanced]
@@ -109,7 +117,7 @@ def add_swaps(segments: Segments, most: int) -> Segments:
     """
     if _has_room(segments, most, 0):
         return segments
-    return _Evictor(segments, most, 0, (Kind.SWAP_OUT, Kind.SWAP_IN)).segments()
+    return _Evictor(segments, most, 0, SWAPS).segments()
 
 
 def _requests(segment: Segment, pairs: Pairs) -> Segment:
@@ -156,8 +164,8 @@ class _Evictor:
     the computation that follows it.
     """
 
-    def __init__(self, segments: Segments, bound: int, num_frozen: int, words: tuple[Kind, Kind]) -> None:
-        self._away_word, self._back_word = words
+    def __init__(self, segments: Segments, bound: int, num_frozen: int, words: frozenset[Kind]) -> None:
+        self._word_of = {kind.row.saved: kind for kind in words}  # -1: away; +1: back
         self._bound, parts = bound, [_apart(segment, num_frozen) for segment in segments]
         self._segments, self._frozen = [segment for segment, _ in parts], [frozen for _, frozen in parts]
         row = [instruction for segment in self._segments for instruction in segment]
@@ -228,12 +236,12 @@ class _Evictor:
         victim = max(candidates, key=self._needed_at.__getitem__)
         self._held.remove(victim)
         self._away.add(victim)
-        return Instruction(self._away_word, *victim)
+        return Instruction(self._word_of[-1], *victim)
 
     def _load(self, item: _Saved) -> Instruction:
         self._away.remove(item)
         self._held.add(item)
-        return Instruction(self._back_word, *item)
+        return Instruction(self._word_of[+1], *item)
 
     def _execute(self, computation: Instruction) -> None:
         self._place += 1
