@@ -52,12 +52,13 @@ from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule, Sched
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
-from megatron.pipeline.synthesis import Problem, synthesize
+from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
 
 EMULATED = "gloo, emulated"
 """The name of this benchmark's backend, whose links are registered for each case."""
 _ACTIVATION_BYTES = 1 << 12
-SYNTHESIZED = "synthesized"
+SYNTHESIZED = {"synthesized": "flush", "synthesized-2bw": "2bw"}
+"""Names of programs that are made for their costs, with their weights."""
 _ROUNDS = 6  # of the search for a synthesized program
 
 # Shares of the mean, in turn over the stages or edges.
@@ -130,13 +131,19 @@ class Case:
 
 
 def synthesized(case: Case) -> Case:
-    """Return the case with the program that is made for its costs and three quarters of the memory of 1F1B."""
+    """Return the case with the program that is made for its costs and three quarters of the memory of 1F1B.
+
+    Under 2bw it is one with little memory at the rate of the busiest rank.
+    """
     problem = Problem(
         rank_of_stage=v(case.num_ranks, case.num_virtual_stages), num_microbatches=case.num_microbatches,
         costs=case.costs(0.0), saved=1 / case.num_virtual_stages, limits=0.75 * case.num_ranks,
     )  # fmt: skip
-    bare = problem.program(synthesize(problem, rounds=_ROUNDS).words)
-    return replace(case, program=replace(bare, data_parallel=True).to_csv())
+    if SYNTHESIZED[case.schedule] == "2bw":
+        made = Program.from_csv(synthesize_steady(problem, rounds=_ROUNDS).csv)
+    else:
+        made = problem.program(synthesize(problem, rounds=_ROUNDS).words)
+    return replace(case, program=replace(made, data_parallel=True).to_csv())
 
 
 def _in_turn(shares: tuple[float, ...], count: int) -> list[float]:
@@ -207,12 +214,16 @@ SCHEDULES = {
     "pipedream": {"schedule": "pipedream"},
     "interleaved": {"schedule": "interleaved", "num_virtual_stages": 2},
     "zb-h1": {"schedule": "zb-h1"},
+    "zb-h2": {"schedule": "zb-h2"},
+    "interleaved-zb": {"schedule": "interleaved-zb", "num_virtual_stages": 2},
     "zbv": {"schedule": "zbv", "num_virtual_stages": 2},
+    "v-half": {"schedule": "v-half", "num_virtual_stages": 2},
+    "v-min": {"schedule": "v-min", "num_virtual_stages": 2},
     "bpipe": {"schedule": "bpipe"},
     "2bw-balanced": {"schedule": "2bw", "balance": True},
     "interleaved-balanced": {"schedule": "interleaved", "num_virtual_stages": 2, "balance": True},
     "2bw-recompute": {"schedule": "2bw", "recompute": True},
-    SYNTHESIZED: {"schedule": SYNTHESIZED, "num_virtual_stages": 2},
+    **{name: {"schedule": name, "num_virtual_stages": 2} for name in SYNTHESIZED},
 }
 
 
@@ -255,7 +266,7 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
             num_ranks=num_ranks, num_microbatches=m, num_batches=count, forward=args.forward * args.stretch / 1e3,
             uneven=uneven, slow=slow, **SCHEDULES[name],
         )  # fmt: skip
-        made.append(synthesized(case) if name == SYNTHESIZED else case)
+        made.append(synthesized(case) if name in SYNTHESIZED else case)
     return tuple(made)
 
 

@@ -11,21 +11,32 @@ microbatches; a microbatch is held whole from F to W.
 
 Each line has the fastest registered order that keeps the limit, the synthesized program, and the bound over both
 placements. Nothing runs, so a busy machine only makes the search shorter.
+
+`--peer DIR` adds the generators of zero bubble's authors, for even sets: the folder `.../zerobubble/scheduler` of a
+checkout of their Megatron-LM fork. They know only a V with two equal stages on each rank.
 """
 
+import importlib.util
+import io
 import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.common import results as common
 from megatron.documents.tables import print_table
 from megatron.pipeline.program.edges import v
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis.problem import Problem
+from megatron.pipeline.synthesis.problem import Problem, Words
 from megatron.pipeline.synthesis.search import bubble, synthesize
+from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 LIMITS = 1 / 3, 1 / 2, 5 / 8, 3 / 4, 1, 3 / 2, 2
@@ -128,10 +139,11 @@ class Result:
     bound: float | None
     bubble: float | None
     least_bubble: float | None
+    peer: tuple[str, float] | None = None
 
 
-def measure(name: str, limit: float, seconds: float, rounds: int | None) -> Result:
-    """Synthesize with one and two stages on each rank, and return the better."""
+def measure(name: str, limit: float, seconds: float, rounds: int | None, peer: str | None) -> Result:
+    """Synthesize with one and two stages on each rank, and return the better. `peer`: see `--peer`."""
     found = []
     for stages_of_rank in (1, 2):
         try:
@@ -143,19 +155,82 @@ def measure(name: str, limit: float, seconds: float, rounds: int | None) -> Resu
         return Result(name, limit, None, None, None, None, None)
     best, bound = min(found, key=lambda each: each.seconds), min(each.bound for each in found)
     named = min((each.named for each in found if each.named), key=lambda each: each[1], default=None)
-    return Result(name, limit, named, best.seconds, bound, best.bubble, bubble(best.problem, bound))
+    theirs = None if peer is None else _fastest_of_peer(SETS[name], found[-1].problem, Path(peer))
+    return Result(name, limit, named, best.seconds, bound, best.bubble, bubble(best.problem, bound), theirs)
+
+
+# --- the generators of zero bubble's authors
+
+
+@cache
+def _generators(folder: Path) -> dict[str, ModuleType]:
+    """Load the modules of a checkout. They import each other by the names that they have in its package."""
+    package = "megatron.core.pipeline_parallel.zerobubble.scheduler"
+    modules = {}
+    for name in ("graph", "zbv", "zbv_greedy", "v_auto_schedule"):
+        spec = importlib.util.spec_from_file_location(f"{package}.{name}", folder / f"{name}.py")
+        modules[name] = module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    return modules
+
+
+def _of_peer(each: Set, limit: int, folder: Path) -> Iterator[tuple[str, list[list[tuple[int, int]]]]]:
+    """Yield the rows of their generators: for each rank, kinds (0: F, 1: I, 2: W) and whether they are on its way back.
+
+    `limit`: the most stages that a rank holds activations of.
+    """
+    modules, p, m = _generators(folder), each.ranks, each.microbatches
+    costs = *(seconds / 2 for seconds in each.layers[0]), each.transfers[0]
+    auto, graph = modules["v_auto_schedule"], modules["graph"]
+    auto.transform_schedule = lambda rows, *_: rows  # into nodes, which say less
+    letters = {letter: (place // 2, (place % 2) ^ (place > 1)) for place, letter in enumerate("FfBbWw")}
+    yield (
+        "v_auto_schedule",
+        [[letters[letter] for letter in row if letter.strip()] for row in auto.schedule(p, m, costs, limit)],
+    )
+    kinds = {graph.F: 0, graph.B: 1, graph.W: 2}
+    for name, made in (
+        ("zbv", lambda: modules["zbv"].PipelineGraph(p, m, *costs, 2, -1, -1, max_mem=2 * limit)),
+        ("v-half", lambda: modules["zbv_greedy"].PipelineGraph(p, m, "half", *costs)),
+        ("v-min", lambda: modules["zbv_greedy"].PipelineGraph(p, m, "min", *costs)),
+    ):
+        try:
+            nodes = made().create_schedule(graph.GraphConfig.basic_config(*map(float, costs[:3]), p, m, 2))
+        except AssertionError:  # zbv needs the memory of 1F1B
+            continue
+        yield name, [[(kinds[node.type], node.chunk) for node in row] for row in nodes]
+
+
+def _fastest_of_peer(each: Set, problem: Problem, folder: Path) -> tuple[str, float] | None:
+    """Return the fastest of their schedules that keeps the limits, timed by our clock; None for uneven sets."""
+    if any(each.head) or any(each.embedding) or len({*each.layers}) > 1 or len({*each.transfers}) > 1:
+        return None
+    found, last = [], problem.num_stages - 1
+    order = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+    with redirect_stdout(io.StringIO()):
+        rows_of = dict(_of_peer(each, int(2 * problem.limit_of(0) * (1 + 1e-9)), folder))
+    for name, rows in rows_of.items():
+        words: Words = [
+            [problem.number_of[order[kind], last - rank if is_back else rank] for kind, is_back in row]
+            for rank, row in enumerate(rows)
+        ]
+        times = Clock(problem).times(words)
+        if times is not None and all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
+            found.append((name, times.seconds))
+    return min(found, key=lambda pair: pair[1], default=None)
 
 
 def _line(result: Result) -> tuple[str, ...]:
     if result.seconds is None:
-        return result.name, f"{result.limit:.3g}", "-", "-", "-", "-", "no microbatch fits"
+        return result.name, f"{result.limit:.3g}", "-", "-", "-", "-", "no microbatch fits", "-"
     ahead, order = "-", "none keeps the limit"
     if result.named is not None:
         ahead, order = f"{result.named[1] / result.seconds:.3f}", result.named[0]
     above = max(0.0, result.seconds / result.bound - 1)
     return (
         result.name, f"{result.limit:.3g}", f"{result.bubble:.2%}", f"{result.least_bubble:.2%}", f"{above:.2%}",
-        ahead, order,
+        ahead, order, "-" if result.peer is None else f"{result.peer[0]} {result.peer[1] / result.seconds:.3f}",
     )  # fmt: skip
 
 
@@ -166,17 +241,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of search for each set and limit (default: 30)")
     parser.add_argument("--rounds", type=int, help="rounds of search for each placement, in place of --seconds")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--peer", metavar="DIR", help="with the generators of zero bubble's authors in this folder")
     options = parser.parse_args(arguments)
     cases = [(name, limit) for name in options.sets for limit in options.limits]
     results = map_forked(
-        lambda case: measure(*case, options.seconds, options.rounds), cases, options.processes,
+        lambda case: measure(*case, options.seconds, options.rounds, options.peer), cases, options.processes,
         taken=lambda number: print(f"{number + 1}/{len(cases)}: {cases[number][0]}", file=sys.stderr, flush=True),
     )  # fmt: skip
-    columns = ("costs", "limit", "bubble", "least", "above the bound", "over the order", "fastest registered order")
+    columns = (
+        "costs",
+        "limit",
+        "bubble",
+        "least",
+        "above the bound",
+        "over the order",
+        "fastest registered order",
+        "the peer's",
+    )
     print_table(columns, [_line(each) for each in results], right=range(1, 6))
-    slower = [each for each in results if each.named is not None and each.seconds > each.named[1] * (1 + 1e-9)]
-    for each in slower:
-        print(f"{each.name} at {each.limit:.3g} is slower than {each.named[0]}")
+    others = [(each, other) for each in results for other in (each.named, each.peer) if other is not None]
+    slower = [(each, other) for each, other in others if each.seconds > other[1] * (1 + 1e-9)]
+    for each, other in slower:
+        print(f"{each.name} at {each.limit:.3g} is slower than {other[0]}")
     common.save(options, [asdict(each) for each in results])
     return 1 if slower else 0
 

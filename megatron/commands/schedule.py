@@ -24,6 +24,7 @@ from megatron.commands import synthesize
 from megatron.documents import command_line
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
+from megatron.pipeline.program.csv_text import notes_of_completion
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import ProgramSchedule
 from megatron.pipeline.schedules.completion import completed
@@ -46,7 +47,7 @@ def _show(options: argparse.Namespace) -> int:
     program = meaning.program(options)
     if options.complete:
         notes = meaning.notes(options)
-        program = completed(program, fill=notes.get("fill"), period=notes.get("period"))
+        program = completed(program, **notes_of_completion(notes))
     if options.csv:
         _write(options.csv, meaning.degrees_text(options) + program.to_csv())
     if options.torch_csv:
@@ -244,7 +245,7 @@ def _training_lines(program: Program, notes: dict[str, int], name: str) -> list[
         name: name of the file.
     """
     try:
-        schedule = ProgramSchedule.of(program, name=name, fill=notes.get("fill"), period=notes.get("period"))
+        schedule = ProgramSchedule.of(program, name=name, **notes_of_completion(notes))
     except ValueError as error:
         return [f"no run can train with it: {error}"]
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.documents import counted
@@ -99,8 +99,9 @@ _READ: dict[str, Callable[[str], Any]] = {
     "forward_only": _flag,
 }
 
-# The keys that describe the run: how the rows repeat, and the parallel degrees of the job.
-_NOTES: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "tensor": _count, "data": _count}
+# The keys that describe the run: how rows are completed and repeat, and the parallel degrees of the job.
+_OF_COMPLETION: dict[str, Callable[[str], int]] = {"fill": _integer, "period": _count, "receives_ahead": _count}
+_NOTES = _OF_COMPLETION | {"tensor": _count, "data": _count}
 
 
 # The keys that are written only if their value is given and not empty. Zero microbatches are a value.
@@ -122,8 +123,13 @@ FACTS_OF_RUN = ("tied_embeddings", "data_parallel")
 """What rows without updates may leave to the run that reads them."""
 
 
-def to_csv(extent: Extent, rows: Rows, *, leave_out: Collection[str] = ()) -> str:
-    """Write a program as the text that `Program.from_csv` reads. `leave_out`: the facts that are not written."""
+def to_csv(
+    extent: Extent, rows: Rows, *, leave_out: Collection[str] = (), notes: Mapping[str, int] | None = None
+) -> str:
+    """Write a program as the text that `Program.from_csv` reads.
+
+    `leave_out` are facts that are not written, `notes` what `read_notes` reads.
+    """
 
     def says_something(value: Any) -> bool:  # 0 does, although it equals False
         return value is not None and value is not False and value != ()
@@ -131,6 +137,7 @@ def to_csv(extent: Extent, rows: Rows, *, leave_out: Collection[str] = ()) -> st
     names = [name for name in _READ if name not in _OF_FEW or says_something(getattr(extent, name))]
     names = [name for name in names if name not in leave_out]
     facts = [f"# {name}: {_write_value(getattr(extent, name))}" for name in names]
+    facts += [f"# {name}: {value}" for name, value in (notes or {}).items()]
     return "\n".join([*facts, *(",".join(map(str, row)) for row in rows)]) + "\n"
 
 
@@ -199,12 +206,18 @@ def read_notes(text: str) -> dict[str, int]:
     """Return the notes of a text on the run that its program is meant for; a note that the text lacks is left out.
 
     `fill` is the number of batches before the rows start to repeat, and `period` the number of batches in a repetition.
-    `tensor` and `data` are the tensor and data parallel degrees of the job.
+    `tensor` and `data` are the tensor and data parallel degrees of the job. `receives_ahead` is how many computations
+    an added receive stands ahead of the one that needs the tensor.
 
     Raises:
         ValueError: a leading line is not understood.
     """
     return {name: value for name, value in _read_facts(text)[0].items() if name in _NOTES}
+
+
+def notes_of_completion(notes: Mapping[str, int]) -> dict[str, int]:
+    """Return those of the notes that say how rows are completed and repeat."""
+    return {name: value for name, value in notes.items() if name in _OF_COMPLETION}
 
 
 def names_stated(text: str) -> frozenset[str]:

@@ -14,6 +14,7 @@ stay at the places that the user gave them:
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from megatron.pipeline.check import ProgramError, check
@@ -28,22 +29,27 @@ from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.updates import add_updates, set_versions, without_versions
 
 
-def completed(program: Program, *, fill: int | None = None, period: int | None = None) -> Program:
+def completed(
+    program: Program, *, fill: int | None = None, period: int | None = None, receives_ahead: int = 1
+) -> Program:
     """Return the program with the instructions that its rows leave out.
 
     Args:
         program: a program from a drained state to a drained state.
         fill, period: how the rows repeat (see `continuation.Repetition`); None: to be found.
+        receives_ahead: how many computations an added receive stands ahead of the one that needs the tensor.
 
     Raises:
         ProgramError: the rows are wrong, before or after their completion.
         ValueError: the program does not train, or has weights on the host, or no REDUCE_NORM; or its weights predict,
-            and the rows leave out the updates.
+            and the rows leave out the updates; or `receives_ahead` is more than 1, and the rows have transfers.
     """
     require_training(program)
     compact(program)
     kinds = {each.kind for row in program.rows for each in row}
     adds_updates = not kinds & UPDATES
+    if receives_ahead > 1 and kinds & (SENDS | RECEIVES):
+        raise ValueError(f"the rows have their own receives, so receives_ahead: {receives_ahead} is for none; drop it")
     if program.weights.predicts and adds_updates:
         raise ValueError(
             f"weights {program.weights.name} are predicted where the rows say it; add the updates and PREDICT of each "
@@ -51,7 +57,7 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
         )
     if adds_updates and names_versions(program.rows):
         bare = program.with_rows(without_versions(program.rows))
-        return _with_versions_of(program, completed(bare, fill=fill, period=period))
+        return _with_versions_of(program, completed(bare, fill=fill, period=period, receives_ahead=receives_ahead))
     if program.recompute and Kind.RECOMPUTE not in kinds and adds_updates:
         program = program.with_rows(tuple(tuple(add_recompute([list(row)], program)[0]) for row in program.rows))
     if not adds_updates and not names_versions(program.rows):
@@ -61,13 +67,16 @@ def completed(program: Program, *, fill: int | None = None, period: int | None =
     if communicates and not adds_updates:
         return program
     at_end = list(map(len, program.rows))
+    lowered = partial(
+        _lowered, adds_updates=adds_updates, communicates=bool(communicates), receives_ahead=receives_ahead
+    )
     drains = _drains(program, fill, period)
     if drains != at_end:
-        complete = _lowered(program, drains, adds_updates=adds_updates, communicates=bool(communicates))
+        complete = lowered(program, drains)
         with suppress(ProgramError):  # a STEP there may wait for a later instruction of another rank
             check(complete)
             return complete
-    complete = _lowered(program, at_end, adds_updates=adds_updates, communicates=bool(communicates))
+    complete = lowered(program, at_end)
     check(complete)
     return complete
 
@@ -99,14 +108,16 @@ def require_training(program: Program) -> None:
         )
 
 
-def _lowered(program: Program, drains: Sequence[int], *, adds_updates: bool, communicates: bool) -> Program:
+def _lowered(
+    program: Program, drains: Sequence[int], *, adds_updates: bool, communicates: bool, receives_ahead: int
+) -> Program:
     """Return the program with updates and transfers added, if each rank drains from its position in `drains` on."""
     segments = _segments(program, drains)
     if adds_updates:
         segments = [add_updates(each, rank, program) for rank, each in enumerate(segments)]
         segments = [set_versions(each, program) for each in segments]
     if not communicates:
-        segments = add_communication(segments, program)
+        segments = add_communication(segments, program, receives_ahead=receives_ahead)
     return program.with_rows(tuple(tuple(each for part in parts for each in part) for parts in segments))
 
 

@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
-from megatron.pipeline.program.csv_text import names_stated, read_notes
+from megatron.pipeline.program.csv_text import names_stated, notes_of_completion, read_notes
 from megatron.pipeline.program.instruction import HALVES, UPDATES, Kind
 from megatron.pipeline.program.program import PeriodicProgram, Program, shifted_row
 from megatron.pipeline.schedules.compatibility import require_known_norm
@@ -53,7 +53,13 @@ class ProgramSchedule(PipelineSchedule):
 
     @classmethod
     def of(
-        cls, program: Program, *, name: str = "program", fill: int | None = None, period: int | None = None
+        cls,
+        program: Program,
+        *,
+        name: str = "program",
+        fill: int | None = None,
+        period: int | None = None,
+        receives_ahead: int = 1,
     ) -> ProgramSchedule:
         """Make the schedule of a program.
 
@@ -61,13 +67,14 @@ class ProgramSchedule(PipelineSchedule):
             program: a program with complete rows, or with rows that the passes can complete (see `completion`).
             name: the name for messages and logs.
             fill, period: the number of batches before the rows start to repeat, and in a repetition; None: to be found.
+            receives_ahead: how many computations an added receive stands ahead of the one that needs the tensor.
 
         Raises:
             ProgramError: the rows are wrong, or cannot be continued; the error names rank, position, instruction and
                 reason.
             ValueError: no schedule can be made of such a program.
         """
-        whole = completed(program, fill=fill, period=period)
+        whole = completed(program, fill=fill, period=period, receives_ahead=receives_ahead)
         require_equal_batches(whole)
         settled = renumbered(whole, whole.weights.first_settled_batch)
         repetition = find_repetition(settled, cuts_of(settled), fill=fill, period=period)
@@ -338,7 +345,7 @@ def read_schedule(
         require_training(program)
         program = _agreed(program, names_stated(text), asked)
         require_known_norm(program.weights, f"weights {program.weights.name}", norm_decides=norm_decides)
-        return ProgramSchedule.of(program, name=str(path), fill=notes.get("fill"), period=notes.get("period"))
+        return ProgramSchedule.of(program, name=str(path), **notes_of_completion(notes))
     except ValueError as error:
         error.args = (f"{path}: {error}",)
         raise

@@ -177,6 +177,16 @@ class Problem:
                 sources[self.number_of[first, ends[1]]] = self.number_of[first, ends[0]], seconds
         return tuple(sources)
 
+    @property
+    def has_transfers(self) -> bool:
+        """Whether transfers take time."""
+        return any(delay for _, delay in self.sources)
+
+    @property
+    def receives_ahead(self) -> range:
+        """How many computations a receive may stand ahead of the one that needs the tensor."""
+        return range(1, 5 if self.has_transfers else 2)
+
     @cached_property
     def before(self) -> tuple[int, ...]:
         """For each queue, the queue of the same stage of which a microbatch has to have passed first; or NONE."""

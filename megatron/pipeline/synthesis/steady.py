@@ -44,6 +44,7 @@ class Steady:
         problem: what it was made for; its microbatches are those of one batch.
         program: the complete program: computations, updates, versions, transfers.
         period: seconds of a microbatch in the pattern.
+        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
         seconds: the simulated time of a batch between fill and drain.
         bound: seconds of a batch that no program of the problem beats.
         bound_from: what the bound comes from.
@@ -57,6 +58,7 @@ class Steady:
     problem: Problem
     program: Program
     period: float
+    receives_ahead: int
     seconds: float
     bound: float
     bound_from: str
@@ -77,7 +79,8 @@ class Steady:
         rows = tuple(
             tuple(replace(each, version=None) for each in row if each.kind.is_computation) for row in self.program.rows
         )
-        return csv_text.to_csv(self.program, rows, leave_out=csv_text.FACTS_OF_RUN)
+        notes = {"receives_ahead": self.receives_ahead} if self.receives_ahead > 1 else {}
+        return csv_text.to_csv(self.program, rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)
 
     def certificate(self) -> dict[str, object]:
         """Return, as JSON's values, what is claimed and over which programs the bounds hold."""
@@ -88,6 +91,7 @@ class Steady:
             "bound_from": self.bound_from,
             "bound_holds_for": self.problem.facts | {"weights": self.program.weights.name},
             "held": self.held,
+            "receives_ahead": self.receives_ahead,
             "least_held_at_this_period": self.least_held,
             "registered_orders_hold": self.named,
             "rounds": self.rounds,
@@ -134,14 +138,19 @@ def synthesize_steady(
         )
     best = min(found, key=lambda each: each.score)
     words, num_batches = _words(problem, best)
-    schedule = ProgramSchedule.of(problem.program(words, weights, num_batches), name="synthesized")
-    _ = schedule.proofs  # of all numbers of batches
-    m, program = problem.num_microbatches, schedule.program
+    bare, timed = problem.program(words, weights, num_batches), []
+    for ahead in problem.receives_ahead:
+        program = ProgramSchedule.of(bare, name="synthesized", receives_ahead=ahead).program  # proved for any number
+        seconds_of_batch = simulate(program, problem.costs).steady_time_per_batch()
+        timed.append((round(seconds_of_batch / bound, 9), ahead, seconds_of_batch, program))
+    _, ahead, seconds_of_batch, program = min(timed, key=lambda each: each[:2])
+    m = problem.num_microbatches
     return Steady(
         problem=problem,
         program=program,
         period=best.waits.period,
-        seconds=simulate(program, problem.costs).steady_time_per_batch(),
+        receives_ahead=ahead,
+        seconds=seconds_of_batch,
         bound=bound * m,
         bound_from=bound_from,
         held=tuple(problem.most_held(rank, word) for rank, word in enumerate(words)),

@@ -5,7 +5,7 @@ import pytest
 from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.program.instruction import RECEIVES, SENDS, UPDATES, Kind
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.schedules.completion import completed
 from tests.pipeline.brought_programs import TORCH, WHOLE
 
@@ -47,6 +47,16 @@ def test_a_complete_program_is_left_alone():
     """Not one instruction moves."""
     program = Program.from_csv(WHOLE)
     assert completed(program) == program
+
+
+def test_receives_stand_ahead_as_the_head_of_a_file_says():
+    """Earlier than by default, in a schedule that is proved; not where the rows have transfers of their own."""
+    text = "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"
+    near, far = (read_schedule("a.csv", text=head + text).program for head in ("", "# receives_ahead: 3\n"))
+    place = [[str(each) for each in program.rows[1]].index("1RECV_F2") for program in (near, far)]
+    assert place[1] < place[0] and sorted(map(str, near.rows[1])) == sorted(map(str, far.rows[1]))
+    with pytest.raises(ValueError, match="the rows have their own receives, so receives_ahead: 3 is for none"):
+        read_schedule("a.csv", text="# receives_ahead: 3\n" + near.to_csv())
 
 
 def test_halves_of_backwards_are_carried_through():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -152,3 +153,15 @@ def test_made_up_costs_never_crash_it(data):
     assert found.seconds >= found.bound * (1 - 1e-9)
     for rank, (held, least) in enumerate(zip(found.held, found.least_held, strict=True)):
         assert least * (1 - 1e-6) <= held <= asked.limit_of(rank) * (1 + 1e-6)
+
+
+def test_receives_stand_as_far_ahead_as_a_slow_link_needs():
+    """A link that takes longer than a computation is waited for where a batch begins, and nowhere else."""
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, backward=2.0, latency=[2.5, 0.1, 0.1])
+    asked = Problem(rank_of_stage=(0, 1, 2, 3), num_microbatches=12, costs=costs)
+    found = synthesize_steady(asked, rounds=2)
+    assert found.receives_ahead > 1 and found.seconds <= 36.0 + 2.5 + 1e-9
+    schedule = read_schedule("a.csv", text=found.csv)
+    assert schedule.program == found.program
+    late = read_schedule("b.csv", text=re.sub("# receives_ahead.*\n", "", found.csv))
+    assert simulate(late.program, costs).steady_time_per_batch() > 1.1 * found.seconds

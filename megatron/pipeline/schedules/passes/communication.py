@@ -4,6 +4,7 @@ Both ends of a transfer are placed together, so neither end can be missing:
 
 - SEND stands directly after the computation that makes the tensor.
 - RECV stands one computation before the computation that needs the tensor, so the transfer overlaps that computation.
+  A link that takes longer than a computation needs receives that stand further ahead.
 
 A receive stays in its segment. At the border of a segment the run may drain instead of beginning a batch, and a receive
 posted before the border would wait for a tensor that no rank sends. There is one exception. If the rank's first
@@ -14,6 +15,7 @@ SEND and RECV only post, and only the computation that needs a tensor waits. So 
 deadlock stays without deadlock, even if a send completes only after its receive is posted.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.program.extent import Extent
@@ -29,11 +31,12 @@ class _Draft:
 
     Attributes:
         segment: the segment without transfers.
+        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
         last_begins: where the last computation that may need a tensor begins; set at the end of `needs`.
     """
 
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
+    def __init__(self, segment: Segment, receives_ahead: int) -> None:
+        self.segment, self.receives_ahead = segment, receives_ahead
         self.last_begins: int | None = None
         self._sends: dict[int, list[Instruction]] = {}  # position of the computation that makes the tensor -> SENDs
         # Position to post at -> (position that needs the tensor, RECV). Positions in the next segment count on.
@@ -54,11 +57,11 @@ class _Draft:
 
     def needs(self) -> Iterator[tuple[int, int]]:
         """Yield the position of each computation that may need a tensor, and the position before which to post."""
-        before = None
+        before: deque[int] = deque(maxlen=self.receives_ahead)
         for begins, position in self.computations():
-            yield position, begins if before is None else before
-            before = begins
-        self.last_begins = before
+            yield position, before[0] if before else begins
+            before.append(begins)
+        self.last_begins = before[-1] if before else None
 
     def send(self, instruction: Instruction, *, made: int) -> None:
         self._sends.setdefault(made, []).append(instruction)
@@ -123,7 +126,10 @@ def _routes(extent: Extent, tensor: Tensor, stage: int) -> list[_Route]:
 
 
 def add_communication(
-    segments_of_rank: Sequence[Segments], extent: Extent, after_borders: Sequence[Sequence[Turn]] = ()
+    segments_of_rank: Sequence[Segments],
+    extent: Extent,
+    after_borders: Sequence[Sequence[Turn]] = (),
+    receives_ahead: int = 1,
 ) -> list[Segments]:
     """Add the transfers that take each tensor to the stages on other ranks that need it.
 
@@ -131,11 +137,12 @@ def add_communication(
         segments_of_rank: the segments of each rank, without transfers.
         extent: the extent of the program.
         after_borders: the `Order.first_after_border` of each rank; empty: every receive stays in its segment.
+        receives_ahead: how many computations a receive stands ahead of the one that needs the tensor, 1 or more.
 
     Raises:
         ValueError: a computation makes a tensor for a stage where no computation needs it.
     """
-    drafts_of_rank = [[_Draft(segment) for segment in segments] for segments in segments_of_rank]
+    drafts_of_rank = [[_Draft(segment, receives_ahead) for segment in segments] for segments in segments_of_rank]
     drafts = [draft for drafts in drafts_of_rank for draft in drafts]
     needs: _Needs = {}
     for draft in drafts:

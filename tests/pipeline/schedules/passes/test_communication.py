@@ -22,6 +22,16 @@ def test_a_transfer_runs_while_the_receiver_computes():
     assert texts(second) == ["1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2"]
 
 
+def test_receives_stand_as_far_ahead_as_is_asked():
+    """Two computations ahead of the one that needs the tensor, or where the segment begins."""
+    _, second = add_communication(
+        [segments("0F0 0F1 0B0 0F2 0B1 0B2"), segments("1F0 1B0 1F1 1B1 1F2 1B2")],
+        extent("flush", num_stages=2, batches=(3,)),
+        receives_ahead=2,
+    )
+    assert texts(second) == ["1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1RECV_F2 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2"]
+
+
 def test_receives_stay_in_their_segment():
     """What the first computation of a segment needs is posted where the segment begins, and no earlier."""
     _, second = add_communication([segments("0F0", "0F1"), segments("1F0", "1F1")], extent("flush", num_stages=2))
