@@ -238,6 +238,9 @@ def _describe(report: CheckReport, program: Program) -> str:
         facts.append(("inputs to the host and back", ", ".join(map(str, report.offloaded_microbatches))))
     if any(report.evicted_microbatches):
         facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
+    if any(report.swapped_microbatches):
+        facts.append(("activations to the host and back", ", ".join(map(str, report.swapped_microbatches))))
+        facts.append(("  of a rank, at once on the host", ", ".join(map(str, report.peak_on_host))))
     width = max(len(name) for name, _ in facts)
     return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
 

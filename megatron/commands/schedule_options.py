@@ -20,7 +20,7 @@ from megatron.pipeline.simulate.memory_curve import PARTS, MemorySizes
 _COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute_time", "step", "transfer",
          "latency", "no_overlap", "evict", "load",
          "reduce_grad", "reduce_embed", "reduce_norm", "predict", "hold", "fetch", "store", "update",
-         "offload", "reload")  # fmt: skip
+         "offload", "reload", "swap_out", "swap_in")  # fmt: skip
 _SIZES = tuple(f"{part}_size" for part in (*PARTS, "tied_gradients"))
 
 
@@ -58,6 +58,8 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("--update", 0.0, "l2l: time of a stage's update on the host"),
         ("--offload", 0.0, "l2l: time to copy the input of a microbatch to the host"),
         ("--reload", None, "l2l: time to copy the input back (default: as --offload)"),
+        ("--swap-out", 0.0, "time to copy a microbatch's saved activations to the host"),
+        ("--swap-in", None, "time to copy saved activations back (default: as --swap-out)"),
     ):
         add_flags(costs, (name, times, "T[,T...]", meaning, {"default": default}))
     add_flags(
@@ -91,7 +93,8 @@ _PREDICTIONS = ("provisional_microbatches", "reduce_partial")
 _HOST = ("resident_stages", "host_update", "stash")
 _HALVES = ("backward_input", "backward_weight", "deferred_size")
 _PRESET_ONLY = (
-    "provisional", *_PREDICTIONS, "stages", "virtual_stages", "microbatch_group_size", "batches", *_HOST, *FLAGS
+    "provisional", *_PREDICTIONS, "most_on_device", "stages", "virtual_stages", "microbatch_group_size", "batches",
+    *_HOST, *FLAGS,
 )  # fmt: skip
 _MOST = 20_000_000  # computations and transfers of a program; more do not fit into an ordinary machine's memory
 _JOB_ONLY = ("tensor", "data", "distributed_optimizer")
@@ -105,7 +108,7 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def schedule(options: argparse.Namespace) -> Schedule:
-    flags = {flag: getattr(options, flag) for flag in (*FLAGS, *_PREDICTIONS)}
+    flags = {flag: getattr(options, flag) for flag in (*FLAGS, *_PREDICTIONS, "most_on_device")}
     num_virtual_stages = options.virtual_stages or (2 if PRESETS[options.schedule].interleaves else 1)
     num_stages = (options.stages or 4) * num_virtual_stages
     _require_memory(num_stages, 1)
@@ -286,6 +289,7 @@ def _require_effect(options: argparse.Namespace) -> None:
         without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
         if options.command != "show":
             without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
+        without |= dict.fromkeys(("swap_out", "swap_in"), "most_on_device")
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
         if PRESETS[options.schedule].recompute:
             del without["recompute_time"]
@@ -405,6 +409,7 @@ _PRESET = (
     ("--recompute", None, "", "recompute each forward before its backward"),
     ("--extra-warmup", None, "", "2(p-s-1) forwards of warm-up, which hide latency"),
     ("--balance", None, "", "move saved activations between stages x and p-1-x (bpipe does)"),
+    ("--most-on-device", count, "N", "microbatches that a rank saves on its device; the others wait on the host"),
     ("--tied-embeddings", None, "", "reduce the gradients of tied embeddings"),
     ("--data-parallel", None, "", "reduce gradients over replicas"),
     ("--optimistic", None, "", "step before the norm is known, and validate the step in the next batch"),

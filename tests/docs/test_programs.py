@@ -11,7 +11,7 @@ from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.schedules.continuation import Repetition
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "programs.md").read_text()
-PAIRS, CHECKED, RHYTHM, REFUSED, _ = re.findall(
+PAIRS, CHECKED, SWAPS, RHYTHM, REFUSED, _ = re.findall(
     r"```\n(.*?)```", re.sub(r"```bash.*?```", "", PAGE, flags=re.DOTALL), re.DOTALL
 )
 
@@ -35,6 +35,12 @@ def test_completed_rows_are_the_same_program(capsys):
     """`show --complete` writes what a run would execute."""
     assert tool(["show", "pairs.csv", "--complete", "--csv", "whole.csv"]) == 0
     assert read_schedule("whole.csv") == read_schedule("pairs.csv")
+
+
+def test_the_file_with_activations_on_the_host():
+    """It runs for any number of batches, and its ranks hold fewer than the four microbatches of a batch."""
+    Path("swaps.csv").write_text(SWAPS)
+    assert read_schedule("swaps.csv").max_saved_on_rank((4,)) == (3, 3)
 
 
 def test_fill_and_period(tmp_path):

@@ -1,8 +1,17 @@
 """Programs that users might bring, and no preset has: as texts, by name, all for batches of 4 microbatches."""
 
+from collections import Counter
 from pathlib import Path
 
-from megatron.pipeline.program.instruction import RECEIVES, UPDATES, Instruction, Kind, Row
+from megatron.pipeline.program.instruction import (
+    COMPUTATIONS,
+    RECEIVES,
+    UPDATES,
+    USES_SAVED,
+    Instruction,
+    Kind,
+    Row,
+)
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 
@@ -53,6 +62,39 @@ FOLDED = """\
 3B19,0B18,0B19
 """
 """Four stages on two ranks, the outer ones on rank 1, under 2bw."""
+
+
+SWAPS = """\
+0F0,0F1,0SWAP_OUT1,0F2,0SWAP_OUT2,0F3,0B0,0SWAP_IN1,0B1,0SWAP_IN2,0B2,0B3
+1F0,1F1,1SWAP_OUT1,1F2,1B0,1F3,1SWAP_IN1,1B1,1B2,1B3
+"""
+"""Two ranks that copy saved activations to the host and back."""
+
+
+def swapped(program: Program, *, ahead: int = 1) -> Program:
+    """The program with the activations of every second microbatch copied to the host behind its forward, and back
+    `ahead` computations before they are used. The first forwards of a stage stay.
+    """
+    return program.with_rows(tuple(_swapped(row, ahead) for row in program.rows))
+
+
+def _swapped(row: Row, ahead: int) -> Row:
+    result: list[Instruction] = []
+    seen, away = Counter(), set()
+    for each in row:
+        key = each.stage, each.microbatch
+        if each.kind in USES_SAVED and key in away:
+            away.discard(key)
+            out = Instruction(Kind.SWAP_OUT, *key)
+            computations = [at for at, other in enumerate(result) if other.kind in COMPUTATIONS]
+            result.insert(max([result.index(out) + 1, *computations[-ahead:][:1]]), Instruction(Kind.SWAP_IN, *key))
+        result.append(each)
+        if each.kind is Kind.FORWARD:
+            seen[each.stage] += 1
+            if each.microbatch % 2 and seen[each.stage] > 1:
+                away.add(key)
+                result.append(Instruction(Kind.SWAP_OUT, *key))
+    return tuple(result)
 
 
 def hurried(program: Program, places: int = 3) -> Program:

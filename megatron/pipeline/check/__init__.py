@@ -7,7 +7,7 @@ enough to prove their absence. Each proof is about one claim:
     compact        each instruction is known, is in the row of its stage's rank, and names a microbatch of the program
     computations   each (stage, microbatch) has one forward, then one backward, each after everything that it needs
     transfers      sends and receives pair up in order on every channel
-    balance        evicted activations come back before their backward; both ends of a move agree
+    balance        moved activations come back before their backward; both ends of a move agree
     updates        each batch's gradients are reduced and applied once, in order, after its last backward
     validations    an optimistic step is validated by all ranks at one cut, and a refused one can be undone
     predictions    predicted weights are made from the gradients that the program names, before their batch begins
@@ -37,7 +37,14 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.check.compact import CompactProgram, ProgramError, compact
 from megatron.pipeline.check.computations import prove_balance, prove_computations
-from megatron.pipeline.check.memory import Peaks, count_waiting, prove_boundaries, prove_memory, prove_stash
+from megatron.pipeline.check.memory import (
+    Peaks,
+    count_on_host,
+    count_waiting,
+    prove_boundaries,
+    prove_memory,
+    prove_stash,
+)
 from megatron.pipeline.check.periods import Periodic, PeriodOrigin, prove_periods, prove_repetition
 from megatron.pipeline.check.predictions import prove_horizons, prove_predictions, prove_unstepped
 from megatron.pipeline.check.progress import prove_progress, prove_transfers
@@ -81,6 +88,9 @@ class CheckReport:
         evicted_microbatches: per stage, the number of microbatches that move to the pair stage and back.
         peak_unvalidated_steps: per rank, the largest number of steps that are not validated, for which the rank keeps
             a copy of what they have changed; empty if steps are not optimistic.
+        swapped_microbatches: per stage, the number of microbatches whose saved activations move to the host and back.
+        peak_on_host: per rank, the largest number of microbatches whose saved activations are on the host, over all its
+            stages.
     """
 
     num_ranks: int
@@ -99,6 +109,8 @@ class CheckReport:
     num_fetches: tuple[int, ...]
     peak_resident_stages: tuple[int, ...]
     evicted_microbatches: tuple[int, ...]
+    swapped_microbatches: tuple[int, ...]
+    peak_on_host: tuple[int, ...]
     offloaded_microbatches: tuple[int, ...]
     peak_boundaries_on_rank: tuple[int, ...]
     peak_unvalidated_steps: tuple[int, ...]
@@ -170,6 +182,8 @@ def _prove(
         num_fetches=num_fetches,
         peak_resident_stages=peak_resident,
         evicted_microbatches=compacted.program.num_evictions if compacted.moves else nothing,
+        swapped_microbatches=compacted.program.num_offloads if compacted.swaps else nothing,
+        peak_on_host=count_on_host(compacted),
         offloaded_microbatches=compacted.program.num_offloads if compacted.program.residency else nothing,
         peak_boundaries_on_rank=peak_boundaries,
         peak_unvalidated_steps=unvalidated,

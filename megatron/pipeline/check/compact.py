@@ -79,7 +79,7 @@ def render(row: Sequence[Instruction], position: int, *, rank: int) -> str:
 KIND_OF_CODE = tuple(kind for proof in Proof for kind, word in WORDS.items() if word.proof is proof)
 CODE_OF_KIND = {kind: code for code, kind in enumerate(KIND_OF_CODE)}
 NUM_CODES = len(KIND_OF_CODE)
-_, FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD = (
+_, FIRST_TRANSFER, FIRST_MOVE, FIRST_STASH, FIRST_SWAP, FIRST_UPDATE, FIRST_PREDICTION, FIRST_HOST_WORD = (
     next(code for code, kind in enumerate(KIND_OF_CODE) if kind.row.proof is proof) for proof in Proof
 )  # so a bound tells what is proved
 
@@ -141,6 +141,7 @@ class CompactProgram:
         communicates: whether the program contains SENDs and RECVs. The tensors of a compute-only program are assumed to
             move without transfers.
         moves: whether the program moves saved activations between stages.
+        swaps: whether the program moves saved activations to the host and back.
         versioned: whether the program names weight versions or updates weights.
     """
 
@@ -156,6 +157,7 @@ class CompactProgram:
     rank_of_stage: tuple[int, ...]
     communicates: bool
     moves: bool
+    swaps: bool
     versioned: bool
 
     @cached_property
@@ -167,7 +169,7 @@ class CompactProgram:
     @cached_property
     def awaited_in_lanes(self) -> tuple[dict[int, tuple[int, ...]], ...]:
         """Per rank: position -> positions that must be complete before it, besides the earlier ones of its lane."""
-        if self.program.residency is None:
+        if self.program.residency is None and not self.swaps:
             return ({},) * len(self.codes)
         return tuple(awaited_in_lanes(row, self.rank_of_stage) for row in self.program.rows)
 
@@ -246,7 +248,7 @@ def compact(program: Program) -> CompactProgram:
     transfers, slot_of_peer, num_slots = _transfers(program)
     all_codes, all_places, all_slots, all_versions = [], [], [], []
     way = None if program.forward_only else program.weights.ahead
-    communicates = moves = versioned = False
+    communicates = moves = swaps = versioned = False
     for rank, row in enumerate(program.rows):
         codes, places, slots, versions = [], [], [], []
         own = set(program.stages_of(rank))
@@ -271,7 +273,7 @@ def compact(program: Program) -> CompactProgram:
                         if version is not None or slot is None:
                             raise error_at(program, rank, position, _explain_transfer(program, instruction))
                     else:
-                        moves = moves or code < FIRST_STASH
+                        moves, swaps = moves or code < FIRST_STASH, swaps or code >= FIRST_SWAP
                         peer = program.pairs.of_stage(stage) if code < FIRST_STASH else None
                         if version is not None or instruction.peer not in (None, peer):
                             raise error_at(program, rank, position, _explain_move(instruction, peer))
@@ -308,6 +310,7 @@ def compact(program: Program) -> CompactProgram:
         rank_of_stage=tuple(rank_of_stage),
         communicates=communicates,
         moves=moves,
+        swaps=swaps,
         versioned=versioned,
     )
 

@@ -31,7 +31,10 @@ instruction that needs them first (its recompute, or its backward):
     R, B, I  not between EVICT and LOAD
     ACCEPT   at the pair stage; not twice
     RETURN   after ACCEPT; not twice
+    SWAP_OUT as EVICT, to the host; and after the second forward of its stage
+    SWAP_IN  after SWAP_OUT; not twice
 
+What microbatches share (masks, tables) is known from the second forward of a stage on; until then nothing can leave.
 Each rank carries out its moves in the order of its row (see `program.lane_order`), so moves carry no tags: the n-th
 move of a rank is matched with the n-th move of its partner rank. The proof shows that the two rows list the two ends of
 the same moves in the same order. Otherwise a stage would load another microbatch's activations without any error. The
@@ -41,6 +44,7 @@ proof of progress shows that the moves complete and that no ranks wait for each 
 from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_STASH,
+    FIRST_SWAP,
     FIRST_TRANSFER,
     FIRST_UPDATE,
     KIND_OF_CODE,
@@ -224,15 +228,17 @@ def _of(word) -> Tensor:
     return word.sends or word.receives
 
 
-EVICT, ACCEPT, RETURN, LOAD = codes_of("EVICT ACCEPT RETURN LOAD")
+EVICT, ACCEPT, RETURN, LOAD, SWAP_OUT, SWAP_IN = codes_of("EVICT ACCEPT RETURN LOAD SWAP_OUT SWAP_IN")
 
 # States of the activations of a microbatch at a stage; at its pair stage: _NOWHERE, _LENT, _GIVEN_BACK.
-_NOWHERE, _SAVED, _AWAY, _BACK, _USED, _LENT, _GIVEN_BACK = range(7)
+_NOWHERE, _SAVED, _AWAY, _ON_HOST, _BACK, _USED, _LENT, _GIVEN_BACK = range(8)
 
 # code -> (states in which the instruction is allowed, state that it leaves)
 _MUST_FIND = {
     EVICT: ((_SAVED,), _AWAY),
     LOAD: ((_AWAY,), _BACK),
+    SWAP_OUT: ((_SAVED,), _ON_HOST),
+    SWAP_IN: ((_ON_HOST,), _BACK),
     R: ((_SAVED, _BACK), _USED),
     B: ((_SAVED, _BACK, _USED), _USED),
     I: ((_SAVED, _BACK, _USED), _USED),
@@ -241,9 +247,10 @@ _MUST_FIND = {
 }
 _FOUND = {
     _NOWHERE: "its activations are not here",
-    _SAVED: "its activations are here and were never evicted",
+    _SAVED: "its activations are here and have never left",
     _AWAY: "its activations are at the pair stage, and no LOAD stands before it",
-    _BACK: "its activations were evicted and loaded already",
+    _ON_HOST: "its activations are on the host, and no SWAP_IN stands before it",
+    _BACK: "its activations have left and come back already",
     _USED: "its activations have been used already",
     _LENT: "the activations of the pair stage were accepted already",
     _GIVEN_BACK: "the activations of the pair stage were returned already",
@@ -259,26 +266,46 @@ def prove_balance(compact: CompactProgram) -> None:
     Raises:
         ProgramError: for the first instruction that breaks its rule, or a move without its other end.
     """
-    if not compact.moves:
+    if not (compact.moves or compact.swaps):
         return
-    pairs, partners = compact.program.pairs, compact.partners
-    num_places = compact.num_stages * compact.num_microbatches
+    pairs, width = compact.program.pairs, compact.num_microbatches
+    num_places = compact.num_stages * width
     own, lent = bytearray(num_places), bytearray(num_places)
+    num_forwards = [0] * compact.num_stages
     for rank in range(len(compact.codes)):
         for position, (code, place, _) in compact.row(rank):
             if code == F:
                 own[place] = _SAVED
+                num_forwards[place // width] += 1
             elif code in _MUST_FIND:
-                if FIRST_MOVE <= code < FIRST_STASH and (refusal := pairs.refusal(place // compact.num_microbatches)):
+                refusal = ""
+                if FIRST_MOVE <= code < FIRST_STASH:
+                    refusal = pairs.refusal(place // width)
+                elif code >= FIRST_SWAP:
+                    refusal = _why_no_swap(compact, num_forwards[place // width])
+                if refusal:
                     raise compact.error(rank, position, refusal)
                 wanted, left = _MUST_FIND[code]
                 states = lent if code in (ACCEPT, RETURN) else own
                 if states[place] not in wanted:
                     raise compact.error(rank, position, _FOUND[states[place]])
                 states[place] = left
-    for rank, partner in enumerate(partners):
+    for rank, partner in enumerate(compact.partners if compact.moves else ()):
         if rank < partner:
             _prove_correspondence(compact, rank, partner)
+
+
+def _why_no_swap(compact: CompactProgram, num_forwards: int) -> str:
+    """Return why no activations may move to the host behind so many forwards of a stage; empty if they may."""
+    if compact.program.residency is not None:
+        return "where weights live on the host, inputs wait there and not all activations; OFFLOAD them instead"
+    if compact.moves:
+        return "activations move to the host or to a pair stage, and this program does both"
+    if num_forwards < 2:
+        return (
+            "nothing can leave a stage before its second forward, which shows what microbatches share; move it behind"
+        )
+    return ""
 
 
 def moves_of_rank(compact: CompactProgram, rank: int, end: int | None = None) -> list[int]:

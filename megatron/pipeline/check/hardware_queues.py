@@ -136,7 +136,7 @@ class _Job:
                 f"the program has no REDUCE_GRAD for {data} data parallel replicas; build it with data_parallel"
             )
         self.compact = compact(program)
-        if program.residency is not None:
+        if program.residency is not None or self.compact.swaps:
             raise ValueError("what lanes between device and host launch is not modelled; keep weights on the device")
         num_ranks = len(self.compact.codes)
         if num_ranks > 1 and not self.compact.communicates:
@@ -265,14 +265,15 @@ def require_hardware_queues(
         f"{IMPLICIT_ORDER} is {implicit_order}, so that NCCL orders all communication as it is launched, but ranks "
         "of this job launch it in different orders and may hang; unset it"
     )
-    if schedule.residency is not None:
+    if schedule.residency is not None or schedule.swaps:
         # No proof shows which queues the copies between device and host may share with reductions and transfers.
         if implicit_order != "0":
             raise ValueError(in_one_order)
         if num_queues < MOST:
+            copied = "activations" if schedule.swaps else "weights and gradients"
             raise ValueError(
-                f"{VARIABLE} is {num_queues}, but {flag} copies weights and "
-                "gradients beside computations, and streams that share a hardware queue block each other; export "
+                f"{VARIABLE} is {num_queues}, but {flag} copies {copied} "
+                "beside computations, and streams that share a hardware queue block each other; export "
                 f"{MOST} ({_LOSS})"
             )
         return

@@ -34,6 +34,11 @@ removes one when it has completed. A rank's moves are carried out in order, so t
 complete moves: at least those that the row has waited for, at most those that it has requested. The proof takes the
 worst of these numbers at every position of the row.
 
+Copies of activations to the host and back count as moves do, although SWAP_OUT and SWAP_IN have a lane each: a SWAP_IN
+starts when every SWAP_OUT before it in the row is complete, so the most are held after some SWAP_IN, with what stands
+before it complete and nothing behind it. The host holds a microbatch from its SWAP_OUT to the computation that waits
+for its SWAP_IN.
+
 If inputs are stashed on the host, a RELOAD adds a microbatch when it is posted, and an OFFLOAD removes one when the row
 has waited for it (see `stash`), since at worst it is in progress until then.
 
@@ -43,11 +48,13 @@ several stages on a rank, the sum over them is counted and bounded, too.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.pipeline.check.compact import (
     FIRST_MOVE,
     FIRST_STASH,
+    FIRST_SWAP,
     FIRST_TRANSFER,
     FIRST_UPDATE,
     KIND_OF_CODE,
@@ -139,7 +146,7 @@ def prove_stash(compact: CompactProgram) -> None:
             elif code in _MUST_FIND:
                 wanted, left = _MUST_FIND[code]
                 reason = "" if state[place] in wanted else _FOUND[state[place]]
-                if FIRST_STASH <= code < FIRST_UPDATE:
+                if FIRST_STASH <= code < FIRST_SWAP:
                     reason = _why_not(compact, place // compact.num_microbatches) or reason
                 if reason:
                     raise compact.error(rank, position, reason)
@@ -198,6 +205,24 @@ def _most_on_rank(compact: CompactProgram, rank: int, bound: int | None) -> int:
     return peak
 
 
+def count_on_host(compact: CompactProgram) -> tuple[int, ...]:
+    """The largest number of microbatches whose saved activations are on the host, for each rank over its stages.
+
+    Args:
+        compact: a program whose moves are proved.
+    """
+    peaks = [0] * len(compact.codes)
+    for rank in range(len(peaks)) if compact.swaps else ():
+        there: set[int] = set()
+        for code, place in zip(compact.codes[rank], compact.places[rank], strict=True):
+            if code in OFFLOADS:
+                there.add(place)
+                peaks[rank] = max(peaks[rank], len(there))
+            elif code < FIRST_TRANSFER:
+                there.discard(place)
+    return tuple(peaks)
+
+
 def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]:
     """Position of a row -> the stages of the OFFLOADs whose completion becomes certain there.
 
@@ -226,8 +251,22 @@ def offloaded_before(compact: CompactProgram, rank: int) -> dict[int, list[int]]
     return found
 
 
-_CHANGE = {code: KIND_OF_CODE[code].row.saved for code in range(FIRST_MOVE, FIRST_STASH)}  # of moves
-_ADDS = RELOADS | {F}
+# Of moves, and of copies of activations, which count as moves.
+_CHANGE = {
+    code: KIND_OF_CODE[code].row.saved for code in (*range(FIRST_MOVE, FIRST_STASH), *range(FIRST_SWAP, FIRST_UPDATE))
+}
+_ADDS = RELOADS - _CHANGE.keys() | {F}
+
+
+def complete_at(compact: CompactProgram, rank: int) -> dict[int, int]:
+    """Position of a computation -> how many of the first moves, or copies of activations, are complete there."""
+    if not compact.swaps:
+        return compact.awaited_moves[rank]
+    count, found = list(accumulate(FIRST_SWAP <= code < FIRST_UPDATE for code in compact.codes[rank])), {}
+    for position, needed in compact.awaited_in_lanes[rank].items():
+        if compact.codes[rank][position] < FIRST_TRANSFER:
+            found[position] = max(count[each] for each in needed)
+    return found
 
 
 class Held:
@@ -294,7 +333,7 @@ def prove_memory(
         bounds_of_ranks: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 
     Raises:
-        ProgramError: for the first forward, LOAD, ACCEPT or RELOAD that may exceed a bound.
+        ProgramError: for the first forward, LOAD, ACCEPT, RELOAD or SWAP_IN that may exceed a bound.
     """
     num_stages, num_ranks = compact.num_stages, len(compact.codes)
     limits = _limits(bounds, num_stages, "stage")
@@ -333,7 +372,7 @@ def _count(compact: CompactProgram, rank: int, end: int, by_stage: Mapping[int, 
     graph = compact.program.graph
     saves_nothing = {stage for stage in compact.stages_of(rank) if graph.is_forward_only(stage)}
     counts = [*(by_stage[stage] for stage in compact.stages_of(rank)), on_rank]
-    awaited, away = compact.awaited_moves[rank], offloaded_before(compact, rank)
+    awaited, away = complete_at(compact, rank), {} if compact.swaps else offloaded_before(compact, rank)
     num_moves = 0
     for position, (code, place) in enumerate(zip(compact.codes[rank][:end], compact.places[rank][:end], strict=True)):
         if FIRST_TRANSFER <= code < FIRST_MOVE:

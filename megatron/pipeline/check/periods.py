@@ -24,6 +24,7 @@ For each rank: the number of instructions of each link of its chain; reductions 
 that its partner has not requested yet, and moves that are still awaited.
 With weights on the host: the stages on the device, the stages with gradients in a buffer, the inputs on the host, and
 the words that the lanes cannot have completed yet.
+With activations on the host: these microbatches, and the copies that are still awaited.
 For each channel: the transfers that only one end has posted.
 
 The largest number of moves in progress is not part of the state: an acceptor waits for no move, so its own row does not
@@ -51,8 +52,18 @@ from megatron.pipeline.check.progress import list_channels, run
 from megatron.pipeline.check.residency import codes_of_host_updates
 from megatron.pipeline.check.updates import chain_of_rank
 from megatron.pipeline.graph.row_graph import RowExecution
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, OFFLOADS, RELOADS, WORDS, Instruction, Kind
-from megatron.pipeline.program.lane_order import MoveOrder
+from megatron.pipeline.program.instruction import (
+    ENDS_BACKWARD,
+    OFFLOADS,
+    STASH_WORDS,
+    SWAPS,
+    USES_SAVED,
+    WORDS,
+    Instruction,
+    Kind,
+    Row,
+)
+from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder
 from megatron.pipeline.program.program import Program
 
 
@@ -167,6 +178,9 @@ def _state(compact: CompactProgram, execution: RowExecution, ends: list[int], or
     if compact.program.residency is not None:
         for rank, state in enumerate(states):
             state |= _host_state(compact, rank, ends[rank], execution.under_way(rank), origin)
+    if compact.swaps:
+        for rank, state in enumerate(states):
+            state |= _swaps_state(compact, rank, ends[rank], origin)
     if compact.moves:
         for rank, state in enumerate(states):
             state |= _moves_state(compact, rank, ends, origin)
@@ -239,15 +253,10 @@ def _host_state(
     row = compact.program.rows[rank]
     resident: dict[int, int] = {}
     in_use: set[int] = set()
-    away: set[tuple[int, int]] = set()
     counts: Counter[tuple[Kind, int]] = Counter()
     for each in row[:end]:
         counts[each.kind, each.stage] += 1
-        if each.kind in OFFLOADS:
-            away.add((each.stage, each.microbatch - origin.microbatch))
-        elif each.kind in RELOADS:
-            away.discard((each.stage, each.microbatch - origin.microbatch))
-        elif each.kind is Kind.FETCH:
+        if each.kind is Kind.FETCH:
             resident[each.stage] = each.version - origin.batch
         elif each.kind is Kind.FREE:
             del resident[each.stage]
@@ -259,7 +268,7 @@ def _host_state(
     state: _RankState = {
         "what is resident (stage, version)": resident,
         "which stages have a gradient buffer": in_use,
-        "which inputs the host has (stage, microbatch)": away,
+        "what waits on the host (stage, microbatch)": _on_host(row[:end], origin),
         "what is under way between device and host (kind, stage, version or microbatch)": [
             (each.kind.value, each.stage, _number(each, origin)) for each in under_way
         ],
@@ -270,6 +279,15 @@ def _host_state(
             counts[kind, stage] - origin.batch for stage in compact.program.trained_stages_of(rank)
         ]
     return state
+
+
+def _on_host(row: Row, origin: PeriodOrigin) -> set[tuple[int, int]]:
+    """The microbatches, with their stages, whose inputs or activations are on the host at the end of the row."""
+    there: set[tuple[int, int]] = set()
+    for each in row:
+        if each.kind in STASH_WORDS:
+            (there.add if each.kind in OFFLOADS else there.discard)((each.stage, _number(each, origin)))
+    return there
 
 
 def _number(instruction: Instruction, origin: PeriodOrigin) -> int:
@@ -287,18 +305,54 @@ def _moves_state(compact: CompactProgram, rank: int, ends: list[int], origin: Pe
     for instruction in row[: ends[rank]]:
         order.awaited(instruction)
     state: _RankState = {}
-    for stage, held in hold(compact, rank, ends[rank]).items():
+    for stage in compact.stages_of(rank):
         here = [each for each in own if each.stage == stage]
         away = {each.microbatch for each in here if each.kind.row.leaves}
         away -= {each.microbatch for each in here if not each.kind.row.leaves}
         first = compact.program.first_microbatch + origin.microbatch
         state[f"what is away from stage {stage} or lent to it"] = sorted(each - first for each in away)
-        state[f"how many microbatches stage {stage} has in flight, and holds more than that"] = held.own, held.moved
+    state |= _held_state(compact, rank, ends[rank])
     state["what moves (kind, stage, microbatch)"] = [
         (each.kind.value, each.stage, each.microbatch - origin.microbatch) for each in own[met:]
     ]
     state["which moves, counted from the last, are still awaited"] = order.still_awaited()
     return state
+
+
+def _held_state(compact: CompactProgram, rank: int, end: int) -> _RankState:
+    """The part of a rank's state about the microbatches that its stages hold at the worst timing."""
+    return {
+        f"how many microbatches stage {stage} has in flight, and holds more than that": (held.own, held.moved)
+        for stage, held in hold(compact, rank, end).items()
+    }
+
+
+def _swaps_state(compact: CompactProgram, rank: int, end: int, origin: PeriodOrigin) -> _RankState:
+    """The part of a rank's state about activations on the host, and about copies that are still awaited."""
+    row, order = compact.program.rows[rank][:end], LaneOrder(compact.num_stages)
+    num_copies = sum(each.kind in SWAPS for each in row)
+    may_hold = {
+        f"what stage {stage} may hold before copies, counted from the last, are complete": [
+            (num_copies - number, change - held.moved) for number, change in held.before
+        ]
+        for stage, held in hold(compact, rank, end).items()
+    }
+    for each in row:
+        order.awaited(each)
+    used = {(each.stage, each.microbatch) for each in row if each.kind in USES_SAVED}  # their copies are complete
+    awaited = (row[number] for number in order.still_awaited())
+    return (
+        _held_state(compact, rank, end)
+        | may_hold
+        | {
+            "what waits on the host (stage, microbatch)": _on_host(row, origin),
+            "which copies to and from the host are still awaited (kind, stage, microbatch)": [
+                (each.kind.value, each.stage, _number(each, origin))
+                for each in awaited
+                if each.kind in SWAPS and (each.stage, each.microbatch) not in used
+            ],
+        }
+    )
 
 
 def _minus(version: int | None, batches: int) -> int | None:

@@ -36,8 +36,8 @@ from megatron.pipeline.check.compact import (
     FETCH,
     FIRST_HOST_WORD,
     FIRST_STASH,
+    FIRST_SWAP,
     FIRST_TRANSFER,
-    FIRST_UPDATE,
     FREE,
     KIND_OF_CODE,
     NUM_CODES,
@@ -92,7 +92,7 @@ def prove_residency(compact: CompactProgram) -> tuple[tuple[int, ...], tuple[int
 
 
 def _require_none(compact: CompactProgram) -> None:
-    words = {*range(FIRST_STASH, FIRST_UPDATE), *range(FIRST_HOST_WORD, NUM_CODES)}
+    words = {*range(FIRST_STASH, FIRST_SWAP), *range(FIRST_HOST_WORD, NUM_CODES)}
     for rank, codes in enumerate(compact.codes):
         if not words.isdisjoint(codes):
             position = next(at for at, code in enumerate(codes) if code in words)

@@ -136,7 +136,7 @@ def build_stages(
         )
         for number, (stage, chunk) in enumerate(zip(own, chunks, strict=True))
     ]  # fmt: skip
-    moves = bool(schedule.evicting_ranks((max(batches_of(args)),)))
+    moves = schedule.swaps or bool(schedule.evicting_ranks((max(batches_of(args)),)))
     memory = ActivationMemory(backend.device()) if moves or options.counts_activations else None
     kind = OverlappedStage if chunks[0].ddp_config.overlap_grad_reduce else MegatronStage
     stages = [

@@ -346,18 +346,18 @@ class Pipeline:
             self._specs.append(found.specs)
             self._announcements.confirm()
         if self._engine is not None:
-            if self.schedule.balance and self._specs[number] != self._specs[self._travelling]:
+            if self.schedule.moves_activations and self._specs[number] != self._specs[self._travelling]:
                 raise ValueError(
-                    "the shapes of a batch have changed, and activations that move between ranks have one size; give "
-                    "equal batches, or use a schedule without balance"
+                    "the shapes of a batch have changed, and activations that move have one size; give equal batches, "
+                    "or use a schedule that moves none"
                 )
-            if not self.schedule.balance:
+            if not self.schedule.moves_activations:
                 self._engine.change_edges(edges_of(self._specs[number], self.stages))
         self._travelling = number
 
     def _running(self) -> PipelineEngine:
         if self._engine is None:
-            memory = ActivationMemory(self._device) if self.schedule.balance else None
+            memory = ActivationMemory(self._device) if self.schedule.moves_activations else None
             stages = [
                 build_stage(
                     self._stage_modules[index], index, self.schedule, versions=self._versions[index],

@@ -37,6 +37,8 @@ class Kind(str, Enum):
     LOAD = "LOAD"
     OFFLOAD = "OFFLOAD"  # with inputs stashed on the host: copy the input of a microbatch to the host
     RELOAD = "RELOAD"  # copy that input back to the device
+    SWAP_OUT = "SWAP_OUT"  # copy the saved activations of a microbatch to the host, and free them
+    SWAP_IN = "SWAP_IN"  # copy them back to the device
     REDUCE_GRAD = "REDUCE_GRAD"  # the next three make the chain that leads to a version
     REDUCE_EMBED = "REDUCE_EMBED"
     REDUCE_NORM = "REDUCE_NORM"
@@ -107,6 +109,7 @@ class Proof(Enum):
     TRANSFER = "transfer"
     MOVE = "move"
     STASH = "input on the host"
+    SWAP = "activations on the host"
     UPDATE = "update"
     PREDICTION = "prediction"
     RESIDENCY = "weights on the host"
@@ -187,19 +190,19 @@ WORDS: dict[Kind, Word] = {
     ),
     Kind.BACKWARD: _COMPUTATION(
         name="backward", needs=_B, makes=_B, uses_saved=True, adds_gradients=True, saved=-1, colour="green",
-        cost="backward", handler="_backward",
+        awaits=(Kind.FETCH, Kind.SWAP_IN), cost="backward", handler="_backward",
     ),
     Kind.BACKWARD_INPUT: _COMPUTATION(
         name="backward, inputs", needs=_B, makes=_B, uses_saved=True, deferred=+1, colour="green",
-        cost="backward_input", handler="_backward_input",
+        awaits=(Kind.FETCH, Kind.SWAP_IN), cost="backward_input", handler="_backward_input",
     ),
     Kind.BACKWARD_WEIGHT: _COMPUTATION(
         name="backward, weights", adds_gradients=True, saved=-1, deferred=-1, colour="olive", cost="backward_weight",
         handler="_backward_weights",
     ),
     Kind.RECOMPUTE: _COMPUTATION(
-        name="recompute", uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD), colour="purple", cost="recompute",
-        handler="_recompute",
+        name="recompute", uses_saved=True, awaits=(Kind.FETCH, Kind.RELOAD, Kind.SWAP_IN), colour="purple",
+        cost="recompute", handler="_recompute",
     ),
     Kind.SEND_F: _TRANSFER(name="send activation", sends=_F, other_end=Kind.RECV_F, handler="_send_output"),
     Kind.RECV_F: _TRANSFER(
@@ -232,6 +235,14 @@ WORDS: dict[Kind, Word] = {
     Kind.RELOAD: Word(
         name="input back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.OFFLOAD,), colour="steel",
         proof=Proof.STASH, cost="reload", handler="_reload",
+    ),
+    Kind.SWAP_OUT: Word(
+        name="activations to the host", lane=Lane.D2H, saved=-1, colour="moss", proof=Proof.SWAP, cost="swap_out",
+        handler="_offload",
+    ),
+    Kind.SWAP_IN: Word(
+        name="activations back from the host", lane=Lane.H2D, saved=+1, awaits=(Kind.SWAP_OUT,), colour="steel",
+        proof=Proof.SWAP, cost="swap_in", handler="_reload",
     ),
     Kind.REDUCE_GRAD: _UPDATE(
         name="gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad", handler="_reduce_grad"
@@ -298,6 +309,7 @@ RECEIVES = kinds(lambda word: word.receives)
 REDUCTIONS = kinds(lambda word: word.lane is Lane.CHAIN)
 HOST_WORDS = kinds(lambda word: word.lane in (Lane.H2D, Lane.D2H, Lane.HOST))  # each concerns one stage
 STASH_WORDS = HOST_WORDS - UPDATES  # each concerns one microbatch at one stage
+SWAPS = kinds(lambda word: word.proof is Proof.SWAP)  # these move all that a microbatch saves
 OFFLOADS = STASH_WORDS & kinds(lambda word: word.saved < 0)
 RELOADS = STASH_WORDS & kinds(lambda word: word.saved > 0)
 RESIDENCY_WORDS = UPDATES & kinds(lambda word: word.lane is Lane.H2D)  # these read their version and do not make it

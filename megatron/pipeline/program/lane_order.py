@@ -35,6 +35,11 @@ optimizer, and the weights of a few layers on the device. Here whole stages are 
     2OFFLOAD5       copy the input of microbatch 5 to the host, and free it       lane: device to host
     2RELOAD5        copy the input back before its recompute                      lane: host to device
 
+Where weights live on the device, all that a microbatch saves may wait on the host:
+
+    0SWAP_OUT3      copy the saved activations to the host, and free them         lane: device to host
+    0SWAP_IN3       copy them back before they are used                           lane: host to device
+
 A rank only *posts* these words. Each rank has one lane of each kind. A lane carries out its words one after another in
 the order of the row. A word starts when the row has come to it and everything that it waits for is complete. FREE takes
 no time: it is complete when the computations before it are, and the words behind it in its lane may use the memory. So
@@ -43,20 +48,22 @@ no FETCH takes memory that a computation still uses, under any timing.
 `Word.awaits` says which words wait for which others. A FETCH waits for the UPDATE that makes its version, a STORE_GRAD
 for the reduction of its gradients over the replicas, an UPDATE for the STORE_GRAD of its gradients, and a computation
 for the FETCH of its weights. The awaited word has the same stage and version, and stands earlier in the same row. In
-the same way, a RELOAD waits for the OFFLOAD of its microbatch, and a recompute for the RELOAD. There are three more
-rules:
+the same way, a RELOAD waits for the OFFLOAD of its microbatch, and a recompute for the RELOAD; a SWAP_IN waits for the
+SWAP_OUT of its microbatch, and R, B and I for the SWAP_IN. There are four more rules:
 
 - REDUCE_EMBED adds up the gradients of tied embeddings on the host. So REDUCE_EMBED waits for the STORE_GRAD of each
   end of the tied embeddings that its rank has, and the UPDATE of an end waits for REDUCE_EMBED.
 - A rank has `GRADIENT_BUFFERS` buffers for gradients. A stage takes a buffer with its first backward of a batch, and
   the buffer is free again when the STORE_GRAD of the stage is complete. A backward that takes a buffer waits until one
   is free.
-- A forward waits for every OFFLOAD that stands before the computation preceding the forward. So an OFFLOAD has the time
-  of one computation, and after that its memory is free, whatever the timing. EVICT has the same rule.
+- A forward waits for every OFFLOAD or SWAP_OUT that stands before the computation preceding the forward. So the copy
+  has the time of one computation, and after that its memory is free, whatever the timing. EVICT has the same rule.
+- A SWAP_IN waits for every SWAP_OUT before it in its row. So it takes memory only after they have freed as much.
 
 EVICT and LOAD are no substitute for OFFLOAD and RELOAD. An EVICT moves everything that a microbatch saves to another
-rank, which has to take part. An OFFLOAD moves only the input of a microbatch, and no other rank takes part. So each
-word has one meaning, and `Residency.stash` determines which of these words a program may have.
+rank, which has to take part. An OFFLOAD moves only the input of a microbatch, and no other rank takes part. A SWAP_OUT
+moves everything, and no other rank takes part. So each word has one meaning, and a program has one pair of them:
+`Residency.stash` determines whether it may have OFFLOAD, and the other two need weights on the device.
 
 No word waits for a word behind it in its row. So lanes alone cannot form a circle: every wait within a rank leads to an
 earlier place in the row. A circle has to include another rank. Ranks wait for each other only in their rows, for
@@ -84,7 +91,9 @@ from megatron.pipeline.program.instruction import (
     LOADS,
     MOVES,
     OFFLOADS,
+    RELOADS,
     STASH_WORDS,
+    SWAPS,
     USES_SAVED,
     Instruction,
     Kind,
@@ -308,17 +317,19 @@ class LaneOrder:
                 self._last[kind, each] = version, number
         return tuple(needed)
 
-    def still_awaited(self) -> frozenset[int]:
-        """Return the numbers of the instructions so far that later instructions may wait for."""
+    def still_awaited(self) -> tuple[int, ...]:
+        """Return the numbers of the instructions so far that later instructions may wait for, some of them twice."""
         last = (number for _, number in self._last.values())
         offloads = (each for each in (self._offloaded, self._offloaded_earlier) if each > self._offload_awaited)
-        return frozenset((*last, *self._moved.values(), *self._stored, *offloads))
+        return *last, *self._moved.values(), *self._stored, *offloads
 
     def _of_stash(self, instruction: Instruction) -> list[int]:
-        """Return the OFFLOADs and the RELOAD that an instruction waits for."""
+        """Return the copies of its microbatch that an instruction waits for; for a forward, copies of others, too."""
         words = [other for other in instruction.kind.row.awaits if other in STASH_WORDS]
         found = (self._moved.pop((other, instruction.stage, instruction.microbatch), None) for other in words)
         needed = [number for number in found if number is not None]
+        if instruction.kind in SWAPS & RELOADS and self._offloaded > self._offload_awaited:
+            needed.append(self._offloaded)
         if instruction.kind is Kind.FORWARD and self._offloaded_earlier > self._offload_awaited:
             needed.append(self._offloaded_earlier)
             self._offload_awaited = self._offloaded_earlier

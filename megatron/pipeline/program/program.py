@@ -46,7 +46,7 @@ class Program(Extent):
 
     @property
     def num_offloads(self) -> tuple[int, ...]:
-        """For each stage, the number of microbatches whose input waits on the host."""
+        """For each stage, the number of microbatches of which something waits on the host: input, or activations."""
         return self._count(OFFLOADS)
 
     def _count(self, kinds: frozenset[Kind]) -> tuple[int, ...]:

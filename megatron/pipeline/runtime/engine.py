@@ -36,6 +36,7 @@ from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.refused_steps import RefusedSteps, require_undoable
+from megatron.pipeline.runtime.relay.activation_stash import ActivationStash
 from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
@@ -63,13 +64,13 @@ class PipelineEngine:
         tracer: records when instructions start and end; None: nothing is traced.
         first_batch, first_microbatch: the numbers at which a run resumes from a checkpoint, else 0.
         activation_memory: the memory with which this rank's stages were built. Needed to count activations and to
-            move them between paired ranks.
+            move them between paired ranks or to the host.
         ledger: the ledger of the update, where weights live on the host and bytes are counted.
         deferred_bytes: counter of the bytes saved between I and W, for callers that read it, too.
 
     Attributes:
         saved: counter of the saved microbatches, by stage and on the rank, with their peaks over the run.
-        stash: the stash of inputs on the host; None where inputs stay on the device.
+        stash: what of microbatches waits on the host; None where all stays on the device.
         notes: sentences for the log, the same on all ranks. The caller removes them.
 
     For a checkpoint, read `next_batch` and `next_microbatch` while the pipeline is drained. Set `stop_requests` (bits)
@@ -140,6 +141,12 @@ class PipelineEngine:
                 "inputs are stashed on the host, and an activation_memory counts and moves what it takes to be on the "
                 "device; give none, or stash them on the device"
             )
+        if schedule.swaps and activation_memory is None:
+            raise ValueError(
+                "the schedule moves saved activations to the host; give the activation_memory with which the stages "
+                "were built"
+            )
+        moves = activation_memory is not None and not schedule.swaps
         self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
         self._channels = Channels(
             ranks=ranks,
@@ -151,14 +158,16 @@ class PipelineEngine:
             backend=backend,
             device=self._device,
             store=store or (distributed_c10d._get_default_store() if distributed else None),
-            moves_activations=activation_memory is not None,
+            moves_activations=moves,
             on_error=failure_guard.report,
         )
         own = self._channels.name_of(self._stages[0].index)
         self.saved = SavedMicrobatches(due, deferred_bytes)
         self._lanes = self.stash = None
-        if schedule.residency is not None:
-            if schedule.residency.stashes_on_host:
+        if schedule.residency is not None or schedule.swaps:
+            if schedule.swaps:
+                self.stash = ActivationStash(self.saved, activation_memory)
+            elif schedule.residency.stashes_on_host:
                 self.stash = InputStash(self.saved, device=self._device, ledger=ledger)
             self._lanes = Lanes(
                 LaneOrder(schedule.num_stages),
@@ -180,7 +189,7 @@ class PipelineEngine:
             for _ in range(2)
         )
         self._transfers = None
-        if activation_memory is not None:
+        if moves:
             queue = MoveQueue(
                 device=self._device,
                 tracer=tracer,

@@ -43,6 +43,7 @@ from megatron.pipeline.runtime.contract.stage import (
     BatchReport,
     GraphStage,
     Microbatch,
+    RelayUpdate,
     SplittingStage,
     Stage,
     StageUpdate,
@@ -52,6 +53,7 @@ from megatron.pipeline.runtime.contract.stage import (
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.exchange import Exchange
 from megatron.pipeline.runtime.failure.errors import annotate
+from megatron.pipeline.runtime.relay.activation_stash import ActivationStash
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
 from megatron.pipeline.runtime.transport.channels import Channels
@@ -83,7 +85,7 @@ class Executor:
         transfers: moves saved microbatches between paired ranks and updates `saved`; None: the rows have no moves.
         lanes: carry weights, gradients and stashed inputs between device and host, where `update` is a `RelayUpdate`;
             None: the rows have no such instructions.
-        stash: the inputs on the host; None: inputs stay on the device.
+        stash: what of microbatches waits on the host, inputs or activations; None: the rows have no such instructions.
         tracer: records the instructions of training rows.
         stop_requests: returns the bits to send with the next norm reduction.
         on_boundary: see `Exchange`.
@@ -107,7 +109,7 @@ class Executor:
         weights: WeightPolicy,
         transfers: ActivationTransfers | None = None,
         lanes: Lanes | None = None,
-        stash: InputStash | None = None,
+        stash: InputStash | ActivationStash | None = None,
         tracer: Tracer | None = None,
         stop_requests: Callable[[], int] = lambda: 0,
         on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
@@ -115,6 +117,7 @@ class Executor:
         self._stages = {stage.index: stage for stage in stages}
         self._update = update
         self._steps_alone = weights.refreshes
+        self._relays = isinstance(update, RelayUpdate)
         of_rank = _Stepping(update)
         self._stepping = {
             each: _Stepping(update.of_stage(each)) if self._steps_alone else of_rank for each in self._stages
@@ -324,30 +327,23 @@ class Executor:
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
         self._wait_for_lanes(instruction)
-        if self._transfers is not None:
-            self._finish_load(stage, instruction)
-        if self._stash is not None:
-            self._stash.restore(stage, self._microbatches[instruction.microbatch])
+        self._bring_back(stage, instruction)
         stage.load_version(instruction.version)
         stage.recompute(self._microbatches[instruction.microbatch])
 
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        if self._transfers is not None:
-            self._finish_load(stage, instruction)
+        self._bring_back(stage, instruction)
         input_grad = stage.backward(microbatch, self._take_output_grad[stage.index](instruction))
-        if self._transfers is not None:
-            self._transfers.end_backward(instruction.stage, instruction.microbatch)
+        self._let_go(instruction)
         self._end_backward(stage.index, microbatch)
         self._give_input_grad[stage.index](instruction, input_grad)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        if self._transfers is not None:
-            self._finish_load(stage, instruction)
+        self._bring_back(stage, instruction)
         input_grad = stage.backward_input(microbatch, self._take_output_grad[stage.index](instruction))
-        if self._transfers is not None:
-            self._transfers.end_backward(instruction.stage, instruction.microbatch)
+        self._let_go(instruction)
         self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
         self._trace_deferred()
         self._give_input_grad[stage.index](instruction, input_grad)
@@ -366,6 +362,7 @@ class Executor:
             self._accumulate_for(self._stepping[stage.index], microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
+        if self._relays:
             self._update.accumulate(stage.index)
         stage.load_version(instruction.version)
         return stage, microbatch
@@ -400,9 +397,19 @@ class Executor:
         if self._transfers.wait_for(instruction):
             self._waited()
 
-    def _finish_load(self, stage: Stage, instruction: Instruction) -> None:
-        self._wait_for_moves(instruction)
-        self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+    def _bring_back(self, stage: Stage, instruction: Instruction) -> None:
+        """Give the stage what has come back of a microbatch, from the pair rank or from the host, if anything has."""
+        if self._transfers is not None:
+            self._wait_for_moves(instruction)
+            self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+        if self._stash is not None:
+            self._stash.restore(stage, self._microbatches[instruction.microbatch])
+
+    def _let_go(self, instruction: Instruction) -> None:
+        """Drop what had come back: the backward has read it."""
+        for part in (self._transfers, self._stash):
+            if part is not None:
+                part.end_backward(instruction.stage, instruction.microbatch)
 
     def _evict(self, instruction: Instruction) -> None:
         self._transfers.evict(self._stages[instruction.stage], self._microbatches[instruction.microbatch], instruction)

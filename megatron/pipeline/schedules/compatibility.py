@@ -14,6 +14,8 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
 Condition = Callable[[PipelineSchedule, Order], object]
 
+FEWEST_ON_DEVICE = 3  # microbatches: the one that is computed, the next one, and one that comes or leaves
+
 
 _STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
     (
@@ -82,6 +84,11 @@ _WEIGHTS: tuple[tuple[Condition, str], ...] = (
         "{s.order} places stages freely, and balance goes with stages dealt out in turn; drop it",
     ),
     (
+        lambda s, o: o.merges and s.swaps,
+        "{s.order} places stages freely, and activations on the host go with stages dealt out in turn; keep them on "
+        "the device",
+    ),
+    (
         lambda s, o: o.merges and s.residency is not None,
         "{s.order} places stages freely, and weights on the host goes with stages dealt out in turn; drop it",
     ),
@@ -115,6 +122,28 @@ _FEATURES: tuple[tuple[Condition, str], ...] = (
         lambda s, o: s.balance and s.weights.updates_alone,
         "{s.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop balance, or "
         "use flush or 2bw",
+    ),
+    (
+        lambda s, o: s.swaps and s.balance,
+        "saved activations move to the host or to a pair stage, not both; drop balance, or keep them off the host",
+    ),
+    (
+        lambda s, o: s.swaps and s.residency is not None,
+        "weights live on the host, where inputs wait and not all activations; set the stash of the residency instead",
+    ),
+    (
+        lambda s, o: s.swaps and s.weights.updates_alone,
+        "{s.name_of_weights} may drain after every microbatch, so no copy to the host can be planned ahead; keep "
+        "activations on the device, or use flush or 2bw",
+    ),
+    (
+        lambda s, o: s.swaps and s.num_ranks == 1 < s.num_virtual_stages,
+        "a single rank turns to its next stage with every microbatch, before any can leave; give it one stage, or keep "
+        "activations on the device",
+    ),
+    (
+        lambda s, o: s.swaps and s.most_on_device < FEWEST_ON_DEVICE,
+        "a rank with {s.most_on_device} microbatches on its device has none to copy while it computes; keep 3 or more",
     ),
     (
         lambda s, o: s.residency is not None and not s.weights.drains,
@@ -183,6 +212,10 @@ def _balances(s: PipelineSchedule, o: Order) -> bool:
     return s.balance
 
 
+def _swaps(s: PipelineSchedule, o: Order) -> bool:
+    return s.swaps
+
+
 def _groups(s: PipelineSchedule, o: Order) -> bool:
     return s.microbatch_group_size is not None
 
@@ -207,12 +240,14 @@ _OPTIMISTIC: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not s.weights.drains, "{s.name_of_weights}", "takes its steps beside later batches already"),
     (_on_host, "weights on the host", "are stepped where no copy of them is kept"),
     (_balances, "balance", "moves activations, which a step that is undone would have to meet on their way"),
+    (_swaps, "a bound on activations on the device", "has copies under way, which a step that is undone would meet"),
     (lambda s, o: s.num_frozen, "a frozen prefix", "has ranks that run ahead of the steps of the others"),
     (lambda s, o: not o.graph.is_chain, "a graph of stages", "keeps shared values over the border of two batches"),
 )
 
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
     (_balances, "balance", "moves what a whole backward needs, of which an I leaves another part"),
+    (_swaps, "a bound on activations on the device", "counts on backwards that free them whole"),
     (_updates_alone, "{s.name_of_weights}", "steps at each stage right behind a microbatch's backward"),
     (_predicts, "{s.name_of_weights}", "reads gradients before a W that is late has added to them"),
     (_on_host, "weights on the host", "leave with their gradients, before a W that is late"),
@@ -229,6 +264,8 @@ _FROZEN: tuple[tuple[Condition, str, str], ...] = (
         "weights on the host",
         "come and go for updates that a frozen stage has not, except in a relay",
     ),
+    (_swaps, "a bound on activations on the device", "is for ranks whose stages are all trained"),
+    (_on_host, "weights on the host", "come and go for updates that a frozen stage has not"),
     (_ties, "tied embeddings", "would freeze the head with the input"),
     (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages", "says itself which of them get gradients"),
 )
@@ -238,6 +275,7 @@ _EDGES: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not s.weights.drains and not s.weights.refreshes, "{s.name_of_weights}",
      "counts how far ahead a stage of a chain is"),
     (_balances, "balance", "pairs the stages of a chain"),
+    (_swaps, "a bound on activations on the device", "is for the stages of a chain"),
     (_on_host, "weights on the host", "come and go by the order of a chain"),
     (_ties, "tied embeddings", "are the first and the last stage's of a chain"),
 )  # fmt: skip
@@ -312,7 +350,7 @@ def validate_batch(schedule: PipelineSchedule, order: Order, num_microbatches: i
         )
     in_flight = order.max_in_flight(schedule.num_frozen)
     # Moves are planned within a segment, so a single batch has to have as many microbatches as are in flight.
-    batches = 1 if schedule.balance else weights.delay or 1
+    batches = 1 if schedule.moves_activations else weights.delay or 1
     if in_flight is not None and weights.overlaps_updates and num_microbatches < (fewest := -(-in_flight // batches)):
         warmup = " and extra warm-up" if schedule.extra_warmup else ""
         together = "" if batches == 1 else f" in {batches} batches together"

@@ -295,6 +295,7 @@ class SavedBounds:
         balance: saved activations move between pair stages.
         weights: the weight policy.
         offloads: the inputs of a relay are stashed on the host.
+        most_on_device: see `Schedule`.
     """
 
     order: Order
@@ -302,6 +303,7 @@ class SavedBounds:
     balance: bool
     weights: WeightPolicy
     offloads: bool = False
+    most_on_device: int | None = None
 
     @property
     def max_in_flight(self) -> int | None:
@@ -315,7 +317,7 @@ class SavedBounds:
         if self.offloads:
             return tuple(each if self._stays(stage) else min(each, _OFFLOADED) for stage, each in enumerate(own))
         if not self.balance:
-            return own
+            return _cut(own, self.most_on_device) if self.most_on_device else own
         accepting, on_rank = self._accepting_ranks(batches), self.on_ranks(batches)
         return tuple(
             on_rank[rank] if rank in accepting else min(own[stage], on_rank[rank])
@@ -328,7 +330,7 @@ class SavedBounds:
         if self.offloads:
             return self._offloaded_on_ranks(batches, own)
         if not self.balance:
-            return own
+            return _cut(own, self.most_on_device) if self.most_on_device else own
         accepting = self._accepting_ranks(batches)
         return tuple(
             bound if rank in accepting else min(own[rank], bound)

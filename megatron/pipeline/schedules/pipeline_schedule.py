@@ -102,6 +102,7 @@ class PipelineSchedule(Tied, ABC):
         residency: how weights live on the host; None: they live on the device.
         recompute: a recompute precedes each backward.
         balance: saved activations move between the stages of a pair.
+        swaps: saved activations move to the host and back.
         splits_backward: backwards are computed in halves, I and W.
         tied_embeddings: the first and another stage share an embedding.
         tied_stage: that other stage; None: the last.
@@ -129,6 +130,7 @@ class PipelineSchedule(Tied, ABC):
     residency: Residency | None
     recompute: bool
     balance: bool
+    swaps: bool
     splits_backward: bool
     data_parallel: bool
     provisional_microbatches: int | None
@@ -198,6 +200,11 @@ class PipelineSchedule(Tied, ABC):
     def first_settled_batch(self) -> int:
         """The first batch of a run from which on batches use versions of a constant age in batches."""
         return self.weights.first_settled_batch
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether saved activations may leave their stages, for a pair rank or for the host."""
+        return self.balance or self.swaps
 
     def accepts(self, num_microbatches: int) -> bool:
         """Whether `validate` accepts a batch of this size."""

@@ -142,6 +142,10 @@ class ProgramSchedule(PipelineSchedule):
         return any(self.program.num_evictions)
 
     @property
+    def swaps(self) -> bool:
+        return any(self.program.num_offloads)
+
+    @property
     def splits_backward(self) -> bool:
         return any(each.kind in HALVES for row in self.program.rows for each in row)
 

@@ -34,7 +34,7 @@ from megatron.pipeline.schedules.order import (
 )
 from megatron.pipeline.schedules.orders import MERGED, ORDERS, PRESETS
 from megatron.pipeline.schedules.passes import Segments
-from megatron.pipeline.schedules.passes.activations import add_balance, add_recompute
+from megatron.pipeline.schedules.passes.activations import add_balance, add_recompute, add_swaps
 from megatron.pipeline.schedules.passes.communication import add_communication
 from megatron.pipeline.schedules.passes.residency import add_host_updates, add_residency, add_stash
 from megatron.pipeline.schedules.passes.updates import add_predictions, add_updates, set_versions
@@ -66,6 +66,8 @@ class Schedule(PipelineSchedule):
         extra_warmup: start twice as many forwards ahead, to hide transfers (only for order 1f1b).
         balance: move saved activations between the stages of a pair, so that all stages save about as much (BPipe).
             Frozen stages save nothing and take no part.
+        most_on_device: the most microbatches that a rank saves on its device, over all its stages; the others wait on
+            the host. None: all stay.
         tied_embeddings: the first and another stage share an embedding, so their gradients of it are added up.
         tied_stage: that other stage; None: the last.
         data_parallel: the pipeline has replicas, so gradients are reduced over them.
@@ -96,6 +98,7 @@ class Schedule(PipelineSchedule):
     recompute: bool = False
     extra_warmup: bool = False
     balance: bool = False
+    most_on_device: int | None = None
     tied_embeddings: bool = False
     tied_stage: int | None = None
     data_parallel: bool = False
@@ -213,6 +216,10 @@ class Schedule(PipelineSchedule):
         return self._saved.evicting_ranks(batches)
 
     @property
+    def swaps(self) -> bool:
+        return self.most_on_device is not None
+
+    @property
     def splits_backward(self) -> bool:
         return self._order.splits_backward
 
@@ -327,6 +334,8 @@ class Schedule(PipelineSchedule):
         ordered = [self._order_segments(rank, extent) for rank in range(self.num_ranks)]
         if self.balance:
             ordered = add_balance(ordered, extent, bounds_of_ranks(self._order))
+        elif self.most_on_device is not None:
+            ordered = [add_swaps(segments, self.most_on_device) for segments in ordered]
         return [_with_updates(segments, rank, extent) for rank, segments in enumerate(ordered)]
 
     def _order_segments(self, rank: int, extent: Extent) -> Segments:
@@ -352,7 +361,9 @@ class Schedule(PipelineSchedule):
     @property
     def _saved(self) -> SavedBounds:
         offloads = self.residency is not None and self.residency.stashes_on_host
-        return SavedBounds(self._order, self.rank_of_stage, self.balance, self.weights, offloads)
+        return SavedBounds(
+            self._order, self.rank_of_stage, self.balance, self.weights, offloads, self.most_on_device
+        )  # fmt: skip
 
 
 _SHARED = sorted({each.name for each in fields(Extent)} & {each.name for each in fields(Schedule)})

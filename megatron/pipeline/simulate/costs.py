@@ -43,6 +43,7 @@ class Costs:
             several stages takes the sum, unless its weights live on the host.
         offload, reload: with inputs on the host, time for which the copy of a microbatch's input to the host, or back
             to its stage, occupies its lane; default of `reload`: `offload`.
+        swap_out, swap_in: the same for the saved activations of a microbatch; default of `swap_in`: `swap_out`.
         fetch, store, update: with weights on the host, times for which the copy of a stage's weights to the device, the
             copy of its gradients to the host, and its update by the host's optimizer occupy their lanes.
         reduce_embed, reduce_norm: times of these reductions after all members have reached them; the reduction of
@@ -73,6 +74,8 @@ class Costs:
     update: PerStage = 0.0
     offload: PerStage = 0.0
     reload: PerStage | None = None
+    swap_out: PerStage = 0.0
+    swap_in: PerStage | None = None
     others: Mapping[str, PerStage] = field(default_factory=dict, hash=False)
 
     def seconds(self, num_stages: int) -> dict[Kind, list[float]]:
@@ -127,7 +130,9 @@ class Costs:
 
 _HALVES = "backward_input", "backward_weight"
 _NAMES = tuple(dict.fromkeys(word.cost for word in WORDS.values() if word.cost not in ("backward", *_HALVES)))
-_DEFAULTS = {"recompute": "forward", "load": "evict", "reload": "offload", "predict": "step"}
+_DEFAULTS = {
+    "recompute": "forward", "load": "evict", "reload": "offload", "swap_in": "swap_out", "predict": "step",
+}  # fmt: skip
 
 
 def spread(name: str, value: PerStage, count: int) -> list[float]:

@@ -33,7 +33,6 @@ from megatron.pipeline.program.instruction import (
     BUSY,
     COMPUTATIONS,
     ENDS_BACKWARD,
-    HOST_WORDS,
     WORDS,
     Kind,
 )
@@ -120,7 +119,7 @@ class _RankEvents:
         self.spans = list(zip(timeline.rows[rank], timeline.starts[rank], timeline.ends[rank], strict=True))
 
     def curve(self) -> MemoryCurve:
-        if any(each.kind in HOST_WORDS for each, _, _ in self.spans):
+        if any(each.kind is Kind.FETCH for each, _, _ in self.spans):
             staying = {"optimizer": [(self.start, 0.0)], "weights": self._resident(), "gradients": self._passing()}
         else:
             staying = {

@@ -282,10 +282,11 @@ def _words(problem: Problem, found: _Found) -> tuple[Words, int]:
     for queue, at in enumerate(found.offsets):
         cycle, rest = divmod(at / period + ROUNDING, 1.0)
         kind, stage = problem.queues[queue]
-        back = turn[problem.number_of[problem.begins_backward, stage]]
-        of_kind = {Kind.RECOMPUTE: back - 0.5, Kind.BACKWARD_WEIGHT: len(turn)}.get(kind, turn.get(queue))
+        on_path = turn.get(queue, len(turn))  # a W is behind all others
+        if kind is Kind.RECOMPUTE:
+            on_path = turn[problem.number_of[problem.begins_backward, stage]] - 0.5
         cycles.append(int(cycle))
-        places.append((round(rest, 9), of_kind))
+        places.append((round(rest, 9), on_path))
     num_batches = math.ceil((max(cycles) + 1) / problem.num_microbatches) + _AFTER
     number, words = num_batches * problem.num_microbatches, []
     for own in problem.queues_of_rank:

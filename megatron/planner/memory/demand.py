@@ -36,6 +36,7 @@ class Demand:
         repeats_update: predictions take the last update again, for which a step copies what it steps.
         receives_ahead: by rank, receives that are posted and not yet used.
         evicts, accepts: by rank, whether activations move away from the rank, or to it.
+        on_host: by rank, microbatches of all its stages whose saved activations are on the host; empty: none.
         boundaries: by rank, if weights live on the host: tensors between stages on the device that wait for another
             stage of the rank or for their recompute; else empty.
         moments: by rank, if backwards are split: the moments that no other moment dominates in all numbers; else empty.
@@ -55,6 +56,7 @@ class Demand:
     receives_ahead: tuple[int, ...]
     evicts: tuple[bool, ...]
     accepts: tuple[bool, ...]
+    on_host: tuple[int, ...] = ()
     boundaries: tuple[int, ...] = ()
     moments: tuple[tuple[Moment, ...], ...] = ()
     num_frozen: int = 0

@@ -167,6 +167,7 @@ class RankMemory:
         bytes_per_microbatch: bytes that the largest stage of the rank saves of one microbatch.
         parts: bytes on the GPU by part.
         host: bytes in the host's memory, if weights live there.
+        swapped: bytes of saved activations in the host's memory.
     """
 
     rank: int
@@ -177,6 +178,7 @@ class RankMemory:
     bytes_per_microbatch: float
     parts: MemoryParts
     host: HostParts | None = None
+    swapped: float = 0.0
 
     @property
     def total(self) -> float:
@@ -222,7 +224,7 @@ def estimate_memory(
     if counts_communicators:
         communicators = communicator_bytes(
             demand.rank_of_stage, tensor=setting.tensor, data=state.data, tied_embeddings=shape.shares_embedding,
-            sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.evicts),
+            sums_over_tensor=setting.sequence_parallel or shape.qk_norm, moves=any(demand.accepts),
             tied_stages=shape.tied_stages(len(layers)),
         )  # fmt: skip
     result = []
@@ -235,7 +237,8 @@ def estimate_memory(
         sides = _num_sides(stages, demand.rank_of_stage)
         unread = demand.unread[rank] if demand.num_frozen else 0
         trained = [stage for stage in stages if stage >= demand.num_frozen]
-        moving = max((saved[stage] for stage in trained), default=0.0) if demand.evicts[rank] else 0.0
+        largest_saved = max((saved[stage] for stage in trained), default=0.0)
+        moving = largest_saved if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies, predicts = 0.0, demand.predicts[rank]
         if state.owns_parameters:
@@ -293,9 +296,10 @@ def estimate_memory(
                 layers=tuple(layers[stage] for stage in stages),
                 num_parameters=count,
                 saved_microbatches=demand.saved_on_rank[rank],
-                bytes_per_microbatch=max((saved[stage] for stage in trained), default=0.0),
+                bytes_per_microbatch=largest_saved,
                 parts=parts,
                 host=host,
+                swapped=demand.on_host[rank] * largest_saved if demand.on_host else 0.0,
             )
         )
     return tuple(result)
@@ -401,4 +405,5 @@ def memory_as_dict(rank: RankMemory) -> dict:
         "bytes_per_microbatch": rank.bytes_per_microbatch,
         **{f"{part.name}_bytes": getattr(rank.parts, part.name) for part in fields(MemoryParts)},
         "total_bytes": rank.total,
+        "activations_on_host": rank.swapped,
     }

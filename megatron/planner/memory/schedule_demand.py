@@ -84,7 +84,10 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
     """The demand of a training program that has been proved."""
     ranks = range(program.num_ranks)
     versions = report.live_versions or (1,) * program.num_stages
-    evicts = [any(report.evicted_microbatches[stage] for stage in program.stages_of(rank)) for rank in ranks]
+    evicts, swaps = (
+        [any(moved[stage] for stage in program.stages_of(rank)) for rank in ranks]
+        for moved in (report.evicted_microbatches, report.swapped_microbatches)
+    )
     return Demand(
         rank_of_stage=program.rank_of_stage,
         saved_microbatches=report.peak_saved_microbatches,
@@ -97,7 +100,8 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         predicts=(program.weights.predicts,) * program.num_ranks,
         repeats_update=program.provisional_microbatches == 0,
         receives_ahead=tuple(_receives_ahead(program, rank) for rank in ranks),
-        evicts=tuple(evicts),
+        evicts=tuple(map(any, zip(evicts, swaps, strict=True))),
+        on_host=report.peak_on_host,
         accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
         moments=tuple(moments_of(program.rows[rank], program.stages_of(rank)) for rank in ranks)
@@ -221,7 +225,7 @@ def _ends_of_ties(schedule: Schedule) -> set[int]:
 def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) -> Demand:
     rule, num_ranks, receives = schedule.weights, schedule.num_ranks, RECEIVES[schedule.order_class]
     batches = rule.full_batches(num_microbatches, 2 * num_ranks + 1)
-    plain = replace(schedule, balance=False)
+    plain = replace(schedule, balance=False, most_on_device=None)
     own, own_on_rank = plain.max_saved_microbatches(batches), plain.max_saved_on_rank(batches)
     evicting = set(schedule.evicting_ranks(batches))
     accepting = {schedule.pairs.of_rank(rank) for rank in evicting}
@@ -231,6 +235,7 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         bounds = own_on_rank = tuple(map(min, together, bounds))
     # An accepting rank holds the excess of its pair, and one more microbatch while an eviction and a load cross.
     excess = {schedule.pairs.of_rank(rank): own_on_rank[rank] - bounds[rank] + 1 for rank in evicting}
+    away = tuple(own - most if schedule.swaps else 0 for own, most in zip(own_on_rank, bounds, strict=True))
     on_rank = tuple(min(bounds[rank], own_on_rank[rank] + excess.get(rank, 0)) for rank in range(num_ranks))
     return Demand(
         rank_of_stage=schedule.rank_of_stage,
@@ -252,7 +257,8 @@ def _demand(schedule: Schedule, num_microbatches: int, holds: tuple[bool, ...]) 
         predicts=(rule.predicts,) * num_ranks,
         repeats_update=schedule.provisional_microbatches == 0,
         receives_ahead=tuple(0 if num_ranks == 1 else receives(schedule, rank) for rank in range(num_ranks)),
-        evicts=tuple(rank in evicting for rank in range(num_ranks)),
+        evicts=tuple(rank in evicting or away[rank] > 0 for rank in range(num_ranks)),
+        on_host=away,
         accepts=tuple(rank in accepting for rank in range(num_ranks)),
         boundaries=_boundaries(schedule, num_microbatches),
         moments=_moments(schedule, num_microbatches),
@@ -319,7 +325,7 @@ def _may_stay_below(schedule: Schedule, num_microbatches: int) -> bool:
     if schedule.splits_backward and num_microbatches < 2 * schedule.num_ranks:
         return True
     is_tight = schedule.num_virtual_stages == 1 and num_microbatches >= 2 * schedule.num_ranks
-    return schedule.num_ranks == 2 or (schedule.balance and not is_tight)
+    return schedule.num_ranks == 2 or schedule.swaps or (schedule.balance and not is_tight)
 
 
 def _without_closed_form(schedule: Schedule, num_microbatches: int) -> Demand:

@@ -165,6 +165,12 @@ def _program_lines(result: DryRun) -> list[str]:
             f"evicted microbatches by stage, in {report.num_batches} batches: "
             f"{', '.join(map(str, report.evicted_microbatches))}"
         )
+    if any(report.swapped_microbatches):
+        most = max(result.memory, key=lambda rank: rank.swapped)
+        lines.append(
+            f"saved microbatches on the host by rank: {', '.join(map(str, report.peak_on_host))}, at most "
+            f"{most.swapped / GIB:.2f} GiB ({result.place(most.rank)})"
+        )
     return lines
 
 

@@ -111,6 +111,6 @@ def test_what_is_kept_of_a_row_is_enough(stash: str):
     (row,) = schedule.build((2,) * 6).rows
     order = LaneOrder(4)
     for number, instruction in enumerate(row):
-        kept = order.still_awaited()
+        kept = set(order.still_awaited())
         assert set(order.awaited(instruction)) <= kept and len(kept) <= 4 * 4 + 2 + 4 * (stash == "host")
         assert number not in kept

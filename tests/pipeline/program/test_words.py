@@ -19,6 +19,7 @@ from megatron.pipeline.program.instruction import (
     REDUCTIONS,
     SENDS,
     STASH_WORDS,
+    SWAPS,
     UPDATES,
     WORDS,
     Kind,
@@ -43,7 +44,8 @@ def test_every_word_has_a_row():
     assert set(Kind) == COMPUTATIONS | SENDS | RECEIVES | MOVES | UPDATES | STASH_WORDS
     assert OWN_UPDATES == BUSY - COMPUTATIONS
     assert UPDATES - OWN_UPDATES == REDUCTIONS | (HOST_WORDS - STASH_WORDS)
-    assert {Kind.OFFLOAD, Kind.RELOAD} == STASH_WORDS < HOST_WORDS
+    assert {Kind.OFFLOAD, Kind.RELOAD} | SWAPS == STASH_WORDS < HOST_WORDS
+    assert {Kind.SWAP_OUT, Kind.SWAP_IN} == SWAPS
     assert not REDUCTIONS & HOST_WORDS
     assert {Kind.STEP, Kind.VALIDATE, Kind.ROLLBACK, Kind.HOLD, Kind.PREDICT} == OWN_UPDATES
     assert {Kind.STEP, Kind.VALIDATE, Kind.ROLLBACK, Kind.PREDICT} == AWAITS_REDUCTIONS
@@ -73,10 +75,11 @@ def test_rows_are_complete():
 
 
 def test_who_waits_for_the_host():
-    """Computations wait for their weights, recomputes for their inputs, too; in the background both are carried out."""
+    """Computations wait for their weights, and for what has left and comes back; both are carried out in lanes."""
     weights = dict.fromkeys(COMPUTATIONS, (Kind.FETCH,))
-    inputs = {Kind.RECOMPUTE: (Kind.FETCH, Kind.RELOAD)}
-    assert {kind: kind.row.awaits for kind in COMPUTATIONS} == weights | inputs
+    saved = dict.fromkeys(BEGINS_BACKWARD, (Kind.FETCH, Kind.SWAP_IN))
+    inputs = {Kind.RECOMPUTE: (Kind.FETCH, Kind.RELOAD, Kind.SWAP_IN)}
+    assert {kind: kind.row.awaits for kind in COMPUTATIONS} == weights | saved | inputs
     assert all(other.row.lane is not Lane.COMPUTE for word in WORDS.values() for other in word.awaits)
 
 

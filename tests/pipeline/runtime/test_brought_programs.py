@@ -12,7 +12,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW, WeightPolicy
 from megatron.pipeline.schedules import ProgramSchedule, Schedule
 from tests import workers
-from tests.pipeline.brought_programs import hurried
+from tests.pipeline.brought_programs import hurried, swapped
 from tests.pipeline.made_up_programs import Habits, rows_of
 from tests.pipeline.runtime.stages.module import reference
 from tests.pipeline.runtime.stages.module.reference import Training
@@ -45,18 +45,21 @@ def run_all(programs: list[Program], drains: list[tuple[int, ...]]) -> list:
     for program, where in zip(programs, drains, strict=True):
         schedule = ProgramSchedule.of(program)
         with mock.patch.object(Schedule, "preset", lambda *_, schedule=schedule, **__: schedule):
-            outcomes.append(run("", Training(batches=(program.batches[0],) * NUM_RUN), drains=where, evaluate=3))
+            training = Training(batches=(program.batches[0],) * NUM_RUN)
+            outcomes.append(run("", training, drains=where, evaluate=3, moves_activations=schedule.swaps))
     return outcomes
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("delay", POLICIES)
 def test_any_program_trains_as_one_process(delay):
-    """Eight orders, with their receives and steps at places of the passes or earlier; no message is left over."""
+    """Eight orders, with their receives and steps at places of the passes or earlier, and half of them with activations
+    that wait on the host; no message is left over.
+    """
     programs, drains = [], []
     for seed in range(8):
         program = ProgramSchedule.of(made_up(100 * delay + seed, delay)).program
-        programs.append(_hurried_if_right(program) if seed % 2 else program)
+        programs.append(_hurried_if_right(program) if seed % 2 else _swapped_if_right(program, ahead=1 + seed % 3))
         drains.append(tuple(sorted(random.Random(seed).sample(range(NUM_RUN), 2))))
     ranks = workers.run(2, f"{__name__}:run_all", programs=programs, drains=drains)
     for program, *outcomes in zip(programs, *ranks, strict=True):
@@ -74,6 +77,18 @@ def _hurried_if_right(program: Program) -> Program:
     moved = hurried(program)
     try:
         check(moved)
+    except ProgramError:
+        return program
+    return moved
+
+
+def _swapped_if_right(program: Program, *, ahead: int) -> Program:
+    """The program with swaps; without them where its batches do not repeat with every second microbatch."""
+    from megatron.pipeline.check import ProgramError
+
+    moved = swapped(program, ahead=ahead)
+    try:
+        ProgramSchedule.of(moved)
     except ProgramError:
         return program
     return moved

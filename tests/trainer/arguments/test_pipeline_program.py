@@ -54,6 +54,7 @@ def test_layers_follow_the_stages_of_the_file(text, flags, num_layers, split, tm
         (TORCH, f"{FITS} --pipeline-schedule flush", 2, "--pipeline-schedule flush: the program of"),
         (TORCH, f"{FITS} --num-virtual-stages-per-pipeline-rank 2", 2, "says how many stages each rank has"),
         (TORCH, f"{FITS} --balance-activations", 2, "--balance-activations: the program of"),
+        (TORCH, f"{FITS} --pipeline-offload-activations 3", 2, "says which activations wait on the host"),
         (TORCH, f"{FITS} --pipeline-extra-warmup", 2, "says how far ahead each rank runs"),
         (TORCH, f"{FITS} --freeze-training --freeze-interval 2", 2, "--freeze-training: the program of"),
         (TORCH, f"{FITS} --elastic-pipeline --freeze-interval 2", 2, "--elastic-pipeline: the program of"),

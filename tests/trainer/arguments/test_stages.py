@@ -56,6 +56,37 @@ def test_schedules_that_cannot_balance_refuse_it(flags, reason):
         arguments(f"{flags} --balance-activations", world_size=4)
 
 
+HOST = "--pipeline-offload-activations"
+
+
+def test_a_bound_on_the_device():
+    """The flag is the schedule's bound; where no rank has more, a note says so."""
+    args = arguments(f"{HOST} 3 --pipeline-model-parallel-size 4", world_size=4)
+    assert args.moves_activations
+    assert args.schedule == Schedule.preset("flush", num_stages=4, most_on_device=3, tied_embeddings=True)
+    notes = validate_args(parse_args(argv(f"{HOST} 4 --pipeline-model-parallel-size 4")), world_size=4)
+    assert any(each.startswith(f"{HOST} 4 has nothing to move with these stages and batches") for each in notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (f"{HOST} 2", f"{HOST} 2 must be at least 3"),
+        (f"{HOST} 3 --pipeline-schedule zb-h1", "zb-h1 computes backwards in halves"),
+        (f"{HOST} 3 --pipeline-schedule bpipe", "not both"),
+        (f"{HOST} 3 --pipeline-schedule l2l", "set the stash of the residency instead"),
+        (
+            f"{HOST} 3 --untie-embeddings-and-output-weights --freeze-training --freeze-interval 2",
+            "is for stages that are trained to the end",
+        ),
+    ],
+    ids=["two", "halves", "bpipe", "l2l", "freezing"],
+)
+def test_what_does_not_go_with_a_bound_on_the_device(flags, reason):
+    with pytest.raises(ValueError, match=reason):
+        arguments(f"{flags} --pipeline-model-parallel-size 4", world_size=4)
+
+
 V = "--num-virtual-stages-per-pipeline-rank"
 LAYOUT = "--pipeline-model-parallel-layout"
 FURTHER = "--mtp-num-layers 1 --position-embedding-type none"

@@ -1,6 +1,7 @@
 """`--dry-run`: a job for a cluster is checked by one process, and refused for what would stop it there."""
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -58,6 +59,21 @@ def test_job_that_is_right(dry):
     assert found["placement"]["ranks_by_slot"][:8] == [0, 1, 2, 3, 28, 29, 30, 31]
     assert found["program"]["num_ranks"] == 8 and any(found["program"]["evicted_microbatches"])
     assert sum(rank["num_parameters"] for rank in found["memory"]) * 4 == pytest.approx(96.8e9, rel=0.01)
+
+
+def test_activations_on_the_host_are_counted(dry):
+    """The device holds three microbatches of a rank, as asked, and the host says how many bytes of the others."""
+    _, _, _, plain = dry(GPT3_96B)
+    status, out, err, found = dry(f"{GPT3_96B} --pipeline-offload-activations 3")
+    assert (status, err) == (0, "")
+    assert [rank["saved_microbatches"] for rank in found["memory"]] == [3, 3, 3, 3, 3, 3, 2, 1]
+    assert found["memory"][0]["activations_bytes"] == plain["memory"][0]["activations_bytes"] * 3 / 8
+    said = re.search(r"on the host by rank: 7, 6, 5, 4, 2, 0, 0, 0, at most ([0-9.]+) GiB \(stage [0-9]\)", out)
+    largest = max(rank["activations_on_host"] for rank in found["memory"])
+    assert float(said[1]) == pytest.approx(largest / 2**30, abs=0.01) and largest > 0
+    assert not any(rank["activations_on_host"] for rank in plain["memory"])
+    _, out, _, _ = dry(f"{GPT3_96B} --pipeline-offload-activations 8")
+    assert "note: --pipeline-offload-activations 8 has nothing to move" in out
 
 
 def test_one_of_each_is_no_plural(dry):

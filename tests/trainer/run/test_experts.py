@@ -185,7 +185,7 @@ def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers
         ("--num-experts 4 --elastic-pipeline", "layers with experts are not moved to another pipeline; leave it out"),
         (
             "--num-experts 4 --pipeline-model-parallel-size 4 --pipeline-schedule bpipe",
-            "is of another size in each microbatch, and is not moved to another rank; add",
+            "is of another size in each microbatch, and cannot leave the device; add",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from megatron.pipeline.program.edges import v
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
-from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, TORCH, WHOLE, hurried_2bw, written
+from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, SWAPS, TORCH, WHOLE, hurried_2bw, swapped, written
 from tests.trainer.run.run_case import joined_weights, table, train
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
@@ -22,6 +22,8 @@ PROGRAMS = {  # flags of the single process
     "torch": (TORCH, FOUR),
     "whole": (WHOLE, FOUR),
     "hurried": (hurried_2bw(), f"{FOUR} {TWO_BW}"),
+    "swaps": (SWAPS, FOUR),
+    "swaps, 2bw": (swapped(Schedule.preset("2bw", num_stages=2).build((4,) * 4)).to_csv(), f"{FOUR} {TWO_BW}"),
 }
 
 
@@ -90,6 +92,21 @@ def test_a_program_agrees_with_one_process(num_ranks, text, model, layout, tmp_p
     model = f"{model} --global-batch-size {4 * (num_ranks // 2 if 'distributed' in layout else 1)}"
     pipeline = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, text)}"
     check(num_ranks, model, f"{pipeline} {layout}", exact=False, without=TWO_BW)
+
+
+BOUNDED = {
+    "gpipe": (2, f"{EXACT} --global-batch-size 6", "--pipeline-schedule gpipe"),
+    "2bw": (4, f"{EXACT} {TWO_BW} --global-batch-size 8", ""),
+    "clipped, recompute": (2, f"{EXACT} --global-batch-size 6", "--pipeline-schedule gpipe --pipeline-recompute"),
+}
+
+
+@table("num_ranks, model, layout", BOUNDED, usual=1)
+def test_what_waits_on_the_host_changes_no_number(num_ranks, model, layout, capfd):
+    """A bound of three microbatches on each device is bit-equal to one process, whose device holds them all."""
+    layout += f" --pipeline-model-parallel-size {num_ranks} --pipeline-offload-activations 3"
+    check(num_ranks, model, layout, exact=True)
+    assert "nothing to move" not in capfd.readouterr().out
 
 
 THREE = """\

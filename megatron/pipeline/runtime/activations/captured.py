@@ -317,6 +317,8 @@ class CapturedActivations:
     def evict(self, microbatch: int) -> Eviction:
         """Begin to move the saved tensors of `microbatch`. `Eviction.pack` copies them, uint8 [layout.buffer_bytes].
 
+        A buffer that is given to `pack` may lie on another device; without one it takes one of the pool.
+
         Raises ValueError if the microbatch's layout differs from the stage's. Raises RuntimeError if the microbatch is
         evicted already, or before the stage's second forward.
         """
@@ -333,10 +335,12 @@ class CapturedActivations:
         made = self._streams.record()
         held: list[Tensor] = []
 
-        def pack() -> Tensor:
+        def pack(buffer: Tensor | None = None) -> Tensor:
             self._streams.wait(made)
-            buffer = self._memory.take_buffer(saved.layout.buffer_bytes, instead_of=(self._stage, microbatch))
+            if buffer is None:
+                buffer = self._memory.take_buffer(saved.layout.buffer_bytes, instead_of=(self._stage, microbatch))
             left = saved.evict(buffer)
+            self._memory.drop(self._stage, microbatch)
             if self._streams.runs_ahead:
                 held.extend(left)
             return buffer

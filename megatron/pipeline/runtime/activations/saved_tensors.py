@@ -75,7 +75,7 @@ class ActivationLayout:
         raise ValueError(
             f"{what} saves {other.saved_bytes} bytes in {len(other.spans)} pieces, the stage's first evicted "
             f"microbatch {self.saved_bytes} bytes in {len(self.spans)} (piece {first} differs first); moved "
-            "activations need microbatches of one shape, so keep the sequence length fixed or do not balance"
+            "activations need microbatches of one shape, so keep the sequence length fixed or move none"
         )
 
 
@@ -236,9 +236,9 @@ class SavedTensors:
     def evict(self, buffer: Tensor) -> list[Tensor]:
         """Copy the tensors that move into `buffer`, and drop them. Call `leave` before.
 
-        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device; on CUDA the current stream copies. Returns the
-        dropped tensors, which the caller holds until the copies are made. Raises RuntimeError if a tensor was changed
-        in place after it had been saved.
+        `buffer`: uint8 [layout.buffer_bytes] on the tensors' device or the host; on CUDA the current stream copies.
+        Returns the dropped tensors, which the caller holds until the copies are made. Raises RuntimeError if a tensor
+        was changed in place after it had been saved.
         """
         assert self._is_evicted, "`leave` comes first"
         self._require_fit(buffer)

@@ -132,13 +132,13 @@ class Eviction:
 
     Attributes:
         num_bytes: the size of the packed activations, equal for all microbatches of a stage.
-        pack: copies the activations into a buffer of the rank's pool, uint8 [num_bytes], and frees them. Call it once,
-            on any thread. Computations may run meanwhile.
+        pack: copies the activations into a given buffer, or into one of the rank's pool, uint8 [num_bytes], frees them,
+            and returns the buffer. Call it once, on any thread. Computations may run meanwhile.
         held: `pack` fills it with tensors from which the device may still copy. Drop the list to free them.
     """
 
     num_bytes: int
-    pack: Callable[[], Tensor]
+    pack: Callable[..., Tensor]
     held: list[Tensor] = field(default_factory=list)
 
 

@@ -21,15 +21,17 @@ the lanes.
 The main thread allocates and frees at fixed places of its row, and not when a copy happens to end. So memory follows
 from the program, and on CUDA all blocks are allocated and freed in the order of one stream. An offloaded input is
 therefore held on the device until a computation has waited for its OFFLOAD or for a later one of the lane. A host
-buffer is reused after a computation has waited for the RELOAD from it.
+buffer is reused after a computation has waited for the RELOAD from it. `HostStash` has what saved activations need, too
+(`activation_stash`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -119,19 +121,19 @@ class RelayLedger:
 _Key = tuple[int, int]  # stage, microbatch
 
 
-class InputStash:
-    """The stash of one rank.
+class HostStash:
+    """What of a rank's microbatches waits on the host; a class of it says what that is.
 
     All calls come from the main thread, except that the lanes call the functions that `offload` and `reload` return.
 
     Args:
-        saved: counts the microbatches whose inputs are on the device.
-        device: the device of the inputs.
+        saved: counts the microbatches that are saved on the device.
+        device: the device of what is saved.
         ledger: counts the bytes of reloaded inputs and of host buffers; None: they are not counted.
 
     Attributes:
-        num_offloaded, num_bytes_offloaded: the number and the bytes of the inputs that have been offloaded.
-        num_buffers: the number of host buffers, each for one input.
+        num_offloaded, num_bytes_offloaded: the number and the bytes of the copies to the host so far.
+        num_buffers: the number of host buffers, each for one microbatch at a stage.
     """
 
     def __init__(
@@ -143,41 +145,22 @@ class InputStash:
         self._make = streams_of(self._device).host_buffer
         self._ledger = ledger
         self._free: dict[int, list[Tensor]] = {}  # bytes -> free host buffers of as many
-        self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # of offloaded inputs: host buffer, and its part in use
-        # Each input on the device is in its own list, and a copy refers to the list. So the main thread frees an input
-        # by emptying the list, even while the thread of a lane still refers to the copy.
-        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # inputs being offloaded, in the order of the lane
-        self._coming: dict[_Key, list[Tensor]] = {}  # inputs being reloaded
+        self._away: dict[_Key, tuple[Tensor, Tensor]] = {}  # of what has left: host buffer, and its part in use
+        # What is on the device is in a list, and a copy refers to the list. So the main thread frees it by emptying the
+        # list, even while the thread of a lane still refers to the copy.
+        self._leaving: deque[tuple[_Key, list[Tensor]]] = deque()  # what is being copied, in the order of the lane
+        self._coming: dict[_Key, list[Tensor]] = {}  # what is being copied back
 
-    def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Take the input of a microbatch from the stage. Return the copy to the host, to be called in its lane."""
-        key, input = (stage.index, microbatch.index), stage.release_input(microbatch)
-        whole = self._take(input.nbytes)
-        buffer = whole[: input.nbytes].view(input.dtype).view(input.shape)
-        self._away[key] = whole, buffer
-        place = [input]
-        self._leaving.append((key, place))
-        self.num_offloaded += 1
-        self.num_bytes_offloaded += input.nbytes
-        del input
-        return lambda: _copy(place[0], buffer)
-
-    def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
-        """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
-        key = stage.index, microbatch.index
-        assert key in self._away, f"the input of microbatch {key[1]} has never left stage {key[0]}"
-        _, buffer = self._away[key]
-        self._saved.add(stage.index)
-        place = self._coming[key] = [torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device)]
-        if self._ledger is not None:
-            self._ledger.note_on_device(place[0])
-        return lambda: _copy(buffer, place[0])
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of all host buffers, free ones included."""
+        in_use = sum(whole.nbytes for whole, _ in self._away.values())
+        return in_use + sum(size * len(free) for size, free in self._free.items())
 
     def note_awaited(self, word: Instruction) -> None:
-        """Free the inputs whose OFFLOAD is known to be done, since a computation has waited for `word`.
+        """Free what is known to have been copied to the host, since a computation has waited for `word`.
 
-        `word` is an OFFLOAD or a RELOAD; other instructions are ignored. The OFFLOADs before it in the lane are done,
-        too.
+        `word` is a word of the stash; other instructions are ignored. The copies before it in the lane are done, too.
         """
         key = word.stage, word.microbatch
         if word.kind in STASH_WORDS and any(each == key for each, _ in self._leaving):
@@ -185,26 +168,49 @@ class InputStash:
             while left != key:
                 left, place = self._leaving.popleft()
                 place.clear()
-                self._saved.remove(left[0])
+                self._left(left[0])
 
-    def restore(self, stage: Stage, microbatch: Microbatch) -> None:
-        """Give the reloaded input, if there is one, to the stage. Called after its RELOAD, before its recompute."""
-        key = stage.index, microbatch.index
-        place = self._coming.pop(key, None)
-        if place is not None:
-            whole, _ = self._away.pop(key)
-            self._free.setdefault(whole.nbytes, []).append(whole)
-            stage.restore_input(microbatch, place.pop())
+    def _left(self, stage: int) -> None:
+        """Called where something of a microbatch at a stage is known to have left."""
+
+    def end_backward(self, stage: int, microbatch: int) -> None:
+        """Called behind the backward of a microbatch, or behind its input half."""
 
     def require_empty(self) -> None:
-        """Assert that no input is on the host or being copied. Called while drained."""
-        assert not (self._away or self._leaving or self._coming), f"inputs {list(self._away)} are still away"
+        """Assert that nothing is on the host or being copied. Called while drained."""
+        assert not (self._away or self._leaving or self._coming), f"microbatches {list(self._away)} are still away"
+
+    def _send(self, key: _Key, place: list[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory for a microbatch, with this shape and type. `place`: what the copy reads and frees."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        whole = self._take(num_bytes)
+        buffer = whole[:num_bytes].view(dtype).view(shape)
+        self._away[key] = whole, buffer
+        self._leaving.append((key, place))
+        self.num_offloaded += 1
+        self.num_bytes_offloaded += num_bytes
+        return buffer
+
+    def _fetch(self, key: _Key) -> tuple[Tensor, list[Tensor]]:
+        """Return the host memory of a microbatch, and the list for its copy on the device."""
+        assert key in self._away, f"microbatch {key[1]} has never left stage {key[0]}"
+        self._coming[key] = []
+        return self._away[key][1], self._coming[key]
+
+    def _arrived(self, key: _Key) -> Tensor | None:
+        """Return the copy of a microbatch that has come back, and free its host memory; None if nothing has."""
+        place = self._coming.pop(key, None)
+        if place is None:
+            return None
+        whole, _ = self._away.pop(key)
+        self._free.setdefault(whole.nbytes, []).append(whole)
+        return place.pop()
 
     def _take(self, num_bytes: int) -> Tensor:
         """Return a host buffer of at least `num_bytes`.
 
-        A new one takes the place of a free one that is too small, so there are never more than inputs on the host at
-        once, and none is larger than the largest input.
+        A new one takes the place of a free one that is too small, so there are never more than microbatches on the
+        host at once, and none is larger than the largest of them.
         """
         sizes = sorted(size for size, free in self._free.items() if free)
         fitting = next((size for size in sizes if size >= num_bytes), None)
@@ -222,5 +228,35 @@ class InputStash:
         return buffer
 
 
-def _copy(source: Tensor, target: Tensor) -> None:
+class InputStash(HostStash):
+    """The inputs of microbatches, for OFFLOAD and RELOAD."""
+
+    def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
+        """Take the input of a microbatch from the stage. Return the copy to the host, to be called in its lane."""
+        input = stage.release_input(microbatch)
+        place = [input]
+        buffer = self._send((stage.index, microbatch.index), place, input.shape, input.dtype)
+        del input
+        return lambda: copy(place[0], buffer)
+
+    def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
+        """Allocate the input on the device again. Return the copy from the host, to be called in its lane."""
+        buffer, place = self._fetch((stage.index, microbatch.index))
+        self._saved.add(stage.index)
+        place.append(torch.empty(buffer.shape, dtype=buffer.dtype, device=self._device))
+        if self._ledger is not None:
+            self._ledger.note_on_device(place[0])
+        return lambda: copy(buffer, place[0])
+
+    def _left(self, stage: int) -> None:
+        self._saved.remove(stage)
+
+    def restore(self, stage: Stage, microbatch: Microbatch) -> None:
+        """Give the reloaded input, if there is one, to the stage. Called after its RELOAD, before its recompute."""
+        input = self._arrived((stage.index, microbatch.index))
+        if input is not None:
+            stage.restore_input(microbatch, input)
+
+
+def copy(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)

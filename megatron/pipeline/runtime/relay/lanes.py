@@ -174,7 +174,7 @@ class Lanes:
             self._posted[self._num_told] = posted
         self._num_told += 1
         if len(self._posted) > self._most_kept:
-            still = self._order.still_awaited()
+            still = frozenset(self._order.still_awaited())
             self._posted = {number: each for number, each in self._posted.items() if number in still}
             self._most_kept = 2 * len(self._posted) + 64
         return posted, awaited

@@ -195,8 +195,10 @@ class EmulatedStage:
         index = microbatch.index
         del self._saved[index]
 
-        def pack() -> Tensor:
-            buffer = self._memory.take_buffer(self._activation_bytes, instead_of=(self.index, index))
+        def pack(buffer: Tensor | None = None) -> Tensor:
+            if buffer is None:
+                buffer = self._memory.take_buffer(self._activation_bytes, instead_of=(self.index, index))
+            self._memory.drop(self.index, index)
             buffer[:8].view(torch.int64).fill_(index)
             return buffer
 

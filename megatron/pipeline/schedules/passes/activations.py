@@ -33,6 +33,10 @@ The acceptor requests its ends of all moves of a segment at the beginning of the
 after another in the background (see `program.lane_order`). So the acceptor is never late, and a move takes memory only
 after as much has been freed.
 
+**Swaps (`add_swaps`).** Keep at most a given number of microbatches on the device of a rank, and the others on the
+host, at the same places and chosen by the same rule, as if the host were the pair of the rank. What leaves is needed
+last, so it has the longest time on the host, and each copy has the time of one computation at least.
+
 **Recompute (`add_recompute`).** Recompute the activations of a microbatch from its stored input before its backward.
 R stands directly before the backward, so a stage holds the full activations of only one microbatch at a time. R needs
 no tensor from the next stage. So while the gradient of the output is on its way, the recompute runs, and only the
@@ -42,7 +46,15 @@ backward waits for the gradient.
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, MOVES, Instruction, Kind
+from megatron.pipeline.program.instruction import (
+    BEGINS_BACKWARD,
+    ENDS_BACKWARD,
+    MOVES,
+    OWN_MOVES,
+    SWAPS,
+    Instruction,
+    Kind,
+)
 from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.schedules.passes import Segment, Segments
 
@@ -83,7 +95,7 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
     balanced = [
         list(segments)
         if rank == partner or _has_room(segments, bounds[rank], pairs.num_frozen)
-        else _Evictor(segments, bounds[rank], pairs.num_frozen).segments()
+        else _Evictor(segments, bounds[rank], pairs.num_frozen, OWN_MOVES).segments()
         for rank, (partner, segments) in enumerate(zip(partners, segments_of_rank, strict=True))
     ]
     requests = [[_requests(segment, pairs) for segment in segments] for segments in balanced]
@@ -91,6 +103,21 @@ def add_balance(segments_of_rank: Sequence[Segments], extent: Extent, bounds: Se
         [request + segment for request, segment in zip(requests[partner], segments, strict=True)]
         for partner, segments in zip(partners, balanced, strict=True)
     ]
+
+
+def add_swaps(segments: Segments, most: int) -> Segments:
+    """Add the copies to the host and back that keep a rank within `most` saved microbatches.
+
+    Args:
+        segments: the segments of the rank, with computations only, as for `add_balance`.
+        most: the largest number of microbatches that the rank may hold on the device at any time.
+
+    Raises:
+        ValueError: `most` is too small for the order.
+    """
+    if _has_room(segments, most, 0):
+        return segments
+    return _Evictor(segments, most, 0, SWAPS).segments()
 
 
 def _requests(segment: Segment, pairs: Pairs) -> Segment:
@@ -137,7 +164,8 @@ class _Evictor:
     the computation that follows it.
     """
 
-    def __init__(self, segments: Segments, bound: int, num_frozen: int) -> None:
+    def __init__(self, segments: Segments, bound: int, num_frozen: int, words: frozenset[Kind]) -> None:
+        self._word_of = {kind.row.saved: kind for kind in words}  # -1: away; +1: back
         self._bound, parts = bound, [_apart(segment, num_frozen) for segment in segments]
         self._segments, self._frozen = [segment for segment, _ in parts], [frozen for _, frozen in parts]
         row = [instruction for segment in self._segments for instruction in segment]
@@ -208,12 +236,12 @@ class _Evictor:
         victim = max(candidates, key=self._needed_at.__getitem__)
         self._held.remove(victim)
         self._away.add(victim)
-        return Instruction(Kind.EVICT, *victim)
+        return Instruction(self._word_of[-1], *victim)
 
     def _load(self, item: _Saved) -> Instruction:
         self._away.remove(item)
         self._held.add(item)
-        return Instruction(Kind.LOAD, *item)
+        return Instruction(self._word_of[+1], *item)
 
     def _execute(self, computation: Instruction) -> None:
         self._place += 1

@@ -56,7 +56,7 @@ class Derived:
         virtual_pipeline_model_parallel_size: the most stages of a rank; None for one.
         made_program: the program that was made for --pipeline-schedule auto.
         program: the schedule of --pipeline-program, or of `made_program`.
-        moves_activations: ranks send saved activations to their pair in a batch of any size.
+        moves_activations: saved activations leave their rank, for its pair or for the host, in a batch of any size.
         class_names: of a text classifier.
         changes: the pipeline may change while it trains.
         arrangement, first_arrangement: the present and the first one, where the pipeline changes.

@@ -75,6 +75,13 @@ class Pipeline:
         "clipped, and begin the next batch while the norm is reduced. Where it was not so, all ranks go back. The same "
         "losses and weights to the last bit, for a second copy of the optimizer's state. docs/optimistic_steps.md."
     )
+    pipeline_offload_activations: int | None = option(
+        None,
+        "Keep at most N microbatches of saved activations on the device of each rank, over all its stages (3 or more); "
+        "the others wait in the host's memory, to which they are copied, and back, beside computations. With gpipe, "
+        "flush, 2bw and interleaved. docs/schedules_bpipe.md.",
+        metavar="N",
+    )
     pipeline_2bw_single_gradient_buffer: bool = switch(
         "With 2bw: one gradient buffer instead of two; clipping then uses the norm of the batch before, and a "
         "batch's first backward waits until the gradients of the batch before are reduced.",

@@ -64,7 +64,7 @@ def moved_activations(args: argparse.Namespace) -> None:
     """Refuse to move saved activations whose sizes depend on what a router chooses. After the rules of schedules."""
     if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
         raise ValueError(
-            "what experts save is of another size in each microbatch, and is not moved to another rank; add "
+            "what experts save is of another size in each microbatch, and cannot leave the device; add "
             "--moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity, or choose another schedule"
         )
 

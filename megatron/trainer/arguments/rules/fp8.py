@@ -39,7 +39,7 @@ def _pipeline(args: argparse.Namespace, flag: str) -> None:
     choice = choice_of(args)
     for name, is_asked, reason in (
         (choice.flag, choice.residency is not None, "weights that come from the host are cast anew each time"),
-        (choice.flag, args.schedule.balance, "weights in FP8 would be moved with activations"),
+        (choice.flag, args.schedule.moves_activations, "weights in FP8 would be moved with activations"),
         ("--log-saved-activations", args.log_saved_activations, "weights in FP8 would be counted as activations"),
         ("--freeze-training", args.freeze_training, "frozen layers would cast their weights for every microbatch"),
     ):

@@ -23,6 +23,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.elastic_pipeline, _named("--elastic-pipeline"), "moves a state of which they keep a copy"),
     (lambda args: args.balance_activations or args.pipeline_schedule == "bpipe", _named("balanced activations"),
      "would be on their way between two ranks when all ranks go back"),
+    (lambda args: args.pipeline_offload_activations is not None, _named("--pipeline-offload-activations"),
+     "would have copies under way when all ranks go back"),
     (lambda args: args.use_distributed_optimizer, _named("--use-distributed-optimizer"),
      "gathers the weights of a step from all replicas"),
     (lambda args: args.num_experts is not None, lambda args: f"--num-experts {args.num_experts}",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.pipeline.schedules.compatibility import FEWEST_ON_DEVICE
 from megatron.trainer.arguments.flags.specification import name_of
 
 _YEAR = 365 * 24 * 60  # minutes
@@ -74,6 +75,7 @@ RANGES = (
         lambda value: 0 <= value < 1,
         "attention_dropout hidden_dropout adam_beta1 adam_beta2 sgd_momentum muon_momentum lr_warmup_fraction",
     ),
+    Range(f"at least {FEWEST_ON_DEVICE}", lambda value: value >= FEWEST_ON_DEVICE, "pipeline_offload_activations"),
     Range("at least 4", lambda value: value >= 4, "relative_attention_num_buckets"),
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
     Range("greater than 0 and less than 1", lambda value: 0 < value < 1, "mask_prob freeze_alpha"),

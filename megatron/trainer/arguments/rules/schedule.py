@@ -27,6 +27,7 @@ _SAYS_ITSELF = {
     "microbatch_group_size_per_virtual_pipeline_stage": "says what each rank computes next",
     "pipeline_extra_warmup": "says how far ahead each rank runs",
     "balance_activations": "says which activations move",
+    "pipeline_offload_activations": "says which activations wait on the host",
     "pipeline_2bw_provisional": "says which weights each computation uses",
     "pipeline_2bw_provisional_microbatches": "says which weights each computation uses",
     "pipeline_2bw_provisional_reduce": "says which weights each computation uses",
@@ -206,6 +207,9 @@ def _waits_for(args: argparse.Namespace) -> str | None:
     return "--fp16" if args.fp16 else None
 
 
+_NOTHING_MOVES = "has nothing to move with these stages and batches: saved activations stay where they are"
+
+
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
@@ -219,6 +223,11 @@ def schedule(args: argparse.Namespace) -> list[str]:
         )
     if args.program is None:
         _stages_of_ranks(args)
+    if args.pipeline_offload_activations is not None and (args.freeze_training or args.elastic_pipeline):
+        raise ValueError(
+            "--pipeline-offload-activations is for stages that are trained to the end on the ranks that they have; "
+            "leave it out, or --freeze-training and --elastic-pipeline"
+        )
     weights = choice_of(args).policy
     if args.pipeline_2bw_single_gradient_buffer and weights.delay != 1:
         raise ValueError("--2bw-single-gradient-buffer needs --pipeline-schedule 2bw")
@@ -237,7 +246,11 @@ def schedule(args: argparse.Namespace) -> list[str]:
         )
     if args.schedule.balance and not args.moves_activations:
         flag = "--balance-activations" if args.balance_activations else f"--pipeline-schedule {args.pipeline_schedule}"
-        return [f"{flag} has nothing to move with these stages and batches: saved activations stay where they are"]
+        return [f"{flag} {_NOTHING_MOVES}"]
+    if (most := args.pipeline_offload_activations) is not None:
+        without = replace(args.schedule, most_on_device=None)
+        if all(max(without.max_saved_on_rank((each,) * 3)) <= most for each in args.batch_sizes.all_num_microbatches()):
+            return [f"--pipeline-offload-activations {most} {_NOTHING_MOVES}"]
     return []
 
 
@@ -273,7 +286,7 @@ def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule |
     found = _schedule_of_flags(args) if args.frozen_stages is None else behind_frozen(args, args.frozen_stages)
     for num_microbatches in sorted(sizes):
         found.validate(num_microbatches)
-    return found, any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
+    return found, found.swaps or any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
 
 
 def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
@@ -293,6 +306,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
         recompute=args.pipeline_recompute,
         extra_warmup=args.pipeline_extra_warmup,
         balance=args.balance_activations,
+        most_on_device=args.pipeline_offload_activations,
         data_parallel=reduced > 1,
         tied_embeddings=shares_embedding(args) and has_copies,
         tied_stage=tied_stage(args) if has_copies else None,

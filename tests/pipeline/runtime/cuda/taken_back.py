@@ -218,8 +218,8 @@ def held_evictions():
         eviction = evict(self, microbatch)
         pack = eviction.pack
 
-        def packed():
-            buffer = pack()
+        def packed(*given):
+            buffer = pack(*given)
             eviction.held.clear()
             return buffer
 

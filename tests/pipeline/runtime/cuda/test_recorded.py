@@ -11,6 +11,7 @@ from tests.pipeline.runtime.test_graph import SHARES
 
 CASES = "tests.pipeline.runtime.cuda.recorded_cases"
 TRAINING = Training(batches=(4, 4, 8, 4), clip_grad=0.05)
+SWAPS = {"moves_activations": True, "most_on_device": 3}
 FULL = pytest.mark.full
 ONE_EACH = Training(batches=(1,) * 8)
 REPLICATED = Training(batches=(4, 4, 4, 4), num_replicas=2)
@@ -97,14 +98,17 @@ def test_megatron_updates_are_in_order(num_ranks, options):
         (4, "bpipe", TRAINING, {"moves_activations": True, "recompute": True}),
         (4, "bpipe", TRAINING, {"moves_activations": True, "backend": "gloo"}),
         (4, "2bw", TRAINING, {"moves_activations": True, "balance": True, "drains": (1,)}),
+        (2, "gpipe", TRAINING, SWAPS),
+        (4, "2bw", TRAINING, {"drains": (1,)} | SWAPS),
+        (2, "gpipe", TRAINING, {"recompute": True} | SWAPS),
     ],
 )
 def test_modules_and_moves_are_in_order(num_ranks, preset, training, options):
-    """The same for plain modules, over NCCL and through host memory, and while saved activations move; and the losses
-    are those of a single process.
+    """The same for plain modules, over NCCL and through host memory, and while saved activations move to a pair rank or
+    to the host; and the losses are those of a single process.
     """
     accounts = module(num_ranks, preset, training, **options)
-    assert_in_order(accounts, moves=options.get("moves_activations", False))
+    assert_in_order(accounts, moves=options.get("moves_activations", False) and "most_on_device" not in options)
     expected = reference.train(training, delay={"2bw": 1}.get(preset, 0)).losses
     if options.get("predict"):
         number = options["provisional_microbatches"]
@@ -184,6 +188,7 @@ def test_what_megatron_updates_need_is_missed(taken_back, kind, num_ranks, optio
         ("staged_copies", "unordered", 2, "flush", {"backend": "gloo"}),
         ("followed_moves", "unordered", 4, "bpipe", {"moves_activations": True}),
         ("held_evictions", "freed", 4, "bpipe", {"moves_activations": True}),
+        ("held_evictions", "freed", 2, "gpipe", SWAPS),
         ("packed_activations", "unordered", 4, "bpipe", {"moves_activations": True}),
         ("staged_sends", "unordered", 4, "bpipe", {"moves_activations": True, "backend": "gloo"}),
         ("staged_receives", "unordered", 4, "bpipe", {"moves_activations": True, "backend": "gloo"}),
