@@ -15,7 +15,7 @@ PAGES = {path.name: path.read_text() for path in [*sorted(DOCS.glob("schedules*.
 NUM_COMMANDS = {
     "schedules.md": 12,
     "schedules_2bw.md": 2,
-    "schedules_bpipe.md": 3,
+    "schedules_bpipe.md": 5,
     "schedules_interleaved.md": 1,
     "schedules_l2l.md": 6,
     "zero_bubble.md": 6,

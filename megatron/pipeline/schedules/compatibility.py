@@ -265,7 +265,6 @@ _FROZEN: tuple[tuple[Condition, str, str], ...] = (
         "come and go for updates that a frozen stage has not, except in a relay",
     ),
     (_swaps, "a bound on activations on the device", "is for ranks whose stages are all trained"),
-    (_on_host, "weights on the host", "come and go for updates that a frozen stage has not"),
     (_ties, "tied embeddings", "would freeze the head with the input"),
     (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages", "says itself which of them get gradients"),
 )
