@@ -207,7 +207,7 @@ def run_mutated(drop: tuple[str, ...], *, unchecked: bool = False, stash: str = 
             last = max((at for at, each in enumerate(left) if str(each) == text), default=None)
             if last is not None:
                 del left[last]
-        execute(left)
+        return execute(left)
 
     executor.run = run_without
     try:

@@ -153,7 +153,7 @@ def _drop(engine: PipelineEngine, stages: list[MegatronStage], dropped: int) -> 
             found = [at for at, each in enumerate(left) if (each.kind, each.stage) == (kind, dropped)]
             if found:
                 del left[found[-1]]
-        execute(left)
+        return execute(left)
 
     engine._executor.run = run_without
 
