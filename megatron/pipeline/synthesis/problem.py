@@ -9,9 +9,10 @@ of the microbatches, as `flush` does.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.edges import validate_placement
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import Instruction, Kind
@@ -305,3 +306,13 @@ class Problem:
     @property
     def _not_recomputed(self) -> tuple[int, ...]:
         return tuple(each for each in range(self.num_stages) if self.recomputed and each not in self.recomputed)
+
+
+def csv_of(program: Program, receives_ahead: int) -> str:
+    """Return the text of a program's computations, for `--pipeline-program`.
+
+    The passes add the rest for the run that reads it, such as reductions over replicas and of tied embeddings.
+    """
+    rows = tuple(tuple(replace(each, version=None) for each in row if each.kind.is_computation) for row in program.rows)
+    notes = {"receives_ahead": receives_ahead} if receives_ahead > 1 else {}
+    return csv_text.to_csv(program, rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)

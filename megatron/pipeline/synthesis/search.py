@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import ProgramSchedule, read_schedule
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
-from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
@@ -72,9 +71,7 @@ class Synthesis:
 
         The passes add the rest for the run that reads it, such as reductions over replicas and of tied embeddings.
         """
-        computations = self.problem.program(self.words)
-        notes = {"receives_ahead": self.receives_ahead} if self.receives_ahead > 1 else {}
-        return csv_text.to_csv(computations, computations.rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)
+        return csv_of(self.program, self.receives_ahead)
 
     def schedule(self, *, tied_embeddings: bool = False, data_parallel: bool = False) -> ProgramSchedule:
         """Return the schedule of the program for a run, proved for any number of batches.
@@ -166,8 +163,9 @@ def synthesize(
     named_seconds = None
     if named is not None:
         contenders = [named, *contenders]
-        named_seconds = _timed(problem, named).seconds
     timed = [_timed(problem, each, ahead) for each in contenders for ahead in problem.receives_ahead]
+    if named is not None:
+        named_seconds = timed[0].seconds  # with receives where they stand in the preset
     least = min(each.seconds for each in timed)
     best = min((each for each in timed if each.seconds <= least * (1 + ROUNDING)), key=lambda each: each.receives_ahead)
     return Synthesis(
@@ -196,7 +194,7 @@ class _Timed:
     seconds: float
 
 
-def _timed(problem: Problem, found: _Found, receives_ahead: int = 1) -> _Timed:
+def _timed(problem: Problem, found: _Found, receives_ahead: int) -> _Timed:
     program = completed(problem.program(found.words), receives_ahead=receives_ahead)
     return _Timed(found, receives_ahead, program, simulate(program, problem.costs).makespan)
 

@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import TWO_BW, WeightPolicy
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import held_over_time
-from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
 from megatron.pipeline.synthesis.seeds import Patterns, Waits, named_words
 from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
@@ -76,11 +75,7 @@ class Steady:
     @property
     def csv(self) -> str:
         """The computations of a fill, of batches that are alike, and of a drain, for `--pipeline-program`."""
-        rows = tuple(
-            tuple(replace(each, version=None) for each in row if each.kind.is_computation) for row in self.program.rows
-        )
-        notes = {"receives_ahead": self.receives_ahead} if self.receives_ahead > 1 else {}
-        return csv_text.to_csv(self.program, rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)
+        return csv_of(self.program, self.receives_ahead)
 
     def certificate(self) -> dict[str, object]:
         """Return, as JSON's values, what is claimed and over which programs the bounds hold."""
