@@ -110,7 +110,7 @@ def test_batches_that_follow_one_another_get_the_least_memory(run, tmp_path):
         ("--microbatches 4 --ranks 2 --frontier 1,2 --csv a.csv", "leave --limit, --csv and --json out"),
         ("--microbatches 4 --ranks 2 --picture a.png", "add --frontier"),
         ("--microbatches 4 --ranks 2 --weights 2bw --frontier 1,2", "one --limit after another"),
-        ("--microbatches 2 --ranks 8 --weights 2bw --rounds 1", "give larger batches"),
+        ("--microbatches 2 --ranks 8 --weights 2bw --forward 0 --backward 0", "give the seconds of computations"),
         ("--microbatches 4 --ranks 2 --forward 1,2,3", "forward has 3 numbers"),
     ],
 )

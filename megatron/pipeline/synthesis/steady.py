@@ -4,9 +4,10 @@ Under 2bw batches follow one another without a wait, so nothing is lost at their
 be busy. What is to gain is memory. A pattern (`seeds.py`) whose period is the time that the busiest rank computes for
 one microbatch loses no time, and the waits along its path decide what the ranks hold.
 
-Two bounds hold for every program with the problem's placement, costs and limits that goes on for ever, also for those
-that repeat with several microbatches only. A rank cannot compute faster than it can. And what a microbatch holds on a
-rank, summed over the time for which it holds it, has to fit into the period times what the rank holds.
+Three bounds hold for every program with the problem's placement, costs and limits that goes on for ever, also for those
+that repeat with several microbatches only. A rank cannot compute faster than it can. What a microbatch holds on a rank,
+summed over the time for which it holds it, has to fit into the period times what the rank holds. And a batch begins
+with weights that have the gradients of the batch before the last, so a microbatch has to have left by then.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ _ATTEMPTS = 1_000  # of a round
 _PARENTS = 8
 _AT_RANDOM = 0.2  # the part of attempts that change no parent
 _PERIODS = 1.0, 1.0, 1.0, 1.01, 1.02, 1.05, 1.1, 1.2
+_STRICTLY = 1e-6
 _AFTER = 3  # batches behind the first whose pattern is whole: two that are alike, and one that drains
 
 
@@ -119,19 +121,13 @@ def synthesize_steady(
         done: called in the first process behind each round, with the part of the search that is over.
 
     Raises:
-        ValueError: batches are too small for any program without a wait between them.
+        ValueError: nothing takes any time.
     """
     assert not weights.drains
     bound, bound_from = _least_period(problem)
     search = partial(_search, problem, bound, seconds, rounds, done)
     results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
-    found = [best for best, _ in results if best is not None]
-    if not found:
-        raise ValueError(
-            f"no program without a wait between batches of {problem.num_microbatches} microbatches was found in "
-            f"{sum(number for _, number in results)} rounds; give larger batches, a larger limit, or more time"
-        )
-    best = min(found, key=lambda each: each.score)
+    best = min((each for each, _ in results), key=lambda each: each.score)
     words, num_batches = _words(problem, best)
     bare, timed = problem.program(words, weights, num_batches), []
     for ahead in problem.receives_ahead:
@@ -165,9 +161,20 @@ def _least_period(problem: Problem) -> tuple[float, str]:
     for rank in range(problem.num_ranks):
         found.append((problem.work(rank) / problem.num_microbatches, f"the work of rank {rank}"))
         found.append((held_over_time(problem, rank) / problem.limit_of(rank), f"the room of rank {rank} over time"))
+    # From the first forward of a batch to that of the batch after the next, on stage 0: its other forwards, and the way
+    # of its last microbatch.
+    m, forward = problem.num_microbatches, problem.seconds[problem.path[0]]
+    found.append(((_latency(problem) + (m - 1) * forward) / (2 * m), "the way of a batch's last microbatch"))
     if not max(found)[0]:
         raise ValueError("nothing takes any time, so there is no period; give the seconds of computations")
     return max(found)
+
+
+def _latency(problem: Problem) -> float:
+    """The least seconds from the first forward of a microbatch to the end of its last computation on stage 0."""
+    sent = sum(problem.sources[queue][1] for queue in problem.path)
+    weight = problem.seconds[problem.number_of[Kind.BACKWARD_WEIGHT, 0]] if problem.splits else 0.0
+    return sum(problem.seconds[queue] for queue in problem.path) + sent + weight
 
 
 def _least_held(problem: Problem, rank: int, period: float) -> float:
@@ -210,42 +217,58 @@ class _Found:
 
 def _search(
     problem: Problem, bound: float, seconds: float, rounds: int | None, done: Callable[[float], None], seed: int
-) -> tuple[_Found | None, int]:
-    """Search in this process. Returns the best pattern that keeps limits, if there is one, and the number of rounds."""
+) -> tuple[_Found, int]:
+    """Search in this process. Returns the best pattern that keeps the limits, and the number of rounds."""
     begun, chance = time.monotonic(), random.Random(seed)
     patterns = Patterns(problem, Clock(problem))
+    least = max(bound, _latency(problem) / (problem.num_microbatches + 1))  # the least period of a pattern
     parents: list[_Found] = []
     number = 0
     while number < rounds if rounds is not None else time.monotonic() - begun <= seconds:
         for _ in range(_ATTEMPTS):
             if not parents or chance.random() < _AT_RANDOM:
                 waits = patterns.at_random(chance)
-                waits = replace(waits, period=bound * chance.choice(_PERIODS))
+                waits = replace(waits, period=least * chance.choice(_PERIODS))
             else:
                 waits = patterns.changed(chance.choice(parents).waits, chance)
-                waits = replace(waits, period=max(bound, waits.period))
-            made = _judged(problem, patterns, waits)
+                waits = replace(waits, period=max(least, waits.period))
+            offsets = patterns.offsets(waits, moves=False)
+            made = None if offsets is None else _judged(problem, patterns, waits, offsets)
             if made is not None and all(made.score != each.score for each in parents):
                 parents = sorted([*parents, made], key=lambda each: each.score)[:_PARENTS]
         number += 1
         done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
         if parents and _is_least(problem, bound, parents[0]):
             break
-    kept = (each for each in parents if not each.score[0] and _keeps(problem, _words(problem, each)[0]))
-    return next(kept, None), number
+    kept = [each for each in parents if not each.score[0] and _keeps(problem, each)]
+    return min([*kept, _one_after_another(problem, patterns)], key=lambda each: each.score[1:]), number
 
 
-def _judged(problem: Problem, patterns: Patterns, waits: Waits) -> _Found | None:
-    """Return the pattern of waits, or None if there is none, or if a batch would wait for the step before it.
+def _one_after_another(problem: Problem, patterns: Patterns) -> _Found:
+    """Return the pattern in which a microbatch leaves before the next one begins. It keeps all limits."""
+    offsets, now = [0.0] * len(problem.queues), 0.0
+    for queue in problem.path:
+        kind, stage = problem.queues[queue]
+        rest = [each for each, (other, at) in enumerate(problem.queues) if at == stage and other is not Kind.FORWARD]
+        now += problem.sources[queue][1]
+        for each in [queue] if kind is Kind.FORWARD else rest:
+            offsets[each] = now
+            now += problem.seconds[each]
+    # A little longer, so that computations that take no time do not meet those of the next microbatch.
+    found = _judged(problem, patterns, Waits(1.01 * now, (), ()), offsets)
+    assert found is not None and _keeps(problem, found)
+    return found
+
+
+def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[float]) -> _Found | None:
+    """Return a pattern, or None if a batch would wait for the step before it.
 
     The first forward of batch j is (m + 1) periods behind the last one of batch j - 2, and needs the weights with the
     gradients of that batch.
     """
-    offsets = patterns.offsets(waits, moves=False)
-    if offsets is None:
-        return None
     latency = max(at + problem.seconds[queue] for queue, at in enumerate(offsets))
-    if latency > (problem.num_microbatches + 1) * waits.period:
+    until = (problem.num_microbatches + 1) * waits.period
+    if latency > until * (1 + ROUNDING) or max(offsets) >= until * (1 - _STRICTLY):  # also where it takes no time
         return None
     held = patterns.held(offsets, waits.period)
     parts = [each / scale for each, scale in zip(held, _scales(problem), strict=True)]
@@ -260,9 +283,9 @@ def _is_least(problem: Problem, bound: float, found: _Found) -> bool:
     return period <= bound * (1 + ROUNDING) and not found.score[0] and found.score[2] <= max(least) * (1 + ROUNDING)
 
 
-def _keeps(problem: Problem, words: Words) -> bool:
-    """Whether words keep the limits, where sizes that come and go at one time are taken one after another."""
-    return all(problem.is_in_order(word, rank) for rank, word in enumerate(words))
+def _keeps(problem: Problem, found: _Found) -> bool:
+    """Whether the words keep the limits, where sizes that come and go at one time are taken one after another."""
+    return all(problem.is_in_order(word, rank) for rank, word in enumerate(_words(problem, found)[0]))
 
 
 def _scales(problem: Problem) -> list[float]:
@@ -277,9 +300,10 @@ def _words(problem: Problem, found: _Found) -> tuple[Words, int]:
     for queue, at in enumerate(found.offsets):
         cycle, rest = divmod(at / period + ROUNDING, 1.0)
         kind, stage = problem.queues[queue]
-        on_path = turn.get(queue, len(turn))  # a W is behind all others
-        if kind is Kind.RECOMPUTE:
-            on_path = turn[problem.number_of[problem.begins_backward, stage]] - 0.5
+        on_path = turn.get(queue)
+        if on_path is None:  # R directly before the I or B of its stage, W directly behind: each frees what it can
+            on_path = turn[problem.number_of[problem.begins_backward, stage]]
+            on_path += -0.5 if kind is Kind.RECOMPUTE else 0.25
         cycles.append(int(cycle))
         places.append((round(rest, 9), on_path))
     num_batches = math.ceil((max(cycles) + 1) / problem.num_microbatches) + _AFTER

@@ -1,8 +1,12 @@
 """Small problems at random, and the least time of each by trying every order of every rank."""
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import strategies as st
 
 from megatron.pipeline.program.edges import round_robin, v
 from megatron.pipeline.simulate.costs import Costs
@@ -39,6 +43,28 @@ def small(seed: int) -> Problem:
             )  # fmt: skip
         except ValueError:
             continue  # the limit is too small for one microbatch
+
+
+_numbers = st.one_of(st.integers(0, 5).map(float), st.floats(0.0, 9.0))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Zeros, ties, slow links and very different stages, with limits that may leave room for one microbatch only."""
+    placements = [(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1), round_robin(3, 2)]
+    placement = draw(st.sampled_from(placements))
+    each, edge = (st.lists(_numbers, min_size=count, max_size=count) for count in (len(placement), len(placement) - 1))
+    costs = Costs(
+        forward=draw(each), backward_input=draw(each), backward_weight=draw(each), backward=draw(each),
+        latency=draw(edge),
+    )  # fmt: skip
+    problem = Problem(
+        rank_of_stage=placement, num_microbatches=draw(st.integers(1, 8)), costs=costs,
+        saved=draw(st.lists(st.floats(0.1, 3.0), min_size=len(placement), max_size=len(placement))),
+        splits=draw(st.booleans()), recomputed=draw(st.sampled_from([frozenset(), frozenset({0})])),
+    )  # fmt: skip
+    limits = [least * draw(st.sampled_from([1.0, 1.5, math.inf])) for least in problem.least_limits]
+    return replace(problem, limits=limits)
 
 
 def least_seconds(problem: Problem) -> float:

@@ -1,13 +1,11 @@
 """Synthesized programs: proved, within their limits, timed as the simulator says, and behind no registered order."""
 
 import json
-import math
 import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import round_robin, v
@@ -18,6 +16,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize
 from megatron.pipeline.synthesis.seeds import listed, named_words, one_after_another
 from megatron.pipeline.synthesis.timing import Clock
+from tests.pipeline.synthesis.made_up import problems
 
 HEAD = Costs(forward=[1.0, 1.0, 1.0, 2.4], backward=[2.0, 2.0, 2.0, 4.8])
 UNEVEN = Problem(rank_of_stage=(0, 1, 2, 3), num_microbatches=12, costs=HEAD, limits=3.0)
@@ -147,28 +146,10 @@ def test_what_allows_no_program_is_refused(change, text):
         replace(UNEVEN, **change)
 
 
-numbers = st.one_of(st.integers(0, 5).map(float), st.floats(0.0, 9.0))
-
-
-@given(st.data())
+@given(problems())
 @settings(max_examples=30, deadline=None)
-def test_made_up_costs_never_crash_it(data):
-    """Zeros, ties and very different stages: there is a program, proved, and not below the bound."""
-    placement = data.draw(st.sampled_from([(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1), (0, 0, 1)]))
-    m, stages = data.draw(st.integers(1, 5)), len(placement)
-    each = st.lists(numbers, min_size=stages, max_size=stages)
-    costs = Costs(
-        forward=data.draw(each), backward_input=data.draw(each), backward_weight=data.draw(each),
-        backward=data.draw(each),
-        latency=data.draw(st.lists(numbers, min_size=stages - 1, max_size=stages - 1)),
-    )  # fmt: skip
-    saved = data.draw(st.lists(st.floats(0.1, 3.0), min_size=stages, max_size=stages))
-    problem = Problem(
-        rank_of_stage=placement, num_microbatches=m, costs=costs, saved=saved, splits=data.draw(st.booleans()),
-        recomputed=data.draw(st.sampled_from([frozenset(), frozenset({0})])),
-    )  # fmt: skip
-    least = problem.least_limits
-    problem = replace(problem, limits=[each * data.draw(st.sampled_from([1.0, 1.5, math.inf])) for each in least])
+def test_made_up_costs_never_crash_it(problem):
+    """There is a program, proved, and not below the bound."""
     found = synthesize(problem, rounds=2)
     check(found.program)
     assert found.seconds >= found.bound * (1 - 1e-9)
