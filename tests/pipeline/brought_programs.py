@@ -71,6 +71,14 @@ SWAPS = """\
 """Two ranks that copy saved activations to the host and back."""
 
 
+KEPT = f"""\
+# recompute: yes
+# not_recomputed: 1
+# kept: 0.0 0.2
+{TORCH}"""
+"""The first stage recomputes microbatches 1 and 3 of each batch, and the last stage none."""
+
+
 def swapped(program: Program, *, ahead: int = 1) -> Program:
     """The program with the activations of every second microbatch copied to the host behind its forward, and back
     `ahead` computations before they are used. The first forwards of a stage stay.

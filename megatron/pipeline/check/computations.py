@@ -93,6 +93,7 @@ class Facts:
         rules: by slot; None if the stage cannot have such an instruction.
         added: by slot, the facts that the instruction adds.
         complete: for each stage, all facts that a microbatch must have at the end.
+        kept: the places of the microbatches that a stage keeps although it recomputes others. They count as recomputed.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
@@ -106,6 +107,7 @@ class Facts:
             for rule in rules.values():
                 self.complete[stage] |= rule[2] if rule else 0
         self.added = [rule[2] if rule else 0 for rule in self.rules]
+        self.kept = _kept_places(compact)
         self._fits_bytes = max(self.complete) < 256
 
     def none_yet(self, num_microbatches: int) -> bytearray | list[int]:
@@ -177,6 +179,17 @@ class Facts:
         return known
 
 
+def _kept_places(compact: CompactProgram) -> frozenset[int]:
+    program, width = compact.program, compact.num_microbatches
+    first = program.first_microbatch
+    return frozenset(
+        stage * width + microbatch - first
+        for stage in {each.stage for each in program.kept}
+        for microbatch in range(first, first + width)
+        if not program.is_recomputed(stage, microbatch)
+    )
+
+
 def prove_computations(compact: CompactProgram) -> None:
     """Prove the module's table of rules for every (stage, microbatch).
 
@@ -189,6 +202,8 @@ def prove_computations(compact: CompactProgram) -> None:
     num_microbatches = compact.num_microbatches
     known = Facts(compact)
     rules, facts = known.rules, known.none_yet(compact.num_stages * num_microbatches)
+    for place in known.kept:
+        facts[place] = RECOMPUTED
     for rank, (slots, places) in enumerate(zip(compact.slots, compact.places, strict=True)):
         for position, (slot, place) in enumerate(zip(slots, places, strict=True)):
             rule = rules[slot]
@@ -197,6 +212,8 @@ def prove_computations(compact: CompactProgram) -> None:
             looked_at, wanted, added = rule
             found = facts[place]
             if found & looked_at != wanted:
+                if place in known.kept and compact.codes[rank][position] == R:
+                    raise compact.error(rank, position, "the program keeps this microbatch (kept) at this stage")
                 raise compact.error(rank, position, known.explain(place, found & looked_at, wanted))
             facts[place] = found | added
     for stage, complete in enumerate(known.complete):

@@ -45,7 +45,7 @@ from megatron.pipeline.check.compact import (
     F,
     error_at,
 )
-from megatron.pipeline.check.computations import Facts, moves_of_rank
+from megatron.pipeline.check.computations import RECOMPUTED, Facts, moves_of_rank
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import list_channels, run
@@ -214,6 +214,7 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
         facts[stage][index] |= known.added[slot]
         if code == F:
             forward_version[place] = version
+            facts[stage][index] |= RECOMPUTED if place in known.kept else 0
         elif code >= FIRST_UPDATE:
             posted[code, stage] += 1
             if code == maker:

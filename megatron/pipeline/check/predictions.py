@@ -269,7 +269,7 @@ def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tup
                     f"its backward uses version {newer}, so it is to be predicted {wanted} ahead, not {forward.horizon}"
                 )
                 raise compact.error(rank, position, reason)
-            if forward.horizon and not program.recomputes(stage):
+            if forward.horizon and not program.is_recomputed(stage, forward.microbatch):
                 reason = "predicted weights are gone before its backward, and the stage does not recompute"
                 raise compact.error(rank, position, reason)
             if forward.horizon:
@@ -328,7 +328,7 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
                     f"{wanted} microbatches have gradients that it is to be stepped with provisionally, not "
                     f"{forward.unstepped}"
                 )
-            elif forward.unstepped and not program.recomputes(stage):
+            elif forward.unstepped and not program.is_recomputed(stage, forward.microbatch):
                 reason = "provisional weights are gone before its backward, and the stage does not recompute"
             if reason:
                 raise compact.error(rank, position, reason)

@@ -143,11 +143,13 @@ def build_stage(
     Raises:
         ValueError: activations move, and stages exchange more than one tensor.
     """
-    last, recomputes = schedule.num_stages - 1, schedule.recomputes(index)
+    last = schedule.num_stages - 1
+    recompute = {"recompute": schedule.recomputes(index), "keeps": schedule.keeps(index)}
     if memory is None:
         return LibraryStage(
             module, index=index, graph=schedule.graph, edges=edges_of(specs, (index,))[index], versions=versions,
-            data=feed, has_loss=index == last, recompute=recomputes, device=device, counts=counts,
+            data=feed, has_loss=index == last, device=device, counts=counts,
+            **recompute,
         )  # fmt: skip
     if any(len(each) > 1 for each in specs.values()):
         raise ValueError(
@@ -162,8 +164,8 @@ def build_stage(
         ChainModule(module), index=index, num_stages=schedule.num_stages, versions=versions,
         source=feed if index == 0 else None, loss=loss_of if index == last else None,
         input_spec=None if index == 0 else specs[index - 1, index][0],
-        output_spec=None if index == last else specs[index, index + 1][0], recompute=recomputes, device=device,
-        activation_memory=memory,
+        output_spec=None if index == last else specs[index, index + 1][0], device=device,
+        activation_memory=memory, **recompute,
     )  # fmt: skip
 
 

@@ -24,8 +24,18 @@ from typing import Any
 
 from megatron.documents import counted
 from megatron.pipeline.program.edges import Edge, StageGraph
-from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import BACKWARDS, ENDS_BACKWARD, Instruction, Kind, Row, Rows
+from megatron.pipeline.program.extent import Extent, Kept
+from megatron.pipeline.program.instruction import (
+    BACKWARDS,
+    ENDS_BACKWARD,
+    MOVES,
+    RESIDENCY_WORDS,
+    SWAPS,
+    Instruction,
+    Kind,
+    Row,
+    Rows,
+)
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, WeightPolicy
 
@@ -75,6 +85,10 @@ def _flag(text: str) -> bool:
     return text == "yes"
 
 
+def _kept(text: str) -> tuple[Kept, ...]:
+    return tuple(map(Kept.parse, text.split()))
+
+
 def _edges(text: str) -> tuple[Edge, ...]:
     return tuple(map(Edge.parse, text.split()))
 
@@ -88,6 +102,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "edges": _edges,
     "recompute": _flag,
     "not_recomputed": _integers,
+    "kept": _kept,
     "tied_embeddings": _flag,
     "tied_stage": _integer,
     "data_parallel": _flag,
@@ -107,8 +122,8 @@ _NOTES = _OF_COMPLETION | {"tensor": _count, "data": _count}
 
 # The keys that are written only if their value is given and not empty. Zero microbatches are a value.
 _OF_FEW = (
-    "edges", "not_recomputed", "tied_stage", "residency", "unread", "provisional_microbatches", "reduce_partial",
-    "optimistic",
+    "edges", "not_recomputed", "kept", "tied_stage", "residency", "unread", "provisional_microbatches",
+    "reduce_partial", "optimistic",
 )  # fmt: skip
 
 
@@ -340,6 +355,21 @@ def _derive_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
     return tuple(ranks[stage] for stage in range(len(ranks)))
 
 
+def _require_kept(rows: Rows, facts: dict[str, Any]) -> None:
+    recomputing = set(range(len(facts["rank_of_stage"]))) - set(facts.get("not_recomputed", ()))
+    for each in facts.get("kept", ()):
+        if not facts["recompute"] or each.stage not in recomputing or each.position >= min(facts["batches"]):
+            raise ValueError(
+                f"kept: {each} is no microbatch of a stage that recomputes; name stages with recomputes, and positions "
+                f"of 0 to {min(facts['batches']) - 1} in a batch"
+            )
+    if facts.get("kept") and (MOVES | SWAPS | RESIDENCY_WORDS) & {each.kind for row in rows for each in row}:
+        raise ValueError(
+            "kept: a stage that recomputes a part of its microbatches saves two sizes, and what moves has one; leave "
+            "the moves out, or recompute all microbatches of a stage"
+        )
+
+
 def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
     """Require that the facts fit the numbers of rows and instructions, and normalize `edges`.
 
@@ -358,6 +388,7 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
         named = _write_value(facts["batches"]) or "none"
         raise ValueError(f"batches are {named}; give the number of microbatches of each, 1 and more")
     num_stages, tied = len(facts["rank_of_stage"]), facts.get("tied_stage")
+    _require_kept(rows, facts)
     if tied is not None and (not 0 < tied < num_stages or facts.get("residency")):
         raise ValueError(
             f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first one's embedding, and "

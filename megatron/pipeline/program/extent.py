@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
@@ -43,6 +44,24 @@ class Tied:
         return self.tied_embeddings and len({*self.tied_ranks}) > 1
 
 
+class Kept(NamedTuple):
+    """The microbatch at a position of each batch, whose activations a stage keeps although it recomputes others."""
+
+    stage: int
+    position: int
+
+    @classmethod
+    def parse(cls, text: str) -> Kept:
+        """Read the text form, such as 0.3. Raises ValueError for another text."""
+        stage, dot, position = text.partition(".")
+        if not (dot and stage.isdecimal() and position.isdecimal()):
+            raise ValueError(f"{text!r} is no stage and position in a batch, such as 0.3")
+        return cls(int(stage), int(position))
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.position}"
+
+
 @dataclass(frozen=True)
 class Extent(Tied):
     """Stages, batches and rules of a program, from a drained state to a drained state.
@@ -55,6 +74,7 @@ class Extent(Tied):
         edges: which stages hand tensors to which; empty: a chain.
         recompute: whether a recompute precedes each backward.
         not_recomputed: the stages without recompute in a program that recomputes.
+        kept: the microbatches without recompute at the other stages.
         tied_embeddings, data_parallel, global_norm: whether the update chain has to reduce over tied embeddings, over
             replicas, and for a global norm.
         tied_stage: the stage that shares the first one's embedding; None: the last.
@@ -77,6 +97,7 @@ class Extent(Tied):
     edges: tuple[Edge, ...] = ()
     recompute: bool = False
     not_recomputed: tuple[int, ...] = ()
+    kept: tuple[Kept, ...] = ()
     tied_embeddings: bool = False
     tied_stage: int | None = None
     data_parallel: bool = False
@@ -118,8 +139,24 @@ class Extent(Tied):
         return 0 <= stage <= last and 0 <= other <= last and self.rank_of_stage[stage] != self.rank_of_stage[other]
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a recompute precedes each backward of the stage."""
+        """Whether a recompute precedes each backward of the stage, but those of the `kept` microbatches."""
         return self.recompute and stage not in self.not_recomputed
+
+    def keeps(self, stage: int) -> frozenset[int]:
+        """Return the positions in a batch of the microbatches that the stage keeps although it recomputes others."""
+        return self._kept_positions.get(stage, frozenset())
+
+    @cached_property
+    def _kept_positions(self) -> dict[int, frozenset[int]]:
+        stages = {each.stage for each in self.kept}
+        return {stage: frozenset(at for each, at in self.kept if each == stage) for stage in stages}
+
+    def is_recomputed(self, stage: int, microbatch: int) -> bool:
+        """Whether a recompute precedes the backward of a microbatch at a stage. Raises ValueError as `batch_of`."""
+        if not self.recomputes(stage):
+            return False
+        kept = self._kept_positions.get(stage)
+        return kept is None or microbatch - self.microbatches_of(self.batch_of(microbatch)).start not in kept
 
     def trained_stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank that have backwards, ascending."""

@@ -148,7 +148,11 @@ class PipelineSchedule(Tied, ABC):
 
     @abstractmethod
     def recomputes(self, stage: int) -> bool:
-        """Whether a recompute precedes each backward at the stage."""
+        """Whether a recompute precedes each backward at the stage, but those of the microbatches that it `keeps`."""
+
+    def keeps(self, stage: int) -> frozenset[int]:
+        """Return the positions in a batch of the microbatches that a stage keeps although it recomputes others."""
+        return frozenset()
 
     @abstractmethod
     def max_saved_microbatches(self, batches: Sequence[int]) -> tuple[int, ...]:

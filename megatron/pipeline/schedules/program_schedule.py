@@ -152,6 +152,9 @@ class ProgramSchedule(PipelineSchedule):
     def recomputes(self, stage: int) -> bool:
         return self.program.recomputes(stage)
 
+    def keeps(self, stage: int) -> frozenset[int]:
+        return self.program.keeps(stage)
+
     # --- batches and memory
 
     def validate(self, num_microbatches: int) -> None:

@@ -42,6 +42,9 @@ class Demand:
         moments: by rank, if backwards are split: the moments that no other moment dominates in all numbers; else empty.
         num_frozen: the number of frozen stages at the front, which keep only weights.
         unread: by rank, outputs of a frozen stage that the next rank has not read.
+        kept_microbatches: by stage, if the program recomputes only some: microbatches without recompute between their
+            forward and the end of their backward; else empty.
+        recomputes: by stage, whether some microbatch is recomputed; empty where `kept_microbatches` is.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -61,6 +64,8 @@ class Demand:
     moments: tuple[tuple[Moment, ...], ...] = ()
     num_frozen: int = 0
     unread: tuple[int, ...] = ()
+    kept_microbatches: tuple[int, ...] = ()
+    recomputes: tuple[bool, ...] = ()
     repeats_update: bool = False
 
     @property

@@ -214,6 +214,15 @@ def estimate_memory(
     of_experts = stage_expert_parameters(shape, layers, setting.expert_degrees)
     further = shape.further_of_stages(len(layers))
     saved, workspace, deferred = activations.by_stage(layers)
+    kept_whole = [0.0] * len(layers)  # beside what is counted for a recomputed microbatch
+    if demand.kept_microbatches:
+        plain = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
+        of_plain = activations_of(shape, plain).by_stage(layers)
+        for stage, (number, recomputes) in enumerate(zip(demand.kept_microbatches, demand.recomputes, strict=True)):
+            if recomputes:
+                kept_whole[stage] = number * (of_plain[0][stage] - saved[stage])
+            else:
+                saved[stage], workspace[stage], deferred[stage] = (part[stage] for part in of_plain)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
@@ -252,6 +261,7 @@ def estimate_memory(
         whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
+        whole += sum(kept_whole[stage] for stage in trained)
         step = state.copies_in_step(count, num_versions=versions, experts=experts)
         own_matrices = sum(matrices[stage] for stage in trained)
         iterating = state.muon.bytes_of_step(shape, setting.tensor, setting.expert_degrees) if state.muon else 0.0

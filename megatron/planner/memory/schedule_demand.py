@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Tensor
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Rows, Tensor
 from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import PipelineSchedule, Schedule
@@ -83,6 +83,7 @@ def proved_demand(schedule: PipelineSchedule, num_microbatches: int) -> Demand:
 def demand_of(program: Program, report: CheckReport) -> Demand:
     """The demand of a training program that has been proved."""
     ranks = range(program.num_ranks)
+    keeps_some = program.recompute and bool(program.kept or program.not_recomputed)
     versions = report.live_versions or (1,) * program.num_stages
     evicts, swaps = (
         [any(moved[stage] for stage in program.stages_of(rank)) for rank in ranks]
@@ -91,7 +92,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
     return Demand(
         rank_of_stage=program.rank_of_stage,
         saved_microbatches=report.peak_saved_microbatches,
-        own_microbatches=_own_microbatches(program),
+        own_microbatches=_own_microbatches(program.rows, program),
         saved_on_rank=report.peak_saved_on_rank,
         live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
         gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
@@ -109,13 +110,24 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         else (),
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
+        kept_microbatches=_own_microbatches(_kept_rows(program), program) if keeps_some else (),
+        recomputes=tuple(map(bool, report.peak_recomputed_microbatches)) if keeps_some else (),
     )
 
 
-def _own_microbatches(program: Program) -> tuple[int, ...]:
+def _kept_rows(program: Program) -> Rows:
+    """The computations of the microbatches that are not recomputed."""
+    return tuple(
+        tuple(each for each in row
+              if each.kind.is_computation and not program.is_recomputed(each.stage, each.microbatch))
+        for row in program.rows
+    )  # fmt: skip
+
+
+def _own_microbatches(rows: Rows, program: Program) -> tuple[int, ...]:
     held, peaks = [0] * program.num_stages, [0] * program.num_stages
     first_trained = program.graph.num_frozen
-    for instruction in (each for row in program.rows for each in row):
+    for instruction in (each for row in rows for each in row):
         if instruction.kind is Kind.FORWARD and instruction.stage >= first_trained:
             held[instruction.stage] += 1
             peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])

@@ -176,8 +176,8 @@ def setup_model_and_optimizer(
                 MegatronStage(
                     chunk, program.forward_step, update, index=stage, num_stages=schedule.num_stages,
                     seq_length=edge_length(args), micro_batch_size=args.micro_batch_size,
-                    recompute=schedule.recomputes(stage), seed=args.seed, loss_names=program.loss_names(args),
-                    activation_memory=memory, first_trained=schedule.num_frozen,
+                    recompute=schedule.recomputes(stage), keeps=schedule.keeps(stage), seed=args.seed,
+                    loss_names=program.loss_names(args), activation_memory=memory, first_trained=schedule.num_frozen,
                 )
                 for stage, chunk in zip(own, chunks, strict=True)
             ]  # fmt: skip

@@ -356,6 +356,8 @@ class StageMachine:
         require(microbatch in self.saved, "a backward without forward")
         require(microbatch not in self.halfway, "a backward twice")
         recomputes = self.program.recompute and self.stage not in self.program.not_recomputed
+        position = (microbatch - self.program.first_microbatch) % self.program.batches[0]
+        recomputes &= (self.stage, position) not in self.program.kept
         require((microbatch in self.recomputed) == recomputes, "nothing recomputed")
         require(version in self.weights, "weights are not there")
         is_free = not self.program.optimistic or self.rank.validated >= self.program.batch_of(microbatch)

@@ -21,7 +21,7 @@ from megatron.trainer.dry_run.dry_run import check_job, prove
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from tests import workers
-from tests.pipeline.brought_programs import FOLDED, written
+from tests.pipeline.brought_programs import FOLDED, KEPT, TORCH, written
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 from tests.trainer.run.run_case import BASE, train
@@ -390,6 +390,23 @@ def test_provisional_weights_are_named(dry):
     """With what each stage reads of the smallest batch."""
     _, out, _, _ = dry("--pipeline-schedule 2bw --2bw-provisional stage --pipeline-model-parallel-size 2 --dry-run 2")
     assert "2bw with provisional weights: stages read 7, 8 of 8 microbatches" in out
+
+
+def test_microbatches_that_a_program_keeps_count_whole(dry, tmp_path):
+    """Stage 0 holds three microbatches, of which it recomputes one; stage 1 recomputes none."""
+    flags = (
+        "--pipeline-model-parallel-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights --dry-run 4 "
+        f"--pipeline-program {tmp_path}/program.csv"
+    )
+
+    def memory(text: str, more: str) -> list[dict[str, float]]:
+        written(tmp_path, text)
+        return dry(flags + more)[3]["memory"]
+
+    plain, kept = memory(TORCH, ""), memory(KEPT, " --pipeline-recompute")
+    assert kept[0]["activations_bytes"] == pytest.approx(plain[0]["activations_bytes"] * 2 / 3)
+    assert kept[0]["workspace_bytes"] >= plain[0]["activations_bytes"] / 3
+    assert kept[1] == plain[1]
 
 
 def test_a_program_of_ones_own(dry, tmp_path):

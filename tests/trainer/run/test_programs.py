@@ -9,7 +9,18 @@ from megatron.pipeline.program.edges import v
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
-from tests.pipeline.brought_programs import FOLDED, HALVES, RHYTHM, SWAPS, TORCH, WHOLE, hurried_2bw, swapped, written
+from tests.pipeline.brought_programs import (
+    FOLDED,
+    HALVES,
+    KEPT,
+    RHYTHM,
+    SWAPS,
+    TORCH,
+    WHOLE,
+    hurried_2bw,
+    swapped,
+    written,
+)
 from tests.trainer.run.run_case import joined_weights, table, train
 from tests.trainer.run.test_virtual_stages import CLIPPED, EXACT, TENSOR, TWO_BW, UNDROPPED, check, single, values
 
@@ -18,6 +29,7 @@ FOUR = f"{EXACT} --global-batch-size 4"  # microbatches of one sample
 PROGRAMS = {  # flags of the single process
     "folded": (FOLDED, f"{FOUR} {TWO_BW}"),
     "halves": (HALVES, FOUR),
+    "kept": (KEPT, f"{FOUR} --pipeline-recompute"),
     "rhythm": (RHYTHM, f"{FOUR} {TWO_BW}"),
     "torch": (TORCH, FOUR),
     "whole": (WHOLE, FOUR),

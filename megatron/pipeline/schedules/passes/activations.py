@@ -256,12 +256,12 @@ def _saved(instruction: Instruction) -> _Saved:
 
 
 def add_recompute(segments: Segments, extent: Extent) -> Segments:
-    """Add an R before each B, and before each I of a backward in halves, at the stages that recompute."""
+    """Add an R before each B, and before each I of a backward in halves, that needs a recompute."""
     result = []
     for segment in segments:
         extended: Segment = []
         for instruction in segment:
-            if instruction.kind in BEGINS_BACKWARD and extent.recomputes(instruction.stage):
+            if instruction.kind in BEGINS_BACKWARD and extent.is_recomputed(instruction.stage, instruction.microbatch):
                 extended.append(Instruction(Kind.RECOMPUTE, instruction.stage, instruction.microbatch))
             extended.append(instruction)
         result.append(extended)

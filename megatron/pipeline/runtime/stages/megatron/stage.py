@@ -108,6 +108,7 @@ class MegatronStage:
             program computes microbatches in another order, it must yield one item per microbatch.
         evaluation_iterator: the data of an evaluation; None if this rank reads none.
         recompute: the schedule recomputes, so forwards save only their input and data and no graph.
+        keeps: the positions in a batch of the microbatches whose forwards save a graph nevertheless.
         seed: the seed of the run, for dropout; None: dropout is not seeded, and no forward can be recomputed.
         is_at_own_place: `parallel_state` gives the stage already; else the stage sets it by `at_stage`.
         loss_names: the names of the numbers to report, the same on all ranks.
@@ -142,6 +143,7 @@ class MegatronStage:
         loss_names: tuple[str, ...] = ("lm loss",),
         activation_memory: ActivationMemory | None = None,
         first_trained: int = 0,
+        keeps: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
         self.index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
@@ -158,7 +160,7 @@ class MegatronStage:
         self.is_frozen = self.index < first_trained
         self._returns_gradient = self.index > first_trained
         self._versions = None if self.is_frozen else update.versions_of(self.index)
-        self._recompute = recompute
+        self._recompute, self._keeps = recompute, keeps
         assert seed is not None or not recompute, "a recomputed forward draws the same random numbers by the seed"
         self._dropout = SeededDropout(model, seed=seed) if seed is not None else UnseededDropout()
         self._place = nullcontext if is_at_own_place else partial(at_stage, self.index, self.num_stages)
@@ -217,7 +219,7 @@ class MegatronStage:
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
         with self._captured.capture(microbatch.index):
-            if self._recompute:
+            if self._recompute and microbatch.position not in self._keeps:
                 with torch.no_grad():
                     output = self._run(microbatch, saved, saved.recorder(data), record=True)
                 saved.kept_input = self._captured.keep(microbatch.index, saved.input)

@@ -77,6 +77,7 @@ class GraphModuleStage(AnyModuleStage):
         loss_name: str = "loss",
         loss_scale: Callable[[int], float] = lambda batch: 1.0,
         device: torch.device | str = "cpu",
+        keeps: frozenset[int] = frozenset(),
     ) -> None:
         sources, targets = (
             graph.makers(Travelling.ACTIVATION, index),
@@ -89,7 +90,7 @@ class GraphModuleStage(AnyModuleStage):
             )
         super().__init__(
             module, index=index, num_stages=graph.num_stages, versions=versions, has_loss=has_loss,
-            recompute=recompute, loss_name=loss_name, device=device,
+            recompute=recompute, keeps=keeps, loss_name=loss_name, device=device,
         )  # fmt: skip
         self.edges = dict(edges)
         self._edges_at = edges_at
@@ -122,7 +123,7 @@ class GraphModuleStage(AnyModuleStage):
         saved = _SavedInputs(inputs)
         assert microbatch.index not in self.activations, f"microbatch {microbatch.index} is saved already"
         self.activations[microbatch.index] = saved
-        if self._recompute:
+        if self._recompute and microbatch.position not in self._keeps:
             saved.random_state = RandomState.capture(self._device)
             with torch.no_grad():
                 outputs, loss = self._run(microbatch, inputs)

@@ -59,6 +59,7 @@ class AnyModuleStage:
             device, from `weights` of its `ModuleRelayUpdate`; None if the stage is frozen.
         has_loss: the stage computes a loss.
         recompute: the program has R instructions for this stage.
+        keeps: the positions in a batch of the microbatches without R.
         loss_name: the name of the loss.
         device: the device of the module.
     """
@@ -74,6 +75,7 @@ class AnyModuleStage:
         recompute: bool,
         loss_name: str,
         device: torch.device | str,
+        keeps: frozenset[int] = frozenset(),
     ) -> None:
         self.module = module
         self.index = index
@@ -82,7 +84,7 @@ class AnyModuleStage:
         self.activations: dict[int, Any] = {}  # microbatch -> what is saved between its forward and its backward
         self._versions = versions
         self._has_loss = has_loss
-        self._recompute = recompute
+        self._recompute, self._keeps = recompute, keeps
         self._device = torch.device(device)
         self._losses = BatchLosses()
         self._products = DeferredProducts()
@@ -138,7 +140,7 @@ class ModuleStage(AnyModuleStage):
         output_spec: the tensor that the stage sends per microbatch; None on the last stage.
         activation_memory: counts and moves the activations of the rank; None: activations stay in the graph.
         input_needs_gradient: False if the stage before is frozen.
-        module, index, num_stages, versions, recompute, loss_name, device: as for `AnyModuleStage`.
+        module, index, num_stages, versions, recompute, keeps, loss_name, device: as for `AnyModuleStage`.
 
     Raises:
         ValueError: `source`, `loss` or a spec is missing, or given on another stage.
@@ -160,6 +162,7 @@ class ModuleStage(AnyModuleStage):
         device: torch.device | str = "cpu",
         activation_memory: ActivationMemory | None = None,
         input_needs_gradient: bool = True,
+        keeps: frozenset[int] = frozenset(),
     ) -> None:
         is_first, is_last = index == 0, index == num_stages - 1
         if (source is not None) != is_first or (input_spec is None) != is_first:
@@ -168,7 +171,7 @@ class ModuleStage(AnyModuleStage):
             raise ValueError(f"stage {index} of {num_stages}: the last stage takes a loss, the others an output_spec")
         super().__init__(
             module, index=index, num_stages=num_stages, versions=versions, has_loss=loss is not None,
-            recompute=recompute, loss_name=loss_name, device=device,
+            recompute=recompute, keeps=keeps, loss_name=loss_name, device=device,
         )  # fmt: skip
         self.input_spec = input_spec
         self.output_spec = output_spec
@@ -184,7 +187,7 @@ class ModuleStage(AnyModuleStage):
         assert microbatch.index not in self.activations, f"microbatch {microbatch.index} is saved already"
         self.activations[microbatch.index] = saved
         with self._captured.capture(microbatch.index):
-            if self._recompute:
+            if self._recompute and microbatch.position not in self._keeps:
                 saved.random_state = RandomState.capture(self._device)
                 with torch.no_grad():
                     output, loss = self._run(microbatch, input)
