@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the s
     from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
-_ONE, _BEST = "one", "best"
+_ONE, _BEST, _SOME = "one", "best", "some"
 _SEARCHED = 3  # the most problems that are searched to the end
 _COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency")
 
@@ -58,9 +58,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--deferred", times, "X[,X...]", "what it holds from I to W (default: as --saved)"),
         ("--stage-input", times, "X[,X...]", "what it holds from F to its recompute (default: 0)", {"default": 0.0}),
         ("--limit", times, "X[,X...]", "the most that a rank may hold, one for each rank or for all (default: any)"),
-        ("--recompute", str, None, "recompute no stage, all, or the best of these and of the stages of the first or of "
-         "the last ranks (default: none)",
-         {"choices": ("none", "all", _BEST), "default": "none", "dest": "recompute_stages"}),
+        ("--recompute", str, None, "recompute no stage, all, some microbatches of each, or the best of these and of "
+         "the stages of the first or of the last ranks (default: none)",
+         {"choices": ("none", "all", _SOME, _BEST), "default": "none", "dest": "recompute_stages"}),
     )  # fmt: skip
     add_flags(
         parser.add_argument_group("search"),
@@ -196,7 +196,7 @@ def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
     cuts = sorted({max(1, part * num_ranks // 4) for part in (1, 2, 3)} - {num_ranks})
     parts = [range(end) for end in cuts] + [range(first, num_ranks) for first in cuts]
     none, every = range(0), range(num_ranks)
-    tried = {"none": [none], "all": [every], _BEST: [none, every, *parts]}[name]
+    tried = {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
     return [frozenset(stage for stage, rank in enumerate(placement) if rank in ranks) for ranks in tried]
 
 
@@ -216,9 +216,9 @@ def _search(
 
     Where several problems could have it, a first round of each tells which are searched further.
     """
-    from megatron.pipeline.synthesis import synthesize
+    from megatron.pipeline.synthesis import synthesize, synthesize_keeping
 
-    problems = _problems(options, limit)
+    problems, recompute = _problems(options, limit), options.recompute_stages
     earlier, bounds, further = list((known or {}).values()), [], problems
     with _progress() as report:
         if len(problems) > _SEARCHED:
@@ -227,23 +227,28 @@ def _search(
             firsts.sort(key=lambda each: each.seconds)
             earlier += firsts[:_SEARCHED]
             further = [each.problem for each in firsts[:_SEARCHED]]
+        searches = [(synthesize, each) for each in further] if recompute != _SOME else []
+        if recompute in (_SOME, _BEST):
+            searches += [(synthesize_keeping, each) for each in problems if len(each.recomputed) == each.num_stages]
         found = []
-        for number, problem in enumerate(further):
+        for number, (search, problem) in enumerate(searches):
 
             def done(part: float, number: int = number) -> None:
-                report((number + part) / len(further))
+                report((number + part) / len(searches))
 
             alike = [each.words for each in earlier if _is_alike(each.problem, problem)]
-            found.append(synthesize(
-                problem, seconds=options.seconds / len(further), rounds=options.rounds, seed=options.seed,
+            found.append(search(
+                problem, seconds=options.seconds / len(searches), rounds=options.rounds, seed=options.seed,
                 processes=options.processes, known=alike, done=done,
             ))  # fmt: skip
-    bound, bound_from = min(bounds or [(each.bound, each.bound_from) for each in found])
+    bound, bound_from = min([*bounds, *((each.bound, each.bound_from) for each in found)])
     return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
 
 
 def _steady(options: argparse.Namespace) -> "Steady":
     """Search for the program of batches that follow one another."""
+    if options.recompute_stages == _SOME:
+        raise ValueError(f"--recompute {_SOME} is for --weights flush; under 2bw give all or {_BEST}")
     from megatron.pipeline.program.weight_policies import weight_policy
     from megatron.pipeline.synthesis import synthesize_steady
 
@@ -323,8 +328,15 @@ def _steady_rows(best: "Steady") -> list[tuple[str, str]]:
 def _placed(problem: "Problem") -> list[tuple[str, str]]:
     return [
         ("placement", " ".join(map(str, problem.rank_of_stage))),
-        ("recomputed stages", " ".join(map(str, sorted(problem.recomputed))) or "none"),
+        ("recomputed stages", _recomputes(problem)),
     ]
+
+
+def _recomputes(problem: "Problem") -> str:
+    """The stages with recomputes, with their number of microbatches where that is not all."""
+    m = problem.num_microbatches
+    parts = (f"{each}" + f" ({number} of {m})" * (number < m) for each, number in problem.num_recomputed.items())
+    return " ".join(parts) or "none"
 
 
 def _print_rows(rows: Sequence[tuple[str, str]]) -> None:

@@ -1,6 +1,7 @@
 """tools/schedule.py synthesize: what it prints and writes, and what it refuses."""
 
 import json
+import re
 
 import pytest
 
@@ -45,18 +46,20 @@ def test_the_best_placement_and_recompute_are_chosen(run):
     assert times[1] < times[0]
 
 
-def test_stages_of_the_first_ranks_are_recomputed_where_these_hold_most(run, tmp_path):
-    """Which is faster than no stage and than all, and can be trained with."""
+def test_some_microbatches_of_the_first_ranks_are_recomputed_where_these_hold_most(run, tmp_path):
+    """Which is faster than none and than all, and can be trained with."""
     csv = tmp_path / "some.csv"
     given = ["--ranks", 4, "--microbatches", 12, "--forward", "1,1,1,1", "--saved", 4, "--stage-input", 0.5,
              "--limit", 9, "--rounds", 2, "--csv", csv]  # fmt: skip
-    found = [lines_of(run("synthesize", *given, "--recompute", each)[1]) for each in ("none", "all", "best")]
+    found = [lines_of(run("synthesize", *given, "--recompute", each)[1]) for each in ("none", "all", "some", "best")]
     times = [float(each["time of a batch"]) for each in found]
-    assert times[2] < times[1] < times[0] and found[2]["recomputed stages"].strip() == "0 1"
+    assert times[3] == times[2] < times[1] < times[0]
+    assert re.fullmatch(r"0 \(\d of 12\) 1 \(\d of 12\)", found[3]["recomputed stages"].strip())
     bounds = [float(each["lower bound"].split()[0]) for each in found]
-    assert bounds[2] <= min(bounds[:2])
+    assert bounds[3] == bounds[2] <= min(bounds[:2])
     schedule = read_schedule(csv, recompute=True)
     assert [schedule.recomputes(stage) for stage in range(4)] == [True, True, False, False]
+    assert [bool(schedule.keeps(stage)) for stage in range(4)] == [True, True, False, False]
 
 
 def test_costs_come_from_a_measured_run(run, tmp_path):
@@ -111,6 +114,7 @@ def test_batches_that_follow_one_another_get_the_least_memory(run, tmp_path):
         ("--microbatches 4 --ranks 2 --picture a.png", "add --frontier"),
         ("--microbatches 4 --ranks 2 --weights 2bw --frontier 1,2", "one --limit after another"),
         ("--microbatches 2 --ranks 8 --weights 2bw --forward 0 --backward 0", "give the seconds of computations"),
+        ("--microbatches 4 --ranks 2 --weights 2bw --recompute some", "under 2bw give all or best"),
         ("--microbatches 4 --ranks 2 --forward 1,2,3", "forward has 3 numbers"),
     ],
 )

@@ -1,12 +1,13 @@
 """Programs that are computed: from costs and memory limits to the rows of one batch, with a lower bound beside them.
 
 `problem.py` has what is asked, `timing.py` times an answer, `seeds.py` makes first answers, `squeeze.py` and
-`improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these. `steady.py` is
-for batches that follow one another without a drain.
+`improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these. `keep.py`
+chooses which microbatches are recomputed. `steady.py` is for batches that follow one another without a drain.
 """
 
+from megatron.pipeline.synthesis.keep import synthesize_keeping
 from megatron.pipeline.synthesis.problem import Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
 from megatron.pipeline.synthesis.steady import Steady, synthesize_steady
 
-__all__ = ["Problem", "Steady", "Synthesis", "synthesize", "synthesize_steady"]
+__all__ = ["Problem", "Steady", "Synthesis", "synthesize", "synthesize_keeping", "synthesize_steady"]

@@ -17,13 +17,20 @@ Four relaxations, each of one rank or of the path; the bound is the greatest.
 
 import heapq
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem
 
 
 def lower_bound(problem: Problem) -> tuple[float, str]:
-    """Return the greatest bound in seconds, and what it comes from."""
+    """Return the greatest bound in seconds, and what it comes from.
+
+    Where microbatches are kept, it holds for any choice of them.
+    """
+    if problem.kept:
+        return bound_of_any_recompute(problem)
     turns = _Turns(problem)
     found = [(turns.longest, "the path of the microbatches")]
     for rank in range(problem.num_ranks):
@@ -31,6 +38,62 @@ def lower_bound(problem: Problem) -> tuple[float, str]:
         found.append((_fill_and_drain(problem, rank), f"fill and drain of rank {rank} under its limit"))
         found.append((_room(problem, rank), f"the room of rank {rank} over time"))
     return max(found)
+
+
+def bound_of_any_recompute(problem: Problem) -> tuple[float, str]:
+    """Return a bound for every choice of the microbatches of `problem.recomputed` that are recomputed.
+
+    It is the greater of the bound if recomputes took no time, and of a trade on each rank. There, a microbatch that is
+    recomputed costs its recompute, and one that is kept takes room over time (`held_over_time`).
+    """
+    free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
+    found, turns = [lower_bound(free)], _Turns(free)
+    for rank in range(problem.num_ranks):
+        stages = [stage for stage in problem.recomputed if problem.rank_of_stage[stage] == rank]
+        if stages and not math.isinf(problem.limit_of(rank)):
+            time = _trade(problem, rank, stages) if len(stages) > 1 else _trade_of_turns(problem, turns, rank, *stages)
+            found.append((time, f"room against recomputes on rank {rank}"))
+    return max(found)
+
+
+def _trade(problem: Problem, rank: int, stages: Sequence[int]) -> float:
+    """The least time in which a rank has computed, and has had the room, behind its head; parts of stages count."""
+    limit, (head, work, needs, less) = problem.limit_of(rank), _to_trade(problem, rank, stages)
+    costs, time = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE], work
+    for stage in sorted(stages, key=lambda each: -less[each] / (costs[each] or ROUNDING)):
+        if needs <= limit * time:
+            break
+        more = problem.num_microbatches * costs[stage]
+        gain = less[stage] + limit * more
+        part = min(1.0, (needs - limit * time) / gain) if gain else 1.0
+        time, needs = time + part * more, needs - part * less[stage]
+    return head + max(time, needs / limit)
+
+
+def _trade_of_turns(problem: Problem, turns: "_Turns", rank: int, stage: int) -> float:
+    """The least time over the number of microbatches that the rank's only such stage recomputes."""
+    head, _, needs, less = _to_trade(problem, rank, [stage])
+    limit, m = problem.limit_of(rank), problem.num_microbatches
+    seconds = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE][stage]
+    forward, back = (problem.number_of[kind, stage] for kind in (Kind.FORWARD, problem.begins_backward))
+    least = math.inf
+    for count in range(m + 1):
+        room = head + (needs - less[stage] * count / m) / limit
+        if room < least:
+            # The k-th microbatch that is recomputed is not before the k-th one, and not behind that from the end.
+            again = [(turns.ends[forward][k], seconds, turns.rests[back][count - 1 - k]) for k in range(count)]
+            least = min(least, max(room, turns.of_rank(rank, again)))
+    return least
+
+
+def _to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float, float, float, dict[int, float]]:
+    """The least time before a rank's first computation, its work without recomputes, the room over time that it needs
+    if it keeps everything, and, by stage, how much less it needs if it recomputes."""
+    whole, m = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.num_microbatches
+    forwards, _ = _own_places(problem, rank)
+    room = {each: m * held_over_time(whole, rank, each) for each in range(problem.num_stages)}
+    less = {each: max(0.0, room[each] - m * held_over_time(problem, rank, each)) for each in stages}
+    return _path_seconds(problem, 0, forwards[0]), whole.work(rank), sum(room.values()), less
 
 
 class _Turns:
@@ -56,10 +119,13 @@ class _Turns:
     def longest(self) -> float:
         return max(each[-1] for each in self.ends)
 
-    def of_rank(self, rank: int) -> float:
-        """Return the time of the rank's computations with their heads and tails, if it could interrupt them."""
+    def of_rank(self, rank: int, further: Sequence[tuple[float, float, float]] = ()) -> float:
+        """Return the time of the rank's computations with their heads and tails, if it could interrupt them.
+
+        `further`: the head, seconds and tail of further ones.
+        """
         problem, m = self._problem, self._problem.num_microbatches
-        jobs = []
+        jobs = list(further)
         for queue in problem.queues_of_rank[rank]:
             seconds = problem.seconds[queue]
             for j in range(m):
@@ -96,13 +162,16 @@ class _Turns:
         return order + [each for each, (kind, _) in enumerate(problem.queues) if kind is Kind.BACKWARD_WEIGHT]
 
     def _most_in_flight(self, stage: int) -> int:
-        """The most microbatches between forward and I (or B) that the limit of the stage's rank allows at the stage."""
+        """The most microbatches between forward and I (or B) that the limit of the stage's rank allows at the stage.
+
+        Each of them still has its I, and then the rank holds one microbatch whole.
+        """
         problem = self._problem
-        taken = problem.takes[problem.number_of[Kind.FORWARD, stage]]
+        taken, whole = problem.takes[problem.number_of[Kind.FORWARD, stage]], problem.saved_sizes[stage]
         room = problem.limit_of(problem.rank_of_stage[stage])
         if math.isinf(room) or not taken:
             return problem.num_microbatches
-        return max(1, math.floor(room / taken * (1 + ROUNDING)))
+        return 1 + max(0, math.floor((room - whole) / taken * (1 + ROUNDING) + ROUNDING))
 
     def _together(self, queue: int, *, after: bool) -> float:
         """Seconds that a rank computes for each microbatch up to a queue's end, or (`after`) from its start on."""
@@ -221,22 +290,22 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     return first_back + behind + rest if rest > ROUNDING * problem.work(rank) else 0.0
 
 
-def held_over_time(problem: Problem, rank: int) -> float:
-    """The least that one microbatch can hold on a rank, summed over the seconds for which it holds it."""
+def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> float:
+    """The least that one microbatch can hold on a rank (at one of its stages), summed over the seconds that it does."""
     end, held = len(problem.path) - 1, 0.0
-    for stage, at in enumerate(problem.rank_of_stage):
-        if at != rank:
+    for each, at in enumerate(problem.rank_of_stage):
+        if at != rank or stage not in (None, each):
             continue
-        backward = problem.path[end - stage]
-        until = _path_seconds(problem, stage, end - stage)
-        if stage in problem.recomputed:
-            recompute = problem.seconds[problem.number_of[Kind.RECOMPUTE, stage]]
-            held += problem.input_sizes[stage] * until
-            held += (problem.saved_sizes[stage] - problem.input_sizes[stage]) * recompute
+        backward = problem.path[end - each]
+        until = _path_seconds(problem, each, end - each)
+        if each in problem.recomputed:
+            recompute = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE][each]
+            held += problem.input_sizes[each] * until
+            held += (problem.saved_sizes[each] - problem.input_sizes[each]) * recompute
         else:
-            held += problem.saved_sizes[stage] * until
-        held += problem.saved_sizes[stage] * problem.seconds[backward]
-        held += problem.deferred_sizes[stage] * _weight_seconds(problem, stage)
+            held += problem.saved_sizes[each] * until
+        held += problem.saved_sizes[each] * problem.seconds[backward]
+        held += problem.deferred_sizes[each] * _weight_seconds(problem, each)
     return held
 
 

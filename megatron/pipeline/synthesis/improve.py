@@ -113,13 +113,13 @@ class Climb:
 
     def _find_gaps(self) -> list[tuple[int, int, float]]:
         """For each wait of a rank, the rank, the place of the computation that waits, and its start."""
-        gaps, seconds = [], self._problem.seconds
+        gaps, ends = [], [iter(each) for each in self._times.ends]
         for rank, (word, starts) in enumerate(zip(self.words, self._times.starts, strict=True)):
             free = 0.0
             for place, (queue, start) in enumerate(zip(word, starts, strict=True)):
                 if start > free + _SLACK * self._unit:
                     gaps.append((rank, place, start))
-                free = start + seconds[queue]
+                free = next(ends[queue])
         return gaps
 
     def _critical(self) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ class Climb:
         return self._path
 
     def _find_path(self) -> list[tuple[int, int]]:
-        problem, starts = self._problem, self._times.starts
+        problem, starts, ends = self._problem, self._times.starts, self._times.ends
         places: list[list[tuple[int, int]]] = [[] for _ in problem.queues]
         microbatches: list[list[int]] = []
         for rank, word in enumerate(self.words):
@@ -138,17 +138,18 @@ class Climb:
                 numbers.append(len(places[queue]))
                 places[queue].append((rank, place))
             microbatches.append(numbers)
-        rank = max(range(len(starts)), key=lambda each: starts[each][-1] + problem.seconds[self.words[each][-1]])
+        rank = max(range(len(starts)), key=lambda each: ends[self.words[each][-1]][-1])
         place, path = len(self.words[rank]) - 1, []
         while True:
             path.append((rank, place))
             start = starts[rank][place]
             if start <= 0.0:
                 return path
-            before = self.words[rank][place - 1] if place else -1
-            if place and starts[rank][place - 1] + problem.seconds[before] >= start - _SLACK * self._unit:
-                place -= 1
-                continue
+            if place:
+                before = self.words[rank][place - 1]
+                if ends[before][microbatches[rank][place - 1]] >= start - _SLACK * self._unit:
+                    place -= 1
+                    continue
             source, _ = problem.sources[self.words[rank][place]]
             rank, place = places[source][microbatches[rank][place]]
 

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.edges import validate_placement
-from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.extent import Extent, Kept
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
@@ -42,6 +42,7 @@ class Problem:
         limits: for each rank, the most that its stages may hold together; one number for all.
         splits: backwards are in halves, I and W.
         recomputed: the stages whose activations are recomputed.
+        kept: the microbatches of these stages that are not. In words, their R takes no time, and programs leave it out.
 
     Raises:
         ValueError: numbers do not fit the stages, or one microbatch alone exceeds the limit of a rank.
@@ -56,6 +57,7 @@ class Problem:
     limits: PerStage = math.inf
     splits: bool = True
     recomputed: frozenset[int] = frozenset()
+    kept: tuple[Kept, ...] = ()
     queues: tuple[tuple[Kind, int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,11 @@ class Problem:
             raise ValueError(
                 f"stages {foreign} cannot be recomputed, since there are stages 0 to {self.num_stages - 1}"
             )
+        for stage, position in self.kept:
+            if stage not in self.recomputed or position >= self.num_microbatches:
+                raise ValueError(
+                    f"kept has {stage}.{position}, which is no microbatch of a recomputed stage; leave it out"
+                )
         kinds = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if self.splits else (Kind.BACKWARD,)
         object.__setattr__(self, "queues", tuple(
             (kind, stage)
@@ -105,6 +112,7 @@ class Problem:
             "num_microbatches": self.num_microbatches,
             "words": sorted({kind.value for kind, _ in self.queues}),
             "recomputed": sorted(self.recomputed),
+            "recomputes": "any microbatches of these stages" if self.kept else "all microbatches of these stages",
             "seconds": {f"{stage}{kind.value}": each for (kind, stage), each in seconds},
             "seconds_of_transfer_to": {
                 f"{stage}{kind.value}": delay for (kind, stage), (source, delay) in transfers if source != NONE
@@ -156,9 +164,35 @@ class Problem:
 
     @cached_property
     def seconds(self) -> tuple[float, ...]:
-        """The seconds of a computation of each queue."""
+        """The seconds of a computation of each queue; the mean of R where some microbatches are kept."""
+        return tuple(map(_mean, self.seconds_at))
+
+    @cached_property
+    def seconds_at(self) -> tuple[tuple[float, ...], ...]:
+        """The seconds of each microbatch's computation of each queue."""
         of_kind = self.costs.seconds(self.num_stages)
-        return tuple(of_kind[kind][stage] for kind, stage in self.queues)
+        return tuple(
+            tuple(
+                0.0 if kind is Kind.RECOMPUTE and self._keeps(stage, microbatch) else of_kind[kind][stage]
+                for microbatch in range(self.num_microbatches)
+            )
+            for kind, stage in self.queues
+        )
+
+    @cached_property
+    def num_recomputed(self) -> dict[int, int]:
+        """Stage -> the number of its microbatches that are recomputed; stages without any are left out."""
+        numbers = dict.fromkeys(sorted(self.recomputed), self.num_microbatches)
+        for each in self._keeps_some:
+            numbers[each.stage] -= 1
+        return {stage: number for stage, number in numbers.items() if number}
+
+    @cached_property
+    def _keeps_some(self) -> frozenset[Kept]:
+        return frozenset(self.kept)
+
+    def _keeps(self, stage: int, microbatch: int) -> bool:
+        return stage not in self.recomputed or (stage, microbatch) in self._keeps_some
 
     @cached_property
     def sources(self) -> tuple[tuple[int, float], ...]:
@@ -224,14 +258,20 @@ class Problem:
 
     @cached_property
     def takes(self) -> tuple[float, ...]:
-        """What a computation of each queue holds more from its start on."""
+        """What a computation of each queue holds more from its start on; the mean where some microbatches are kept."""
+        return tuple(map(_mean, self.takes_at))
+
+    @cached_property
+    def takes_at(self) -> tuple[tuple[float, ...], ...]:
+        """What each microbatch's computation of each queue holds more from its start on."""
         takes = []
         for kind, stage in self.queues:
             whole, part = self.saved_sizes[stage], self.input_sizes[stage]
-            if kind is Kind.FORWARD:
-                takes.append(part if stage in self.recomputed else whole)
-            else:
-                takes.append(whole - part if kind is Kind.RECOMPUTE else 0.0)
+            kept, recomputed = {
+                Kind.FORWARD: (whole, part), Kind.RECOMPUTE: (0.0, whole - part)
+            }.get(kind, (0.0, 0.0))  # fmt: skip
+            of_all = ((recomputed, kept)[self._keeps(stage, each)] for each in range(self.num_microbatches))
+            takes.append(tuple(of_all))
         return tuple(takes)
 
     @cached_property
@@ -248,7 +288,8 @@ class Problem:
     @cached_property
     def least_limits(self) -> tuple[float, ...]:
         """For each rank, the least limit under which a batch can pass: that of one microbatch after another."""
-        return tuple(self.most_held(rank, self.one_microbatch(rank)) for rank in range(self.num_ranks))
+        count = self.num_microbatches if self.kept else 1
+        return tuple(self.most_held(rank, self.one_microbatch(rank) * count) for rank in range(self.num_ranks))
 
     def one_microbatch(self, rank: int) -> list[int]:
         """Return the computations of one microbatch on a rank, in the order that its path asks for."""
@@ -259,24 +300,30 @@ class Problem:
         return forwards + [each for queue in rest for each in queue]
 
     def most_held(self, rank: int, word: Sequence[int]) -> float:
-        """The most that the rank holds at any time, in the unit of `saved`."""
+        """The most that the rank holds at any time, in the unit of `saved`. A word may have several batches."""
         held = most = 0.0
+        counts = [0] * len(self.queues)
         for queue in word:
-            held += self.takes[queue]
+            held += self.takes_at[queue][counts[queue] % self.num_microbatches]
+            counts[queue] += 1
             most = max(most, held)
             held -= self.gives[queue]
         return most
 
     def is_in_order(self, word: Sequence[int], rank: int) -> bool:
-        """Whether a word keeps its rank's limit, and computations follow those of their microbatch and stage."""
+        """Whether a word keeps its rank's limit, and computations follow those of their microbatch and stage.
+
+        A word may have several batches.
+        """
         counts, held, limit = [0] * len(self.queues), 0.0, self.limit_of(rank) * (1 + ROUNDING)
-        takes, gives, before = self.takes, self.gives, self.before
+        m = self.num_microbatches
+        takes, gives, before = self.takes_at, self.gives, self.before
         for queue in word:
-            ahead = before[queue]
-            if ahead >= 0 and counts[queue] >= counts[ahead]:
+            ahead, number = before[queue], counts[queue]
+            if ahead >= 0 and number >= counts[ahead]:
                 return False
             counts[queue] += 1
-            held += takes[queue]
+            held += takes[queue][number % m]
             if held > limit:
                 return False
             held -= gives[queue]
@@ -291,21 +338,24 @@ class Problem:
             counts, row = [0] * len(self.queues), []
             for queue in word:
                 kind, stage = self.queues[queue]
-                row.append(Instruction(kind, stage, counts[queue]))
+                if kind is not Kind.RECOMPUTE or not self._keeps(stage, counts[queue]):
+                    row.append(Instruction(kind, stage, counts[queue]))
                 counts[queue] += 1
             rows.append(tuple(row))
+        recomputing = self.num_recomputed
         extent = Extent(
             weights=weights,
             batches=(self.num_microbatches,) * num_batches,
             rank_of_stage=self.rank_of_stage,
-            recompute=bool(self.recomputed),
-            not_recomputed=self._not_recomputed,
+            recompute=bool(recomputing),
+            not_recomputed=tuple(set(range(self.num_stages)) - {*recomputing}) if recomputing else (),
+            kept=tuple(each for each in self.kept if each.stage in recomputing),
         )
         return Program.of(extent, tuple(rows))
 
-    @property
-    def _not_recomputed(self) -> tuple[int, ...]:
-        return tuple(each for each in range(self.num_stages) if self.recomputed and each not in self.recomputed)
+
+def _mean(numbers: Sequence[float]) -> float:
+    return numbers[0] if len({*numbers}) == 1 else sum(numbers) / len(numbers)
 
 
 def csv_of(program: Program, receives_ahead: int) -> str:

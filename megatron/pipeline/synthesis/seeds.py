@@ -285,7 +285,7 @@ def listed(problem: Problem, words: Words) -> Words | None:
     for word in words:
         for place, queue in enumerate(word):
             turns[queue].append(place)
-    room, feeds = _room_for_later(problem), [[] for _ in problem.queues]
+    later_forwards, feeds = _later_forwards(problem), [[] for _ in problem.queues]
     for queue, (source, delay) in enumerate(problem.sources):
         if source != NONE:
             feeds[source].append((queue, delay))
@@ -303,8 +303,10 @@ def listed(problem: Problem, words: Words) -> Words | None:
             number, ahead = counts[queue], problem.before[queue]
             if number == m or (ahead != NONE and number >= counts[ahead]):
                 continue
-            if problem.takes[queue] and held[rank] + problem.takes[queue] + room[queue] > limits[rank]:
-                continue
+            if takes := problem.takes_at[queue][number]:
+                room = sum(problem.takes_at[each][number] for each in later_forwards[queue])
+                if held[rank] + takes + room > limits[rank]:
+                    continue
             if ready[queue][number] > time:
                 later = min(later, ready[queue][number])
             elif first is None or turns[queue][number] < turns[first][counts[first]]:
@@ -315,8 +317,8 @@ def listed(problem: Problem, words: Words) -> Words | None:
             continue
         number = counts[first]
         counts[first] += 1
-        held[rank] += problem.takes[first] - problem.gives[first]
-        free[rank] = time + problem.seconds[first]
+        held[rank] += problem.takes_at[first][number] - problem.gives[first]
+        free[rank] = time + problem.seconds_at[first][number]
         made[rank].append(first)
         heappush(wakes, (free[rank], rank))
         for queue, delay in feeds[first]:
@@ -325,13 +327,10 @@ def listed(problem: Problem, words: Words) -> Words | None:
     return made if all(count == m for count in counts) else None
 
 
-def _room_for_later(problem: Problem) -> list[float]:
-    """For each forward, what the forwards of later stages of its rank take for one microbatch; 0 for others."""
-    room = [0.0] * len(problem.queues)
-    for queue, (kind, stage) in enumerate(problem.queues):
-        if kind is Kind.FORWARD:
-            own = (
-                each for each in problem.queues_of_rank[problem.rank_of_queue[queue]] if problem.queues[each][1] > stage
-            )
-            room[queue] = sum(problem.takes[each] for each in own)
-    return room
+def _later_forwards(problem: Problem) -> list[list[int]]:
+    """For each forward, the forwards of later stages of its rank; none for other queues."""
+    return [
+        [each for each in problem.queues_of_rank[problem.rank_of_queue[queue]]
+         if kind is problem.queues[each][0] is Kind.FORWARD and problem.queues[each][1] > stage]
+        for queue, (kind, stage) in enumerate(problem.queues)
+    ]  # fmt: skip

@@ -35,11 +35,13 @@ class Squeeze:
                 after[before] = queue
         self._clock = clock
         self._unit = max(map(problem.work, range(problem.num_ranks))) / problem.num_microbatches
+        gives = [(each,) * problem.num_microbatches for each in problem.gives]
+        seconds, takes = ([each[::-1] for each in values] for values in (problem.seconds_at, problem.takes_at))
         self._onwards = _Direction(
-            problem, clock, problem.sources, followers, problem.before, problem.takes, problem.gives
+            problem, clock, problem.sources, followers, problem.before, problem.seconds_at, problem.takes_at, gives
         )
         self._backwards = _Direction(
-            problem, Clock(problem, followers), followers, problem.sources, after, problem.gives, problem.takes
+            problem, Clock(problem, followers, seconds), followers, problem.sources, after, seconds, gives, takes
         )
 
     def loosened(self, words: Words, chance: random.Random) -> Words:
@@ -89,7 +91,8 @@ class _Direction:
         sources: for each queue, the queue of another stage that it waits for, and the delay; or NONE.
         followers: for each queue, the queue of another stage that waits for it, and the delay; or NONE.
         before: for each queue, the queue of its stage that a microbatch passes first; or NONE.
-        takes, gives: what a computation holds from its start on, and no longer from its end on.
+        seconds: for each queue, the seconds of its computations in their order.
+        takes, gives: what a computation holds from its start on, and no longer from its end on, likewise.
     """
 
     problem: Problem
@@ -97,8 +100,9 @@ class _Direction:
     sources: Sequence[tuple[int, float]]
     followers: Sequence[tuple[int, float]]
     before: Sequence[int]
-    takes: Sequence[float]
-    gives: Sequence[float]
+    seconds: Sequence[Sequence[float]]
+    takes: Sequence[Sequence[float]]
+    gives: Sequence[Sequence[float]]
 
     def sweep(self, words: Words, loose: _Loose | None = None) -> Words:
         """Return words with filled gaps. Nothing starts later than before, unless the sweep is loose."""
@@ -120,9 +124,13 @@ class _Sweep:
         self._rounding = ROUNDING * times.seconds
         self._ready = [[0.0 if source == NONE else math.inf] * problem.num_microbatches for source, _ in way.sources]
         self._places: list[list[int]] = [[] for _ in problem.queues]
+        self._numbers: list[list[int]] = []  # for each rank, the number of each place's computation in its queue
         for word in words:
+            numbers = []
             for place, queue in enumerate(word):
+                numbers.append(len(self._places[queue]))
                 self._places[queue].append(place)
+            self._numbers.append(numbers)
         self._counts = [0] * len(problem.queues)
         self._held, self._next = [0.0] * problem.num_ranks, [0] * problem.num_ranks
         self._taken = [bytearray(len(word) + 1) for word in words]
@@ -141,9 +149,9 @@ class _Sweep:
             number = counts[queue]
             counts[queue] += 1
             self._taken[rank][self._places[queue][number]] = 1
-            self._held[rank] += self._way.takes[queue] - self._way.gives[queue]
+            self._held[rank] += self._way.takes[queue][number] - self._way.gives[queue][number]
             self.made[rank].append(queue)
-            free[rank] = time + problem.seconds[queue]
+            free[rank] = time + self._way.seconds[queue][number]
             heappush(wakes, (free[rank], rank))
             follower, delay = self._way.followers[queue]
             if follower != NONE:
@@ -175,28 +183,29 @@ class _Sweep:
                 number < problem.num_microbatches
                 and (before[queue] == NONE or number < counts[before[queue]])
                 and ready[queue][number] <= time
-                and time + problem.seconds[queue] <= until
+                and time + self._way.seconds[queue][number] <= until
                 and self._places[queue][number] < first
-                and self._fits(rank, queue, self._places[queue][number])
+                and self._fits(rank, queue, number)
             ):
                 chosen, first = queue, self._places[queue][number]
         return chosen
 
-    def _fits(self, rank: int, queue: int, place: int) -> bool:
-        """Whether the rank keeps its limit if it takes the queue's computation before what is left up to `place`."""
+    def _fits(self, rank: int, queue: int, number: int) -> bool:
+        """Whether the rank keeps its limit if it takes a computation before what is left in front of it."""
         takes, gives, taken = self._way.takes, self._way.gives, self._taken[rank]
         limit = self._way.problem.limit_of(rank) * (1 + ROUNDING)
-        if not takes[queue] or math.isinf(limit):
+        if not takes[queue][number] or math.isinf(limit):
             return True
-        held = self._held[rank] + takes[queue]
+        held = self._held[rank] + takes[queue][number]
         if held > limit:
             return False
-        held -= gives[queue]
-        for at in range(self._next[rank], place):
+        held -= gives[queue][number]
+        word, numbers = self._words[rank], self._numbers[rank]
+        for at in range(self._next[rank], self._places[queue][number]):
             if not taken[at]:
-                other = self._words[rank][at]
-                held += takes[other]
+                other, own = word[at], numbers[at]
+                held += takes[other][own]
                 if held > limit:
                     return False
-                held -= gives[other]
+                held -= gives[other][own]
         return True

@@ -121,9 +121,13 @@ def synthesize_steady(
         done: called in the first process behind each round, with the part of the search that is over.
 
     Raises:
-        ValueError: nothing takes any time.
+        ValueError: nothing takes any time, or some microbatches of a recomputed stage are kept.
     """
     assert not weights.drains
+    if problem.kept:
+        raise ValueError(
+            "where batches follow one another all microbatches are alike: recompute all microbatches of a stage or none"
+        )
     bound, bound_from = _least_period(problem)
     search = partial(_search, problem, bound, seconds, rounds, done)
     results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)

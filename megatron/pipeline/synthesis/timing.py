@@ -30,10 +30,17 @@ class Clock:
     Args:
         problem: the problem.
         sources: for each queue, the queue that it waits for, and the delay; None: as the problem says.
+        seconds: the seconds of each microbatch's computation of each queue; None: as the problem says.
     """
 
-    def __init__(self, problem: Problem, sources: Sequence[tuple[int, float]] | None = None) -> None:
-        self._sources, self._seconds = problem.sources if sources is None else sources, problem.seconds
+    def __init__(
+        self,
+        problem: Problem,
+        sources: Sequence[tuple[int, float]] | None = None,
+        seconds: Sequence[Sequence[float]] | None = None,
+    ) -> None:
+        self._sources = problem.sources if sources is None else sources
+        self._seconds = problem.seconds_at if seconds is None else seconds
         self._num_queues, self._num_ranks = len(problem.queues), problem.num_ranks
         self._own, ranks = problem.queues_of_rank, problem.rank_of_queue
         wakes: list[set[int]] = [set() for _ in range(problem.num_ranks)]
@@ -56,17 +63,18 @@ class Clock:
         starts: list[list[float]] = [[] for _ in words]
         places, free = [0] * self._num_ranks, [0.0] * self._num_ranks
         if known is not None and place:
-            since = known.starts[rank][place - 1] + seconds[words[rank][place - 1]]
+            last = words[rank][place - 1]
+            since = known.ends[last][words[rank][:place].count(last) - 1]
             for each, word in enumerate(words):
                 kept = bisect_left(known.starts[each], since)
                 if each == rank:
                     kept = min(kept, place)
                 places[each], starts[each] = kept, known.starts[each][:kept]
-                if kept:
-                    free[each] = starts[each][-1] + seconds[word[kept - 1]]
                 head = word[:kept]
                 for queue in self._own[each]:
                     ends[queue] = known.ends[queue][: head.count(queue)]
+                if kept:
+                    free[each] = ends[word[kept - 1]][-1]
         to_do, is_in = list(range(self._num_ranks)), [True] * self._num_ranks
         total, count = sum(map(sum, starts)), sum(places)
         while to_do:
@@ -77,16 +85,17 @@ class Clock:
             while place < length:
                 queue = word[place]
                 own = ends[queue]
+                microbatch = len(own)
                 source, delay = sources[queue]
                 if source >= 0:
-                    made, microbatch = ends[source], len(own)
+                    made = ends[source]
                     if microbatch >= len(made):
                         break
                     if (ready := made[microbatch] + delay) > time:
                         time = ready
                 begun.append(time)
                 total += time
-                time += seconds[queue]
+                time += seconds[queue][microbatch]
                 own.append(time)
                 place += 1
             if place > first:

@@ -4,11 +4,14 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from megatron.pipeline.program.edges import round_robin, v
+from megatron.pipeline.program.extent import Kept
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis.problem import Problem
 
@@ -67,6 +70,17 @@ def problems(draw: st.DrawFn) -> Problem:
     return replace(problem, limits=limits)
 
 
+def least_of_any_recompute(problem: Problem) -> float:
+    """The least time over all words and over all choices of the microbatches that its recomputed stages keep."""
+    items = [Kept(stage, at) for stage in sorted(problem.recomputed) for at in range(problem.num_microbatches)]
+    choices = itertools.chain.from_iterable(itertools.combinations(items, size) for size in range(len(items) + 1))
+    found = [math.inf]
+    for kept in choices:
+        with suppress(ValueError):  # one microbatch with all that it keeps exceeds the limit
+            found.append(least_seconds(replace(problem, kept=kept)))
+    return min(found)
+
+
 def least_seconds(problem: Problem) -> float:
     """The least time over all words of all ranks, timed by a loop of its own."""
     orders = [list(_words(problem, rank)) for rank in range(problem.num_ranks)]
@@ -86,17 +100,26 @@ def _words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
             earlier = own[place - 1] if place and problem.queues[own[place - 1]][1] == stage else None
             if counts[queue] == m or (earlier is not None and counts[queue] >= counts[earlier]):
                 continue
-            if held + problem.takes[queue] <= limit:
+            takes = _takes(problem, queue, counts[queue])
+            if held + takes <= limit:
                 after = counts | {queue: counts[queue] + 1}
-                yield from extend((*word, queue), after, held + problem.takes[queue] - problem.gives[queue])
+                yield from extend((*word, queue), after, held + takes - problem.gives[queue])
 
     yield from extend((), dict.fromkeys(own, 0), 0.0)
+
+
+def _takes(problem: Problem, queue: int, microbatch: int) -> float:
+    kind, stage = problem.queues[queue]
+    is_recomputed = stage in problem.recomputed and (stage, microbatch) not in problem.kept
+    if kind is Kind.FORWARD:
+        return problem.input_sizes[stage] if is_recomputed else problem.saved_sizes[stage]
+    return problem.saved_sizes[stage] - problem.input_sizes[stage] if kind is Kind.RECOMPUTE and is_recomputed else 0.0
 
 
 def _seconds(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
     """The end of the last computation, by one step after another; infinity in a deadlock."""
     ends: dict[tuple[int, int], float] = {}
-    free, places = [0.0] * len(words), [0] * len(words)
+    free, places, seconds = [0.0] * len(words), [0] * len(words), problem.costs.seconds(problem.num_stages)
     moved = True
     while moved:
         moved = False
@@ -108,7 +131,10 @@ def _seconds(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
                 if source >= 0 and (source, number) not in ends:
                     break
                 ready = ends[source, number] + delay if source >= 0 else 0.0
-                free[rank] = ends[queue, number] = max(free[rank], ready) + problem.seconds[queue]
+                kind, stage = problem.queues[queue]
+                is_left_out = kind is Kind.RECOMPUTE and (stage, number) in problem.kept
+                took = 0.0 if is_left_out else seconds[kind][stage]
+                free[rank] = ends[queue, number] = max(free[rank], ready) + took
                 places[rank] += 1
                 moved = True
     done = all(place == len(word) for place, word in zip(places, words, strict=True))

@@ -1,0 +1,135 @@
+"""The choice of the microbatches that a recomputed stage keeps, and the search for a program with such a choice.
+
+For given words the choice is made rank by rank, from the beginning on: everything is kept until the limit is reached.
+Then that microbatch is recomputed instead which frees most for longest, over the time that its recompute takes. The
+search goes on with the words for which this costs least, and chooses anew for what it finds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron.pipeline.program.extent import Kept
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.synthesis.bound import bound_of_any_recompute
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.pipeline.synthesis.seeds import named_words
+from megatron.pipeline.synthesis.timing import Clock
+
+_CHOICES = 2  # the number of choices that are searched further
+_TURNS = 2  # how often what was found is chosen for anew
+
+
+def kept_microbatches(problem: Problem, words: Words) -> tuple[Kept, ...] | None:
+    """Return the microbatches of recomputed stages that ranks keep if they compute words; None if they do not fit.
+
+    Args:
+        problem: the problem. What it keeps itself does not count.
+        words: words in which all computations of a microbatch are in order.
+    """
+    kept = [_kept_on_rank(problem, rank, word) for rank, word in enumerate(words)]
+    return None if None in kept else tuple(sorted(each for of_rank in kept for each in of_rank))
+
+
+def _kept_on_rank(problem: Problem, rank: int, word: Sequence[int]) -> set[Kept] | None:
+    recompute = {stage: problem.number_of[Kind.RECOMPUTE, stage]
+                 for stage in problem.recomputed if problem.rank_of_stage[stage] == rank}  # fmt: skip
+    costs = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]
+    numbers, place_of_recompute = _numbers(problem, word), {}
+    for place, (queue, number) in enumerate(zip(word, numbers, strict=True)):
+        kind, stage = problem.queues[queue]
+        if kind is Kind.RECOMPUTE:
+            place_of_recompute[Kept(stage, number)] = place
+    limit, held = problem.limit_of(rank) * (1 + ROUNDING), 0.0
+    kept: set[Kept] = set()
+    in_flight: set[Kept] = set()  # kept so far, and not yet at its R
+    for place, (queue, number) in enumerate(zip(word, numbers, strict=True)):
+        kind, stage = problem.queues[queue]
+        item, is_choice = Kept(stage, number), stage in recompute
+        if kind is Kind.FORWARD:
+            held += problem.saved_sizes[stage]
+            if is_choice:
+                kept.add(item)
+                in_flight.add(item)
+        elif kind is Kind.RECOMPUTE:
+            in_flight.discard(item)
+            held += 0.0 if item in kept else problem.saved_sizes[stage] - problem.input_sizes[stage]
+        while held > limit:
+            if not in_flight:
+                return None
+
+            def freed(each: Kept, place: int = place) -> float:
+                size = problem.saved_sizes[each.stage] - problem.input_sizes[each.stage]
+                return size * (place_of_recompute[each] - place) / (costs[each.stage] or ROUNDING)
+
+            out = max(in_flight, key=lambda each: (freed(each), each))
+            in_flight.remove(out)
+            kept.remove(out)
+            held -= problem.saved_sizes[out.stage] - problem.input_sizes[out.stage]
+        held -= problem.gives[queue]
+    return kept
+
+
+def _numbers(problem: Problem, word: Sequence[int]) -> list[int]:
+    """The microbatch of each computation of a word."""
+    counts, numbers = [0] * len(problem.queues), []
+    for queue in word:
+        numbers.append(counts[queue])
+        counts[queue] += 1
+    return numbers
+
+
+def synthesize_keeping(
+    problem: Problem,
+    *,
+    seconds: float = 30.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    known: Sequence[Words] = (),
+    done: Callable[[float], None] = lambda _: None,
+) -> Synthesis:
+    """Search for the fastest program in which any microbatches of `problem.recomputed` are recomputed.
+
+    The bound of the result holds for every such choice. Arguments are those of `synthesize`.
+    """
+    all_recomputed = replace(problem, kept=())
+    runs = 1 + _CHOICES * _TURNS
+    finished = 0
+
+    def search(each: Problem, begin: Sequence[Words]) -> Synthesis:
+        nonlocal finished
+        found = synthesize(
+            each, seconds=seconds / runs, rounds=rounds, seed=seed, processes=processes, known=begin,
+            done=lambda part: done((finished + part) / runs),
+        )  # fmt: skip
+        finished += 1
+        return found
+
+    found = [search(all_recomputed, known)]
+    begin = [words for _, words in named_words(all_recomputed)] + [found[0].words, *known]
+    for chosen, words in _cheapest(all_recomputed, begin):
+        for _ in range(_TURNS):
+            found.append(search(chosen, [words]))
+            words = found[-1].words
+            kept = kept_microbatches(all_recomputed, words)
+            if len(kept) <= len(chosen.kept):
+                break
+            chosen = replace(problem, kept=kept)
+    bound, bound_from = bound_of_any_recompute(problem)
+    best = min(found, key=lambda each: each.seconds)
+    named = [each.named for each in found if each.named is not None]
+    return replace(best, bound=bound, bound_from=bound_from, named=min(named, key=lambda each: each[1], default=None))
+
+
+def _cheapest(problem: Problem, begin: Sequence[Words]) -> list[tuple[Problem, Words]]:
+    """Choose for each of the words, and return the problems and words of the fastest, which differ in their choice."""
+    found = []
+    for words in begin:
+        kept = kept_microbatches(problem, words)
+        if kept is not None and all(kept != each.kept for _, each, _ in found):
+            chosen = replace(problem, kept=kept)
+            if (times := Clock(chosen).times(words)) is not None:
+                found.append((times.seconds, chosen, words))
+    found.sort(key=lambda each: each[0])
+    return [(chosen, words) for _, chosen, words in found[:_CHOICES]]
