@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the s
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
 _ONE, _BEST, _SOME = "one", "best", "some"
 _SEARCHED = 3  # the most problems that are searched to the end
-_COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency")
+_COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency", "swap_out",
+          "swap_in", "evict", "load")  # fmt: skip
+_MOVES = {"host": "swap_out", "pair": "evict"}  # the choices of --moves, and the costs that these need
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--recompute-time", times, "T[,T...]", "time of a recompute (default: as --forward)", {"dest": "recompute"}),
         ("--transfer", times, "T[,T...]", "time for which a transfer occupies its edge (default: 0)"),
         ("--latency", times, "T[,T...]", "time from the end of the sending to the arrival (default: 0)"),
+        ("--swap-out", times, "T[,T...]", "time to copy what a microbatch saves to the host, for --moves"),
+        ("--swap-in", times, "T[,T...]", "time to copy it back (default: as --swap-out)"),
+        ("--evict", times, "T[,T...]", "time to move what a microbatch saves to the other rank of a pair, for --moves"),
+        ("--load", times, "T[,T...]", "time to move it back (default: as --evict)"),
         ("--whole-backwards", None, "", "backwards are not split into I and W"),
     )
     add_flags(
@@ -61,6 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--recompute", str, None, "recompute no stage, all, some microbatches of each, or the best of these and of "
          "the stages of the first or of the last ranks (default: none)",
          {"choices": ("none", "all", _SOME, _BEST), "default": "none", "dest": "recompute_stages"}),
+        ("--moves", str, None, "where saved activations may wait: nowhere but on their rank, on the host, on the other "
+         "rank of a pair, or the best of these (default: none)",
+         {"choices": ("none", *_MOVES, _BEST), "default": "none"}),
     )  # fmt: skip
     add_flags(
         parser.add_argument_group("search"),
@@ -84,6 +94,7 @@ def run(options: argparse.Namespace) -> int:
     for each in filter(None, (options.csv, options.json, options.picture)):
         if each != "-":
             command_line.require_file(Path(each))
+    _require_costs_of_moves(options)
     if options.weights != "flush":
         best = _steady(options)
         _print_rows(_steady_rows(best))
@@ -97,6 +108,20 @@ def run(options: argparse.Namespace) -> int:
     else:
         _frontier(options, limits)
     return 0
+
+
+def _require_costs_of_moves(options: argparse.Namespace) -> None:
+    if options.moves != "none" and options.weights != "flush":
+        raise ValueError("--moves are for --weights flush; under 2bw add --pipeline-offload-activations to the run")
+    if options.moves != "none" and options.recompute_stages == _SOME:
+        raise ValueError(f"--moves go with stages that recompute all or none; give --recompute none, all or {_BEST}")
+    for way, cost in _MOVES.items():
+        flag, is_used = f"--{cost.replace('_', '-')}", options.moves in (way, _BEST)
+        if is_used and getattr(options, cost) is None:
+            raise ValueError(f"--moves {options.moves} needs the time of a move; add {flag}")
+        back = {"swap_out": "swap_in", "evict": "load"}[cost]
+        if not is_used and (getattr(options, cost) is not None or getattr(options, back) is not None):
+            raise ValueError(f"{flag} and --{back.replace('_', '-')} are times of moves; add --moves {way} or best")
 
 
 def _limits_of_frontier(options: argparse.Namespace) -> tuple[float, ...]:
@@ -222,13 +247,13 @@ def _search(
     earlier, bounds, further = list((known or {}).values()), [], problems
     with _progress() as report:
         if len(problems) > _SEARCHED:
-            firsts = [synthesize(each, rounds=1, seed=options.seed) for each in problems]
+            firsts = [synthesize(each, moves=options.moves, rounds=1, seed=options.seed) for each in problems]
             bounds = [(each.bound, each.bound_from) for each in firsts]
             firsts.sort(key=lambda each: each.seconds)
             earlier += firsts[:_SEARCHED]
             further = [each.problem for each in firsts[:_SEARCHED]]
-        searches = [(synthesize, each) for each in further] if recompute != _SOME else []
-        if recompute in (_SOME, _BEST):
+        searches = [(partial(synthesize, moves=options.moves), each) for each in further if recompute != _SOME]
+        if recompute in (_SOME, _BEST) and options.moves == "none":
             searches += [(synthesize_keeping, each) for each in problems if len(each.recomputed) == each.num_stages]
         found = []
         for number, (search, problem) in enumerate(searches):
@@ -305,6 +330,7 @@ def _rows(answer: _Answer) -> list[tuple[str, str]]:
         ("above the bound", _above(best.seconds, answer.bound)),
         *_placed(problem),
         ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
+        *_moves(best),
         ("begun with", best.begun_with),
         ("best registered order", _order(best, "none keeps the limits")),
         ("rounds", " + ".join(map(str, best.rounds))),
@@ -337,6 +363,26 @@ def _recomputes(problem: "Problem") -> str:
     m = problem.num_microbatches
     parts = (f"{each}" + f" ({number} of {m})" * (number < m) for each, number in problem.num_recomputed.items())
     return " ".join(parts) or "none"
+
+
+def _moves(best: "Synthesis") -> list[tuple[str, str]]:
+    """The microbatches that move, by stage."""
+    if not best.ways:
+        return []
+    where = "moves" if best.way is None else {"host": "to the host", "pair": "to the pair rank"}[best.way.name]
+    moved = (f"stage {stage}: {_ranges(each)}" for stage, each in best.moved.items())
+    return [(where, "; ".join(moved) or "none is faster")]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, such as 1-5 7."""
+    ranges: list[list[int]] = []
+    for each in numbers:
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    return " ".join("-".join(map(str, each)) for each in ranges)
 
 
 def _print_rows(rows: Sequence[tuple[str, str]]) -> None:

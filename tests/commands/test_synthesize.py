@@ -6,6 +6,7 @@ import re
 import pytest
 
 from megatron.commands import schedule as tool  # noqa: F401  of the fixture `run`
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -62,6 +63,24 @@ def test_some_microbatches_of_the_first_ranks_are_recomputed_where_these_hold_mo
     assert [bool(schedule.keeps(stage)) for stage in range(4)] == [True, True, False, False]
 
 
+def test_moves_are_printed_and_written(run, tmp_path):
+    """Which microbatches of which stage leave; a bound over programs with moves; nothing is slower than without."""
+    csv, certificate = tmp_path / "mine.csv", tmp_path / "mine.json"
+    given = ["--ranks", 4, "--microbatches", 10, "--forward", "1,1,1,1", "--limit", 3, "--rounds", 1]
+    plain = lines_of(run("synthesize", *given)[1])
+    written = ["--csv", csv, "--json", certificate]
+    status, out, _ = run("synthesize", *given, "--moves", "best", "--swap-out", 0.5, "--evict", 0.5, *written)
+    found = lines_of(out)
+    assert status == 0 and float(found["time of a batch"]) < float(plain["time of a batch"])
+    assert float(found["lower bound"].split()[0]) <= float(plain["lower bound"].split()[0])
+    moved = json.loads(certificate.read_text())["moves"]
+    assert moved["to"] == "host" and f"stage 0: {moved['microbatches_of_stage']['0'][0]}" in found["to the host"]
+    words = {each.kind for row in read_schedule(csv).program.rows for each in row}
+    assert {Kind.SWAP_OUT, Kind.SWAP_IN} < words
+    out = run("synthesize", *given, "--moves", "pair", "--evict", 1000)[1]
+    assert lines_of(out)["moves"].strip() == "none is faster"
+
+
 def test_costs_come_from_a_measured_run(run, tmp_path):
     """Mean times of a timeline that a run has written; halves need a run that split its backwards."""
     halves, whole = tmp_path / "halves.json", tmp_path / "whole.json"
@@ -116,6 +135,12 @@ def test_batches_that_follow_one_another_get_the_least_memory(run, tmp_path):
         ("--microbatches 2 --ranks 8 --weights 2bw --forward 0 --backward 0", "give the seconds of computations"),
         ("--microbatches 4 --ranks 2 --weights 2bw --recompute some", "under 2bw give all or best"),
         ("--microbatches 4 --ranks 2 --forward 1,2,3", "forward has 3 numbers"),
+        ("--microbatches 4 --ranks 2 --moves host", "--moves host needs the time of a move; add --swap-out"),
+        ("--microbatches 4 --ranks 2 --moves best --swap-out 1", "add --evict"),
+        ("--microbatches 4 --ranks 2 --swap-in 1", "add --moves host or best"),
+        ("--microbatches 4 --ranks 2 --moves host --swap-out 1 --load 1", "add --moves pair or best"),
+        ("--microbatches 4 --ranks 2 --moves host --swap-out 1 --weights 2bw", "--moves are for --weights flush"),
+        ("--microbatches 4 --ranks 2 --placement v --moves pair --evict 1", "on the rank itself, so nothing can move"),
     ],
 )
 def test_what_does_not_go_together_is_refused(run, arguments, text):

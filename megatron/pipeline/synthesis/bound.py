@@ -18,7 +18,7 @@ Four relaxations, each of one rank or of the path; the bound is the greatest.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.problem import NONE, ROUNDING, Problem
@@ -90,10 +90,10 @@ def _to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float
     """The least time before a rank's first computation, its work without recomputes, the room over time that it needs
     if it keeps everything, and, by stage, how much less it needs if it recomputes."""
     whole, m = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.num_microbatches
-    forwards, _ = _own_places(problem, rank)
+    forwards, _ = own_places(problem, rank)
     room = {each: m * held_over_time(whole, rank, each) for each in range(problem.num_stages)}
     less = {each: max(0.0, room[each] - m * held_over_time(problem, rank, each)) for each in stages}
-    return _path_seconds(problem, 0, forwards[0]), whole.work(rank), sum(room.values()), less
+    return path_seconds(problem, 0, forwards[0]), whole.work(rank), sum(room.values()), less
 
 
 class _Turns:
@@ -233,7 +233,7 @@ class _Turns:
                 rests[j] = max(time + problem.seconds[queue], (j + 1) * together[queue])
 
 
-def _path_seconds(problem: Problem, first: int, last: int) -> float:
+def path_seconds(problem: Problem, first: int, last: int) -> float:
     """Seconds from the start of the first queue of the path to the start of the last one, places in `problem.path`."""
     path = problem.path
     return sum(
@@ -246,20 +246,67 @@ def _weight_seconds(problem: Problem, stage: int) -> float:
     return problem.seconds[problem.number_of[Kind.BACKWARD_WEIGHT, stage]] if problem.splits else 0.0
 
 
-def _own_places(problem: Problem, rank: int) -> tuple[list[int], list[int]]:
+def own_places(problem: Problem, rank: int) -> tuple[list[int], list[int]]:
     """Places in the path of a rank's forwards, and of its I or B."""
     places = [at for at, queue in enumerate(problem.path) if problem.rank_of_queue[queue] == rank]
     return [at for at in places if at < problem.num_stages], [at for at in places if at >= problem.num_stages]
 
 
-def _most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> float:
+def size_per_second(kind: tuple[float, float]) -> float:
+    """The order in which kinds of computations (seconds, size) fill a limit."""
+    seconds, size = kind
+    return size / seconds if seconds else math.inf
+
+
+def most_work(kinds: list[tuple[float, float]], limit: float, count: int) -> float:
     """The most seconds of `count` computations of each kind (seconds, size) whose sizes fit a limit; parts count."""
     total = 0.0
-    for seconds, size in sorted(kinds, key=lambda each: each[1] / each[0] if each[0] else math.inf):
+    for seconds, size in sorted(kinds, key=size_per_second):
         number = count if size <= 0 else min(count, max(0.0, limit) / size)
         total += number * seconds
         limit -= number * size
     return total
+
+
+@dataclass(frozen=True)
+class Waits:
+    """The two waits of a rank, and what may fill them.
+
+    Attributes:
+        fill: the least seconds to the start of its first backward.
+        drain: the least seconds behind its last forward.
+        filling, draining: kinds of computations (seconds, size) that may stand there: forwards, and backwards of what
+            is held. There are as many of each as there are microbatches.
+        recomputes: the seconds of all recomputes, which may stand anywhere.
+    """
+
+    fill: float
+    drain: float
+    filling: list[tuple[float, float]]
+    draining: list[tuple[float, float]]
+    recomputes: float
+
+    @classmethod
+    def of(cls, problem: Problem, rank: int) -> "Waits":
+        forwards, backwards = own_places(problem, rank)
+        end = len(problem.path) - 1
+        drain = path_seconds(problem, forwards[-1], end) - problem.seconds[problem.path[forwards[-1]]]
+        drain += problem.seconds[problem.path[end]] + _weight_seconds(problem, 0)
+        stages = [problem.queues[problem.path[at]][1] for at in forwards]
+        forward = [problem.number_of[Kind.FORWARD, each] for each in stages]
+        draining = []
+        for stage in stages:
+            own = [each for each, (kind, at) in enumerate(problem.queues) if at == stage and kind is not Kind.FORWARD]
+            size = problem.input_sizes[stage] if stage in problem.recomputed else problem.saved_sizes[stage]
+            backward = [each for each in own if problem.queues[each][0] is not Kind.BACKWARD_WEIGHT]
+            seconds = sum(problem.seconds[each] for each in backward)
+            weight = _weight_seconds(problem, stage)
+            draining += [(seconds + weight, size), (weight, problem.deferred_sizes[stage])]
+        return cls(
+            path_seconds(problem, 0, backwards[0]), drain,
+            [(problem.seconds[each], problem.takes[each]) for each in forward], draining,
+            problem.work(rank) - problem.work_without_recompute(rank),
+        )  # fmt: skip
 
 
 def _fill_and_drain(problem: Problem, rank: int) -> float:
@@ -267,27 +314,12 @@ def _fill_and_drain(problem: Problem, rank: int) -> float:
     limit, m = problem.limit_of(rank), problem.num_microbatches
     if math.isinf(limit):
         return 0.0
-    forwards, backwards = _own_places(problem, rank)
-    end = len(problem.path) - 1
-    first_back = _path_seconds(problem, 0, backwards[0])
-    behind = _path_seconds(problem, forwards[-1], end) - problem.seconds[problem.path[forwards[-1]]]
-    behind += problem.seconds[problem.path[end]] + _weight_seconds(problem, 0)
-    stages = [problem.queues[problem.path[at]][1] for at in forwards]
-    forward = [problem.number_of[Kind.FORWARD, each] for each in stages]
-    draining = []
-    for stage in stages:
-        own = [each for each, (kind, at) in enumerate(problem.queues) if at == stage and kind is not Kind.FORWARD]
-        size = problem.input_sizes[stage] if stage in problem.recomputed else problem.saved_sizes[stage]
-        backward = [each for each in own if problem.queues[each][0] is not Kind.BACKWARD_WEIGHT]
-        seconds = sum(problem.seconds[each] for each in backward)
-        weight = _weight_seconds(problem, stage)
-        draining += [(seconds + weight, size), (weight, problem.deferred_sizes[stage])]
-    before = _most_work([(problem.seconds[each], problem.takes[each]) for each in forward], limit, m)
-    before += problem.work(rank) - problem.work_without_recompute(rank)  # recomputes may stand anywhere
-    after = _most_work(draining, limit, m)
+    waits = Waits.of(problem, rank)
+    before = most_work(waits.filling, limit, m) + waits.recomputes
+    after = most_work(waits.draining, limit, m)
     rest = problem.work(rank) - before - after
     # With something left between the two waits they do not overlap. Rounding alone is nothing left.
-    return first_back + behind + rest if rest > ROUNDING * problem.work(rank) else 0.0
+    return waits.fill + waits.drain + rest if rest > ROUNDING * problem.work(rank) else 0.0
 
 
 def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> float:
@@ -297,7 +329,7 @@ def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> flo
         if at != rank or stage not in (None, each):
             continue
         backward = problem.path[end - each]
-        until = _path_seconds(problem, each, end - each)
+        until = path_seconds(problem, each, end - each)
         if each in problem.recomputed:
             recompute = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE][each]
             held += problem.input_sizes[each] * until
@@ -314,5 +346,5 @@ def _room(problem: Problem, rank: int) -> float:
     limit = problem.limit_of(rank)
     if math.isinf(limit):
         return 0.0
-    forwards, _ = _own_places(problem, rank)
-    return _path_seconds(problem, 0, forwards[0]) + problem.num_microbatches * held_over_time(problem, rank) / limit
+    forwards, _ = own_places(problem, rank)
+    return path_seconds(problem, 0, forwards[0]) + problem.num_microbatches * held_over_time(problem, rank) / limit

@@ -15,7 +15,7 @@ from functools import cached_property
 from megatron.pipeline.program import csv_text
 from megatron.pipeline.program.edges import validate_placement
 from megatron.pipeline.program.extent import Extent, Kept
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import COMPUTATIONS, MOVES, SWAPS, Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.simulate.costs import Costs, PerStage, spread
@@ -23,6 +23,7 @@ from megatron.pipeline.simulate.costs import Costs, PerStage, spread
 NONE = -1
 ROUNDING = 1e-9
 """The part of a limit by which sums of sizes may exceed it."""
+_OWN_WORDS = COMPUTATIONS | MOVES | SWAPS  # what the passes do not add
 
 Words = list[list[int]]
 """For each rank, the queues of its computations in their order."""
@@ -359,10 +360,10 @@ def _mean(numbers: Sequence[float]) -> float:
 
 
 def csv_of(program: Program, receives_ahead: int) -> str:
-    """Return the text of a program's computations, for `--pipeline-program`.
+    """Return the text of a program's computations and moves, for `--pipeline-program`.
 
     The passes add the rest for the run that reads it, such as reductions over replicas and of tied embeddings.
     """
-    rows = tuple(tuple(replace(each, version=None) for each in row if each.kind.is_computation) for row in program.rows)
+    rows = tuple(tuple(replace(each, version=None) for each in row if each.kind in _OWN_WORDS) for row in program.rows)
     notes = {"receives_ahead": receives_ahead} if receives_ahead > 1 else {}
     return csv_text.to_csv(program, rows, leave_out=csv_text.FACTS_OF_RUN, notes=notes)

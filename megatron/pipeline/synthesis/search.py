@@ -1,10 +1,11 @@
 """The search for a program: words to begin with, the best of them improved in rounds, and a bound beside the result."""
 
 import hashlib
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron.pipeline.program.program import Program
@@ -13,6 +14,10 @@ from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.improve import Climb, shaken
+from megatron.pipeline.synthesis.moved import changed, fastest
+from megatron.pipeline.synthesis.moved_rows import Moved, Mover, most_held
+from megatron.pipeline.synthesis.moves import Way, moved_microbatches, relaxed, ways_of
+from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words, csv_of
 from megatron.pipeline.synthesis.seeds import Patterns, listed, named_words, one_after_another
 from megatron.pipeline.synthesis.squeeze import Squeeze
@@ -25,6 +30,8 @@ _SWEEPS = 10  # the most pairs of sweeps for words to begin with
 _LONGEST = 10  # the most moves of a round, in those of the first one
 _KEPT = 6  # the number of different words that are improved in turns
 _SIMULATED = 3  # the number of words of which the simulator chooses one
+_CHANGES, _MOVED = 40, 3  # the changes of a round of programs with moves, and the number of these that are completed
+_PARTS = 4  # the time for the moves of one way, where each set of limits has a time of 1
 _COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a round takes about a second or two
 
 
@@ -45,6 +52,8 @@ class Synthesis:
         named: the fastest registered order that keeps the limits, and its seconds; None if none does.
         rounds: the number of rounds of each process.
         seed: the seed of the search.
+        ways: the ways that moves of activations may take.
+        way: the way that the program's moves take; None: it has none.
     """
 
     problem: Problem
@@ -59,6 +68,13 @@ class Synthesis:
     named: tuple[str, float] | None
     rounds: tuple[int, ...]
     seed: int
+    ways: tuple[Way, ...] = ()
+    way: Way | None = None
+
+    @property
+    def moved(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the microbatches whose activations move; stages without any are left out."""
+        return moved_microbatches(self.program)
 
     @property
     def bubble(self) -> float:
@@ -90,8 +106,9 @@ class Synthesis:
             "bubble": self.bubble,
             "bound": self.bound,
             "bound_from": self.bound_from,
-            "bound_holds_for": problem.facts,
+            "bound_holds_for": problem.facts | self._facts_of_moves,
             "held": self.held,
+            "moves": None if self.way is None else {"to": self.way.name, "microbatches_of_stage": self.moved},
             "receives_ahead": self.receives_ahead,
             "begun_with": self.begun_with,
             "best_registered_order": self.named,
@@ -99,6 +116,12 @@ class Synthesis:
             "seed": self.seed,
             "csv_sha256": hashlib.sha256(self.csv.encode()).hexdigest(),
         }  # fmt: skip
+
+    @property
+    def _facts_of_moves(self) -> dict[str, object]:
+        """As JSON's values: the moves that programs may have over which the bound holds, and their seconds."""
+        seconds = {way.name: dict(zip(("out", "back"), way.seconds(self.problem), strict=True)) for way in self.ways}
+        return {"seconds_of_moves_to": seconds} if seconds else {}
 
 
 def bubble(problem: Problem, seconds: float) -> float:
@@ -133,6 +156,7 @@ class _Result:
 def synthesize(
     problem: Problem,
     *,
+    moves: str = "none",
     seconds: float = 30.0,
     rounds: int | None = None,
     seed: int = 0,
@@ -144,22 +168,86 @@ def synthesize(
 
     Args:
         problem: costs and limits.
+        moves: where saved activations may wait: `none`, `host`, on the other rank of a `pair`, or the `best` of these.
+            A program without moves is always among those that are compared.
         seconds: how long to search, without the time of the round that is under way then. The search ends sooner where
             the bound is reached.
         rounds: the number of rounds of each process, in place of `seconds`. The result then depends on nothing else but
-            the seed and the number of processes.
+            the seed and the number of processes. With moves, as many for each set of relaxed limits.
         seed: the seed of all choices at random.
         processes: the number of processes.
         known: words to begin with, too, such as those that were found for a smaller limit.
         done: called in the first process behind each round, with the part of the search that is over.
+
+    Raises:
+        ValueError: there is no such choice of moves, or a rank has no pair.
     """
+    ways, begun = ways_of(moves, problem), time.monotonic()
+    relaxations = {way: relaxed(problem, way) for way in ways}
+    parts, number = 1 + sum(_PARTS + len(each) for each in relaxations.values() if each), 0
+    seeds = [seed + 1_000_003 * each for each in range(processes)]
+
+    def searched(problem: Problem, bound: float) -> list[_Result]:
+        nonlocal number
+        before, number = number, number + 1
+        within = [words for words in known if all(map(problem.is_in_order, words, range(problem.num_ranks)))]
+        search = partial(
+            _search, problem, bound, seconds / parts, rounds, within, lambda part: done((before + part) / parts)
+        )
+        return map_forked(search, seeds, processes)
+
     bound, bound_from = lower_bound(problem)
-    search = partial(_search, problem, bound, seconds, rounds, known, done)
-    results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
+    found = _chosen(problem, bound, bound_from, searched(problem, bound), seed)
+    if not ways:
+        return found
+    bound, bound_from = bound_with_moves(problem, ways)
+    found = replace(found, bound=bound, bound_from=bound_from, ways=ways)
+    for way, problems in relaxations.items():
+        if not problems or found.seconds <= bound * (1 + ROUNDING):
+            continue
+        words = [("known words", each) for each in known] + list(named_words(problem))
+        for each in problems:
+            if number > 1 and rounds is None and time.monotonic() > begun + seconds * (number + 1) / parts:
+                number += 1  # the rounds so far have taken its time
+            else:
+                words += [(one.name, one.words) for result in searched(each, bound) for one in result.pool]
+        number += _PARTS
+        now = time.monotonic()
+        until = max(begun + seconds * number / parts, now + seconds * _PARTS / parts) if rounds is None else math.inf
+        mover = Mover(problem, way)
+        kept = fastest(mover, words, until)
+        if kept:
+            attempts = math.inf if rounds is None else rounds * _CHANGES * _part(problem)
+            change = partial(changed, mover, problems, kept, bound, partial(_more, until, attempts))
+            kept = [each for kept in map_forked(change, seeds, processes) for each in kept[:_MOVED]]
+            found = min((found, *(_with_moves(found, each) for each in kept)), key=lambda each: each.seconds)
+        done(number / parts)
+    return found
+
+
+def _more(until: float, attempts: float, number: int) -> bool:
+    return number < attempts and time.monotonic() < until
+
+
+def _with_moves(found: Synthesis, moved: Moved) -> Synthesis:
+    """Return what the passes make of a program with moves, proved, with its receives at the best place."""
+    problem, made = found.problem, []
+    for ahead in problem.receives_ahead:
+        program = completed(moved.program, receives_ahead=ahead)
+        made.append((simulate(program, problem.costs).makespan, ahead, program))
+    seconds, ahead, program = min(made, key=lambda each: each[:2])
+    return replace(
+        found, words=moved.words, program=program, held=most_held(problem, program), seconds=seconds,
+        receives_ahead=ahead, begun_with=moved.begun_with, way=moved.way if moved_microbatches(program) else None,
+    )  # fmt: skip
+
+
+def _chosen(problem: Problem, bound: float, bound_from: str, results: list[_Result], seed: int) -> Synthesis:
+    """Return the fastest of the words found, as a program."""
     named = results[0].named
-    fastest = _best([each for result in results for each in result.pool])
-    # The simulator also knows when receives are posted and channels are free, which may turn the order of the fastest.
-    contenders = fastest[:_SIMULATED] if problem.has_transfers else fastest[:1]
+    best_words = _best([each for result in results for each in result.pool])
+    # The simulator also knows when receives are posted and channels are free, which may turn their order.
+    contenders = best_words[:_SIMULATED] if problem.has_transfers else best_words[:1]
     named_seconds = None
     if named is not None:
         contenders = [named, *contenders]
@@ -220,8 +308,7 @@ def _search(
 ) -> _Result:
     """Search in this process."""
     begun, clock, chance = time.monotonic(), Clock(problem), random.Random(seed)
-    size = problem.num_microbatches * len(problem.queues)
-    part = min(1.0, _COMPUTATIONS / size)
+    part = _part(problem)
     begin = list(_begin(problem, clock, known))
     named = min((each for each in begin if each.is_order), key=lambda each: each.seconds, default=None)
     pool, orders, made = _best(begin), _best(begin), []
@@ -248,6 +335,11 @@ def _search(
         number += 1
         done(min(1.0, number / rounds if rounds else (time.monotonic() - begun) / seconds))
     return _Result(pool, named, number)
+
+
+def _part(problem: Problem) -> float:
+    """The part of its moves that a round of a large problem makes."""
+    return min(1.0, _COMPUTATIONS / (problem.num_microbatches * len(problem.queues)))
 
 
 def _begin(problem: Problem, clock: Clock, known: Sequence[Words]) -> Iterator[_Found]:

@@ -83,11 +83,11 @@ def least_of_any_recompute(problem: Problem) -> float:
 
 def least_seconds(problem: Problem) -> float:
     """The least time over all words of all ranks, timed by a loop of its own."""
-    orders = [list(_words(problem, rank)) for rank in range(problem.num_ranks)]
-    return min(_seconds(problem, words) for words in itertools.product(*orders))
+    orders = [list(all_words(problem, rank)) for rank in range(problem.num_ranks)]
+    return min(seconds_of(problem, words) for words in itertools.product(*orders))
 
 
-def _words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
+def all_words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
     """All orders of a rank that keep its limit and the order of each microbatch at each stage."""
     own, m = problem.queues_of_rank[rank], problem.num_microbatches
     limit = problem.limit_of(rank) + 1e-9
@@ -116,7 +116,7 @@ def _takes(problem: Problem, queue: int, microbatch: int) -> float:
     return problem.saved_sizes[stage] - problem.input_sizes[stage] if kind is Kind.RECOMPUTE and is_recomputed else 0.0
 
 
-def _seconds(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
+def seconds_of(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
     """The end of the last computation, by one step after another; infinity in a deadlock."""
     ends: dict[tuple[int, int], float] = {}
     free, places, seconds = [0.0] * len(words), [0] * len(words), problem.costs.seconds(problem.num_stages)

@@ -190,6 +190,17 @@ def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
     check(4, f"{CLIPPED} --global-batch-size 8", layout, exact=False)
 
 
+@pytest.mark.parametrize(("moves", "latency"), [("host", 2.0), ("pair", 4.0)])
+def test_a_synthesized_program_with_moves_trains_what_one_process_trains(moves, latency, tmp_path):
+    """Backwards in halves, and microbatches that wait on the host or on the other rank: bit-equal to one process."""
+    costs = Costs(latency=latency, swap_out=0.25, evict=0.25)
+    problem = Problem(rank_of_stage=(0, 1), num_microbatches=4, costs=costs, limits=3.0)
+    found = synthesize(problem, moves=moves, rounds=1)
+    assert found.way.name == moves and 3 in found.moved[0]
+    layout = f"--pipeline-model-parallel-size 2 --pipeline-program {written(tmp_path, found.csv)}"
+    check(2, FOUR, layout, exact=True)
+
+
 def test_a_synthesized_program_that_does_not_drain_trains_what_one_process_trains(tmp_path):
     """Under 2bw, two stages on each rank in a V, for which there is no preset: stopped and resumed, too."""
     costs = Costs(forward=[1.0, 1.0, 1.0, 2.0], backward=[2.0, 2.0, 2.0, 4.0])

@@ -1,0 +1,103 @@
+"""The fastest programs with moves: the pass puts moves into many words, and the best words are changed at random.
+
+A change is a loose sweep (`squeeze.py`) or a few warm moves of computations (`improve.py`) under one of the relaxed
+limits. Behind it stands the pass, and the simulator, which knows the copies. Slower words are kept at times.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+
+from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.squeeze import Squeeze
+from megatron.pipeline.synthesis.timing import Clock
+
+_AHEAD = sorted((Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8))), key=lambda each: each.out * each.back)
+_FIRST = 2  # how many of these are tried with all words
+_KEPT = 6
+_SWEEPS = 2
+_FEW_MOVES = 5, 20, 60
+_WORSE = 0.05  # the temperature of changes, in the work of a rank for one microbatch
+
+
+def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> list[Moved]:
+    """Return the fastest programs that moves make of words, of those that keep the limits.
+
+    Args:
+        mover: puts moves into words.
+        found: words with their names.
+        until: the time of the clock from which on no words are tried.
+    """
+    clock, tried, kept = Clock(mover.problem), set(), []
+    for name, words in found:
+        times, text = clock.times(words), tuple(map(tuple, words))
+        if times is None or text in tried or (kept and times.seconds >= kept[0].seconds):
+            continue
+        tried.add(text)
+        kept = _with(kept, mover, words, name, _AHEAD[:_FIRST], until)
+    for each in list(kept):
+        kept = _with(kept, mover, each.words, each.begun_with, _AHEAD[_FIRST:], until)
+    return kept
+
+
+def _with(
+    kept: list[Moved], mover: Mover, words: Words, name: str, aheads: Iterable[Ahead], until: float
+) -> list[Moved]:
+    """Return the fastest programs and those that moves make of further words."""
+    for ahead in aheads:
+        if time.monotonic() < until and (made := mover.moved(words, ahead, name)) is not None:
+            kept = _best([*kept, made])
+    return kept
+
+
+def _best(found: Iterable[Moved]) -> list[Moved]:
+    """Return the fastest programs, of which no two take equally long."""
+    kept: dict[float, Moved] = {}
+    for each in sorted(found, key=lambda each: each.cost):
+        kept.setdefault(each.cost[0], each)
+    return list(kept.values())[:_KEPT]
+
+
+def changed(
+    mover: Mover, relaxed: Sequence[Problem], kept: list[Moved], bound: float, more: Callable[[int], bool], seed: int
+) -> list[Moved]:
+    """Return the fastest of programs with moves and of what changes at random make of them.
+
+    Args:
+        mover: puts moves into words.
+        relaxed: the problem under relaxed limits.
+        kept: the programs to begin with.
+        bound: seconds at which the search is over.
+        more: whether there is to be another change after so many.
+        seed: the seed of all choices.
+    """
+    chance, now, number = random.Random(seed), kept[0], 0
+    problem = mover.problem
+    unit = max(map(problem.work, range(problem.num_ranks))) / problem.num_microbatches
+    ways = [(each, Clock(each)) for each in relaxed]
+    squeezes = [Squeeze(each, clock) for each, clock in ways]
+    while kept[0].seconds > bound * (1 + ROUNDING) and more(number):
+        number += 1
+        choice = chance.randrange(len(ways))
+        words = now.words
+        if chance.random() < 0.5:
+            words = squeezes[choice].loosened(words, chance)
+        else:
+            climb = Climb(*ways[choice], words, chance)
+            climb.run(chance.choice(_FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
+            words = climb.words
+        if chance.random() < 0.75:
+            words = squeezes[choice].words(words, _SWEEPS)[1]
+        for ahead in (now.ahead, chance.choice(_AHEAD)):
+            made = mover.moved(words, ahead, now.begun_with)
+            if made is None:
+                continue
+            kept = _best([*kept, made])
+            worse = made.seconds - now.seconds
+            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (_WORSE * unit))):
+                now = made
+    return kept

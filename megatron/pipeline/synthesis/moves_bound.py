@@ -1,0 +1,174 @@
+"""A time that no program of a problem beats, if microbatches may also leave their rank and come back.
+
+Every program with moves is one without limits, if its moves are left out. So the bound without limits holds: the path
+and the turns of the ranks. Two more hold where copies take time, because they carry only so much away and back:
+
+- **Fill and drain.** Until the first backward of a rank starts, at t, the rank computes the forwards that its limit
+  holds, and those whose activations have left by then: at most t over the time of a copy. The wait t less this work is
+  least at the earliest t, or where another stage's forwards would be next. So it is with the backwards behind the last
+  forward and with what comes back until the end. Where all forwards stand before the first backward, the two waits
+  overlap. Then as much has left as the limit does not hold, and all backwards follow.
+- **Room.** A microbatch that leaves still takes room for its forward, for both copies, and for its backward. As many
+  leave as the copies have time for. What the microbatches hold over time, less what these save, fits under the limit.
+
+To a pair rank both directions share one queue, and no more leaves than the other rank's limit holds. What both ranks
+hold over time fits under both limits. A program has one way for its moves, so for `best` the least bound holds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.synthesis.bound import (
+    Waits,
+    held_over_time,
+    lower_bound,
+    most_work,
+    own_places,
+    path_seconds,
+    size_per_second,
+)
+from megatron.pipeline.synthesis.moves import HOST, Way, moved_size, pair_ranks
+from megatron.pipeline.synthesis.problem import Problem
+
+
+def bound_with_moves(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
+    """Return the bound in seconds over programs with moves of one of the ways or without, and what it comes from."""
+    return min(_bound(problem, way) for way in ways)
+
+
+def _bound(problem: Problem, way: Way) -> tuple[float, str]:
+    found = [lower_bound(replace(problem, limits=math.inf))]
+    others = range(problem.num_ranks) if way is HOST else pair_ranks(problem)
+    for rank, other in enumerate(others):
+        if math.isinf(problem.limit_of(rank)):
+            continue
+        copies = _Copies.of(problem, way, rank, 0.0 if way is not HOST and rank == other else math.inf)
+        if way is not HOST and rank != other:
+            copies = replace(copies, most=problem.limit_of(other))
+            if rank < other:
+                found.append((_room_of_pair(problem, rank, other), f"the room of ranks {rank} and {other} over time"))
+        found.append((_fill_and_drain(problem, rank, copies), f"fill and drain of rank {rank} with moves"))
+        found.append((_room(problem, rank, copies), f"the room of rank {rank} over time with moves"))
+    return max(found)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What copies can do for a rank.
+
+    Attributes:
+        out_rate, back_rate: the most that leaves and that comes back, in size per second.
+        most: the most that may be away.
+        lanes: for each lane, the seconds for which each stage of the rank occupies it with a microbatch.
+        seconds: for each stage of the rank, the seconds of both copies of a microbatch.
+    """
+
+    out_rate: float
+    back_rate: float
+    most: float
+    lanes: list[dict[int, float]]
+    seconds: dict[int, float]
+
+    @classmethod
+    def of(cls, problem: Problem, way: Way, rank: int, most: float) -> "_Copies":
+        out, back = way.seconds(problem)
+        stages = [each for each, at in enumerate(problem.rank_of_stage) if at == rank]
+        both = {each: out[each] + back[each] for each in stages}
+        lanes = [{each: of[each] for each in stages} for of in (out, back)] if way is HOST else [both]
+        rates = []
+        for seconds in (out, back):
+            sizes = {each: moved_size(problem, each) for each in stages}
+            rates.append(max(_ratio(size, seconds[each]) for each, size in sizes.items()))
+        return cls(*rates, most, lanes, both)
+
+    def room(self, limit: float, rate: float, seconds: float) -> float:
+        """What a rank has room for, if copies may work for some seconds."""
+        moved = rate if math.isinf(rate) else rate * max(0.0, seconds)
+        return limit + min(self.most, moved)
+
+
+def _ratio(size: float, seconds: float) -> float:
+    if not seconds:
+        return math.inf if size else 0.0
+    return size / seconds
+
+
+def _fill_and_drain(problem: Problem, rank: int, copies: _Copies) -> float:
+    limit, waits = problem.limit_of(rank), Waits.of(problem, rank)
+    forwards, backwards = own_places(problem, rank)
+    end = len(problem.path) - 1
+    first = problem.path[forwards[0]]
+    begin = path_seconds(problem, 0, forwards[0]) + problem.seconds[first]  # before that nothing can leave
+    behind = path_seconds(problem, backwards[-1], end) + problem.seconds[problem.path[end]]  # nothing comes back
+    before = _least_idle(problem, waits.fill, waits.filling, limit, copies, copies.out_rate, begin) - waits.recomputes
+    after = _least_idle(problem, waits.drain, waits.draining, limit, copies, copies.back_rate, behind)
+    apart = problem.work(rank) + max(0.0, before) + max(0.0, after)
+    seconds, away = (problem.num_microbatches * sum(each) for each in zip(*waits.filling, strict=True))
+    if (away := away - limit) > copies.most:
+        return apart
+    filled = max(waits.fill, begin + away / copies.out_rate if away > 0 else 0.0)
+    return min(apart, filled + problem.work(rank) - seconds - waits.recomputes)
+
+
+def _least_idle(
+    problem: Problem,
+    wait: float,
+    kinds: list[tuple[float, float]],
+    limit: float,
+    copies: _Copies,
+    rate: float,
+    begin: float,
+) -> float:
+    """The least difference between a wait of `wait` or longer and the work in it.
+
+    The work is concave in the wait, so the difference is least at its beginning or where the work bends.
+    """
+    m, ends = problem.num_microbatches, {wait}
+    if 0 < rate < math.inf:
+        bends, full = [copies.most], 0.0
+        for _, size in sorted(kinds, key=size_per_second):
+            full += m * size
+            bends.append(full - limit)
+        ends |= {max(wait, begin + each / rate) for each in bends if math.isfinite(each)}
+    return min(each - most_work(kinds, copies.room(limit, rate, each - begin), m) for each in ends)
+
+
+def _room(problem: Problem, rank: int, copies: _Copies) -> float:
+    """The bound from what the microbatches of a rank hold over time, if copies carry some of them away."""
+    forwards, _ = own_places(problem, rank)
+    total = problem.num_microbatches * held_over_time(problem, rank)
+    head = path_seconds(problem, 0, forwards[0])
+    if not copies.most:
+        return head + total / problem.limit_of(rank)
+    return head + max(_seconds_of_room(problem, rank, total, lane, copies.seconds) for lane in copies.lanes)
+
+
+def _seconds_of_room(
+    problem: Problem, rank: int, total: float, lane: dict[int, float], copies: dict[int, float]
+) -> float:
+    """The least seconds for which what is held, less what copies of a lane save, fits under the limit of a rank."""
+    end, limit, saves = len(problem.path) - 1, problem.limit_of(rank), []
+    for stage, seconds in lane.items():
+        kept = problem.seconds[problem.number_of[Kind.FORWARD, stage]] + copies[stage]
+        away = max(0.0, path_seconds(problem, stage, end - stage) - kept)
+        saves.append((problem.num_microbatches * moved_size(problem, stage) * away, problem.num_microbatches * seconds))
+    time = 0.0
+    for saved, seconds in sorted(saves, key=lambda each: -_ratio(*each)):
+        if not seconds:
+            total -= saved
+            continue
+        rate = saved / seconds
+        if (found := (total + rate * time) / (limit + rate)) <= time + seconds:
+            return max(found, time)
+        total, time = total - saved, time + seconds
+    return max(0.0, total / limit)
+
+
+def _room_of_pair(problem: Problem, rank: int, other: int) -> float:
+    """The bound from what both ranks of a pair hold over time, wherever."""
+    heads = [path_seconds(problem, 0, own_places(problem, each)[0][0]) for each in (rank, other)]
+    held = sum(held_over_time(problem, each) for each in (rank, other))
+    limits = problem.limit_of(rank) + problem.limit_of(other)
+    return min(heads) + problem.num_microbatches * held / limits
