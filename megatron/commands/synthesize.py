@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.commands.synthesis_rows import above, order_of, print_rows, rows_of, steady_rows
 from megatron.documents import command_line
 from megatron.documents.command_line import add_flags, count, count_from_0, positive, times
 from megatron.documents.picture import one_panel, require_picture
@@ -97,11 +98,11 @@ def run(options: argparse.Namespace) -> int:
     _require_costs_of_moves(options)
     if options.weights != "flush":
         best = _steady(options)
-        _print_rows(_steady_rows(best))
+        print_rows(steady_rows(best))
         _write(options, best.csv, best.certificate())
     elif not limits:
         found = _search(options, None)
-        _print_rows(_rows(found))
+        print_rows(rows_of(found.best, found.bound, found.bound_from))
         _write(
             options, found.best.csv, found.best.certificate() | {"bound": found.bound, "bound_from": found.bound_from}
         )
@@ -318,86 +319,6 @@ def _progress() -> Iterator[Callable[[float], None]]:
 # --- the answer
 
 
-def _rows(answer: _Answer) -> list[tuple[str, str]]:
-    from megatron.pipeline.synthesis.search import bubble
-
-    best, problem = answer.best, answer.best.problem
-    least = bubble(problem, answer.bound)
-    return [
-        ("time of a batch", f"{best.seconds:g}"),
-        ("bubble", f"{best.bubble:.2%}"),
-        ("lower bound", f"{answer.bound:g} (a bubble of {least:.2%}), from {answer.bound_from}"),
-        ("above the bound", _above(best.seconds, answer.bound)),
-        *_placed(problem),
-        ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
-        *_moves(best),
-        ("begun with", best.begun_with),
-        ("best registered order", _order(best, "none keeps the limits")),
-        ("rounds", " + ".join(map(str, best.rounds))),
-    ]
-
-
-def _steady_rows(best: "Steady") -> list[tuple[str, str]]:
-    named = ", ".join(f"{name}: {held:g}" for name, held in best.named.items())
-    return [
-        ("time of a batch", f"{best.seconds:g}"),
-        ("lower bound", f"{best.bound:g}, from {best.bound_from}"),
-        ("above the bound", _above(best.seconds, best.bound)),
-        *_placed(best.problem),
-        ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
-        ("least at this period", ", ".join(f"{each:g}" for each in best.least_held)),
-        ("registered orders hold", named or "none has the placement"),
-        ("rounds", " + ".join(map(str, best.rounds))),
-    ]
-
-
-def _placed(problem: "Problem") -> list[tuple[str, str]]:
-    return [
-        ("placement", " ".join(map(str, problem.rank_of_stage))),
-        ("recomputed stages", _recomputes(problem)),
-    ]
-
-
-def _recomputes(problem: "Problem") -> str:
-    """The stages with recomputes, with their number of microbatches where that is not all."""
-    m = problem.num_microbatches
-    parts = (f"{each}" + f" ({number} of {m})" * (number < m) for each, number in problem.num_recomputed.items())
-    return " ".join(parts) or "none"
-
-
-def _moves(best: "Synthesis") -> list[tuple[str, str]]:
-    """The microbatches that move, by stage."""
-    if not best.ways:
-        return []
-    where = "moves" if best.way is None else {"host": "to the host", "pair": "to the pair rank"}[best.way.name]
-    moved = (f"stage {stage}: {_ranges(each)}" for stage, each in best.moved.items())
-    return [(where, "; ".join(moved) or "none is faster")]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, such as 1-5 7."""
-    ranges: list[list[int]] = []
-    for each in numbers:
-        if ranges and each == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [each]
-        else:
-            ranges.append([each])
-    return " ".join("-".join(map(str, each)) for each in ranges)
-
-
-def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    print(*(f"{name:{width}}  {value}" for name, value in rows), sep="\n")
-
-
-def _order(best: "Synthesis", otherwise: str) -> str:
-    return otherwise if best.named is None else f"{best.named[0]}: {best.named[1]:g}"
-
-
-def _above(seconds: float, bound: float) -> str:
-    return f"{max(0.0, seconds / bound - 1):.2%}"  # sums of the same times in another order differ in their last bits
-
-
 def _write(options: argparse.Namespace, csv: str, certificate: dict[str, object]) -> None:
     from megatron.documents.files import write_whole
 
@@ -421,7 +342,7 @@ def _frontier(options: argparse.Namespace, limits: Sequence[float]) -> None:
         points.append((limit, best.seconds, answer.bound))
         rows.append((
             f"{limit:g}", f"{best.seconds:g}", f"{best.bubble:.2%}", f"{answer.bound:g}",
-            _above(best.seconds, answer.bound), _order(best, "none keeps the limit"),
+            above(best.seconds, answer.bound), order_of(best, "none keeps the limit"),
         ))  # fmt: skip
     print_table(("limit", "time", "bubble", "bound", "above it", "best registered order"), rows, right=range(5))
     if options.picture:

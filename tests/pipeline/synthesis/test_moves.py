@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import round_robin, v
+from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import MOVES, SWAPS, USES_SAVED, Instruction, Kind, Row
 from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.schedules import read_schedule
@@ -110,6 +111,12 @@ def test_the_count_is_that_of_the_checker():
 def test_choices_that_move_nothing_are_refused(placement, moves, text):
     with pytest.raises(ValueError, match=text):
         synthesize(Problem(rank_of_stage=placement, num_microbatches=2, costs=Costs()), moves=moves, rounds=1)
+
+
+def test_kept_microbatches_do_not_move():
+    problem = replace(FOUR, recomputed=frozenset({0}), stage_input=0.5, kept=(Kept(0, 1),))
+    with pytest.raises(ValueError, match="leave kept out, or move none"):
+        synthesize(problem, moves="host", rounds=1)
 
 
 @given(problems(), st.sampled_from(["host", "best"]), st.floats(0.0, 9.0))
