@@ -190,14 +190,11 @@ def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem
 
 
 def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
-    """The sets of recomputed stages to try: none, all, and for the best also those of about a quarter, a half and three
-    quarters of the ranks, the first ones or the last ones."""
-    num_ranks = max(placement) + 1
-    cuts = sorted({max(1, part * num_ranks // 4) for part in (1, 2, 3)} - {num_ranks})
-    parts = [range(end) for end in cuts] + [range(first, num_ranks) for first in cuts]
-    none, every = range(0), range(num_ranks)
-    tried = {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
-    return [frozenset(stage for stage, rank in enumerate(placement) if rank in ranks) for ranks in tried]
+    """The sets of recomputed stages to try."""
+    from megatron.pipeline.synthesis.several import recomputed_sets
+
+    none, every, *parts = recomputed_sets(placement)
+    return {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from megatron import backend
 
 backend.install()  # before anything imports megatron.core
 
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
@@ -84,16 +85,38 @@ def test_measured_times_of_a_run_are_costs(measured):
     assert known["seconds"] == pytest.approx(known["bound"]) and known["seconds"] == pytest.approx(1 + 8 * 6)
 
 
+def total(job: TrainConfig) -> float:
+    """GiB of the fullest rank, as a dry run estimates them."""
+    stages = job.schedule.num_stages
+    memory = estimate_memory(
+        from_flags.architecture(job), from_flags.activation_setting(job), from_flags.training_state(job),
+        proved_demand(job.schedule, 8), layers=(4 // stages,) * stages,
+    )  # fmt: skip
+    return max(each.total for each in memory) / GIB
+
+
+@pytest.mark.parametrize(("virtual", "limit"), [("", 0.0021), ("--num-virtual-stages-per-pipeline-rank 2", 0.002)])
+def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
+    """Under a limit that keeps one microbatch of a stage on each rank, or not that, some stages are, the program is
+    faster for it, keeps the limit, and says which; with room for all activations none is."""
+    made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit {limit}"))
+    without, known = parsed(profiled, f"{virtual} --pipeline-memory-limit {limit}"), json.loads(made.certificate)
+    if virtual:
+        with pytest.raises(ValueError, match="raise the limit, or recompute"):
+            made_for(without)
+    else:
+        plain = json.loads(made_for(without)[0].certificate)
+        assert known["seconds"] < plain["seconds"] and known["bound"] <= plain["bound"]
+    again = sorted({each.stage for row in job.schedule.program.rows for each in row if each.kind is Kind.RECOMPUTE})
+    assert known["recomputed_stages"] == again != []
+    assert f"auto: the stages {' '.join(map(str, again))} are recomputed" in made.lines
+    assert known["bound"] <= known["seconds"] and total(job) <= limit
+    made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit 1"))
+    assert "auto: no stage is recomputed" in made.lines and not job.schedule.recompute
+
+
 def test_no_rank_takes_more_than_the_limit(profiled):
     """The limit lies halfway between what zb-h1 takes and what one microbatch after another takes."""
-
-    def total(job: TrainConfig) -> float:
-        memory = estimate_memory(
-            from_flags.architecture(job), from_flags.activation_setting(job), from_flags.training_state(job),
-            proved_demand(job.schedule, 8), layers=(2, 2),
-        )  # fmt: skip
-        return max(each.total for each in memory) / GIB
-
     named = parse_args(argv(f"{P2} --pipeline-schedule zb-h1"))
     validate_args(named, world_size=2)
     resolve_platform(named, CPU)
@@ -116,7 +139,7 @@ def test_no_rank_takes_more_than_the_limit(profiled):
     ("extra", "reason"),
     [
         ("--pipeline-model-parallel-size 1", "is for a pipeline; give --pipeline-model-parallel-size 2 or more"),
-        ("--pipeline-recompute", "--pipeline-recompute does not go with"),
+        ("--pipeline-recompute", "nothing says what fits; add --pipeline-memory-limit, or leave it out"),
         ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
         ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
         ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1.0 must be greater than 0"),

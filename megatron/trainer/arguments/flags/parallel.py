@@ -63,7 +63,7 @@ class Pipeline:
     )
     pipeline_recompute: bool = switch(
         "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
-        "of the program."
+        "of the program. With auto: only where --pipeline-memory-limit leaves no room for what is faster without."
     )
     balance_activations: bool = switch(
         "BPipe: stages s < (p-2)/2 lend saved activations to stage p-1-s while both compute, and no stage holds "
