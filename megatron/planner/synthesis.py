@@ -34,7 +34,8 @@ def problem_of(
     Args:
         schedule: the named schedule. Its programs split backwards if its own do.
         num_microbatches: the number of microbatches of a batch.
-        costs: the costs of the named schedule's instructions.
+        costs: the costs of the named schedule's instructions. Those of updates are left out: the search makes no
+            difference between programs by them.
         shape: the model.
         setting: how activations are saved at stages that are not recomputed.
         layers: the number of layers of each stage.
@@ -62,6 +63,7 @@ def problem_of(
             limit - _besides(each, max(workspace[stage] for stage in own), limit)
             for each, own in zip(memory, ranks, strict=True)
         ]
+    costs = replace(costs, step=0.0, reduce_grad=0.0, reduce_embed=0.0, reduce_norm=0.0)
     return Problem(
         rank_of_stage=tuple(schedule.rank_of_stage), num_microbatches=num_microbatches, costs=costs, saved=whole,
         deferred=[each / GIB for each in deferred] if splits else None, limits=limits, splits=splits,
