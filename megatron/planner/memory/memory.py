@@ -381,8 +381,8 @@ def _together_on_rank(
     """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of the peak by
     the workspace of an I.
 
-    At a moment when no microbatch of a stage waits for an I, or none is recomputed, the stage adds no workspace: a W
-    recomputes nothing.
+    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing. So it
+    is with activations that are recomputed, which count from R on.
     """
     stages = demand.stages_of(rank)
     sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]
@@ -391,8 +391,8 @@ def _together_on_rank(
         count = len(stages)
         numbers = moment[:count], moment[count : 2 * count]
         held = [sum(map(mul, *each)) for each in zip(numbers, sizes, strict=True)]
-        made = list(zip(stages, moment[2 * count :] or [number > 0 for number in numbers[0]], strict=True))
-        at_work = [workspace[stage] - again[stage] for stage, number in made if number]
+        at_work = [workspace[each] - again[each] for each, number in zip(stages, numbers[0], strict=True) if number]
+        made = zip(stages, moment[2 * count :] or [number > 0 for number in numbers[0]], strict=True)
         found.append(held)
         totals.append(sum(held) + sum(number * again[stage] for stage, number in made) + max(at_work, default=0.0))
     whole, between = max(found, key=sum)
