@@ -45,10 +45,13 @@ def lines_of_steady(best: Steady, *, may_recompute: bool) -> Iterator[str]:
     )
     if may_recompute:
         yield _recomputed(best.problem)
-    orders = ", ".join(f"{name} takes up to {_gib([held])} on a rank" for name, held in best.named.items())
+    named = "none goes on without a drain"
+    if best.named:
+        name, held = min(best.named.items(), key=lambda each: each[1])
+        named = f"{name} takes least, up to {_gib([held])} on a rank"
     yield (
         f"{AUTO}: activations on the ranks take at most {_gib(best.held)}, and at this period at least "
-        f"{_gib(best.least_held)}; of named orders with this placement, {orders or 'none goes on without a drain'}"
+        f"{_gib(best.least_held)}; of named orders with this placement, {named}"
     )
 
 

@@ -66,9 +66,7 @@ def made_for(args, *, world_size: int = 2) -> tuple[auto_program.MadeProgram, Tr
     return made, TrainConfig.of(job, padded_vocab_size=128)
 
 
-@pytest.mark.parametrize(
-    ("extra", "world_size"), [("", 2), (V, 2), ("--global-batch-size 16", 4)]
-)
+@pytest.mark.parametrize(("extra", "world_size"), [("", 2), (V, 2), ("--global-batch-size 16", 4)])
 def test_the_program_is_proved_and_not_slower_than_named_orders(profiled, extra, world_size):
     """One stage on a rank, two in a V, and replicas, whose reductions the rows get."""
     made, job = made_for(parsed(profiled, extra), world_size=world_size)
