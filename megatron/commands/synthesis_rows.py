@@ -7,17 +7,17 @@ if TYPE_CHECKING:
     from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 
 
-def rows_of(best: "Synthesis", bound: float, bound_from: str) -> list[tuple[str, str]]:
-    """Return what is printed of a program, with the bound over everything that the options allow."""
+def rows_of(best: "Synthesis") -> list[tuple[str, str]]:
+    """Return what is printed of a program whose batches drain."""
     from megatron.pipeline.synthesis.search import bubble
 
     problem = best.problem
-    least = bubble(problem, bound)
+    least = bubble(problem, best.bound)
     return [
         ("time of a batch", f"{best.seconds:g}"),
         ("bubble", f"{best.bubble:.2%}"),
-        ("lower bound", f"{bound:g} (a bubble of {least:.2%}), from {bound_from}"),
-        ("above the bound", above(best.seconds, bound)),
+        ("lower bound", f"{best.bound:g} (a bubble of {least:.2%}), from {best.bound_from}"),
+        ("above the bound", above(best.seconds, best.bound)),
         *_placed(problem),
         ("ranks hold", ", ".join(f"{each:g}" for each in best.held)),
         *_moves(best),

@@ -4,10 +4,9 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:  # the other commands of tools/schedule.py start without the s
 
 SUMMARY = "make the program of one batch for given costs and memory, and say how far from a lower bound it is"
 _ONE, _BEST, _SOME = "one", "best", "some"
-_SEARCHED = 3  # the most problems that are searched to the end
 _COSTS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "transfer", "latency", "swap_out",
           "swap_in", "evict", "load")  # fmt: skip
 _MOVES = {"host": "swap_out", "pair": "evict"}  # the choices of --moves, and the costs that these need
@@ -101,11 +99,9 @@ def run(options: argparse.Namespace) -> int:
         print_rows(steady_rows(best))
         _write(options, best.csv, best.certificate())
     elif not limits:
-        found = _search(options, None)
-        print_rows(rows_of(found.best, found.bound, found.bound_from))
-        _write(
-            options, found.best.csv, found.best.certificate() | {"bound": found.bound, "bound_from": found.bound_from}
-        )
+        best = _search(options, None)
+        print_rows(rows_of(best))
+        _write(options, best.csv, best.certificate())
     else:
         _frontier(options, limits)
     return 0
@@ -216,59 +212,23 @@ def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem
 
 
 def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
-    """The sets of recomputed stages to try: none, all, and for the best also those of about a quarter, a half and three
-    quarters of the ranks, the first ones or the last ones."""
-    num_ranks = max(placement) + 1
-    cuts = sorted({max(1, part * num_ranks // 4) for part in (1, 2, 3)} - {num_ranks})
-    parts = [range(end) for end in cuts] + [range(first, num_ranks) for first in cuts]
-    none, every = range(0), range(num_ranks)
-    tried = {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
-    return [frozenset(stage for stage, rank in enumerate(placement) if rank in ranks) for ranks in tried]
+    """The sets of recomputed stages to try."""
+    from megatron.pipeline.synthesis.several import recomputed_sets
+
+    none, every, *parts = recomputed_sets(placement)
+    return {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """The fastest program for the options, and the bound over everything that they allow."""
+def _search(options: argparse.Namespace, limit: float | None, known: "Sequence[Synthesis]" = ()) -> "Synthesis":
+    """Search for the fastest program. `known`: programs for smaller limits."""
+    from megatron.pipeline.synthesis.several import synthesize_fastest
 
-    best: "Synthesis"
-    bound: float
-    bound_from: str
-
-
-def _search(
-    options: argparse.Namespace, limit: float | None, known: "Mapping[tuple[int, ...], Synthesis] | None" = None
-) -> _Answer:
-    """Search for the fastest program. `known`: programs for smaller limits, by placement.
-
-    Where several problems could have it, a first round of each tells which are searched further.
-    """
-    from megatron.pipeline.synthesis import synthesize, synthesize_keeping
-
-    problems, recompute = _problems(options, limit), options.recompute_stages
-    earlier, bounds, further = list((known or {}).values()), [], problems
+    some = options.recompute_stages in (_SOME, _BEST) and options.moves == "none"
     with _progress() as report:
-        if len(problems) > _SEARCHED:
-            firsts = [synthesize(each, moves=options.moves, rounds=1, seed=options.seed) for each in problems]
-            bounds = [(each.bound, each.bound_from) for each in firsts]
-            firsts.sort(key=lambda each: each.seconds)
-            earlier += firsts[:_SEARCHED]
-            further = [each.problem for each in firsts[:_SEARCHED]]
-        searches = [(partial(synthesize, moves=options.moves), each) for each in further if recompute != _SOME]
-        if recompute in (_SOME, _BEST) and options.moves == "none":
-            searches += [(synthesize_keeping, each) for each in problems if len(each.recomputed) == each.num_stages]
-        found = []
-        for number, (search, problem) in enumerate(searches):
-
-            def done(part: float, number: int = number) -> None:
-                report((number + part) / len(searches))
-
-            alike = [each.words for each in earlier if _is_alike(each.problem, problem)]
-            found.append(search(
-                problem, seconds=options.seconds / len(searches), rounds=options.rounds, seed=options.seed,
-                processes=options.processes, known=alike, done=done,
-            ))  # fmt: skip
-    bound, bound_from = min([*bounds, *((each.bound, each.bound_from) for each in found)])
-    return _Answer(min(found, key=lambda each: each.seconds), bound, bound_from)
+        return synthesize_fastest(
+            _problems(options, limit), recomputes_some=some, moves=options.moves, seconds=options.seconds,
+            rounds=options.rounds, seed=options.seed, processes=options.processes, known=known, done=report,
+        )  # fmt: skip
 
 
 def _steady(options: argparse.Namespace) -> "Steady":
@@ -295,11 +255,6 @@ def _steady(options: argparse.Namespace) -> "Steady":
     if not found:
         raise refusal
     return min(found, key=lambda each: (round(each.seconds, 9), each.fullness))
-
-
-def _is_alike(one: "Problem", other: "Problem") -> bool:
-    """Whether words for one problem are words for the other, but for its limits."""
-    return (one.rank_of_stage, one.recomputed) == (other.rank_of_stage, other.recomputed)
 
 
 @contextmanager
@@ -331,18 +286,18 @@ def _write(options: argparse.Namespace, csv: str, certificate: dict[str, object]
 
 
 def _frontier(options: argparse.Namespace, limits: Sequence[float]) -> None:
-    rows, points, known = [], [], {}
+    rows, points, known = [], [], []
     for limit in limits:
         try:
-            answer = _search(options, limit, known)
+            best = _search(options, limit, known)
         except ValueError as error:
             rows.append((f"{limit:g}", "-", "-", "-", "-", str(error)))
             continue
-        best = known[answer.best.problem.rank_of_stage] = answer.best
-        points.append((limit, best.seconds, answer.bound))
+        known.append(best)
+        points.append((limit, best.seconds, best.bound))
         rows.append((
-            f"{limit:g}", f"{best.seconds:g}", f"{best.bubble:.2%}", f"{answer.bound:g}",
-            above(best.seconds, answer.bound), order_of(best, "none keeps the limit"),
+            f"{limit:g}", f"{best.seconds:g}", f"{best.bubble:.2%}", f"{best.bound:g}",
+            above(best.seconds, best.bound), order_of(best, "none keeps the limit"),
         ))  # fmt: skip
     print_table(("limit", "time", "bubble", "bound", "above it", "best registered order"), rows, right=range(5))
     if options.picture:

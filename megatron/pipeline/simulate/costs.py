@@ -149,7 +149,10 @@ def spread(name: str, value: PerStage, count: int) -> list[float]:
 
 
 def measured_costs(measured: Timeline) -> Costs:
-    """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all."""
+    """Return the mean seconds of each kind of work per stage. Reductions that ranks share have one value for all.
+
+    A stage that has recomputed nothing would take its forward for it.
+    """
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in measured.spans:
         times[span.instruction.kind, span.instruction.stage].append(span.end - span.start)
@@ -162,4 +165,6 @@ def measured_costs(measured: Timeline) -> Costs:
 
     known = {field.name for field in fields(Costs)}
     of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
-    return Costs(**{name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()})
+    found = {name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()}
+    found["recompute"] = [again or once for again, once in zip(found["recompute"], found["forward"], strict=True)]
+    return Costs(**found)

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron.pipeline.synthesis.problem import Problem
-from megatron.pipeline.synthesis.search import Synthesis, synthesize
+from megatron.pipeline.synthesis.search import Synthesis
+from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.processes import end_with_parent
 
 _ASKED, _FOUND, _LOG = "asked", "found", "log"
@@ -21,19 +22,19 @@ class SearchApart:
     The process has only what this project registers: it does not begin with orders of the user's.
 
     Args:
-        problem: costs and limits.
+        problems: costs and limits, of which the fastest program is searched.
         seconds: how long to search.
 
     Raises:
         OSError: the system has no process or no room for one.
     """
 
-    def __init__(self, problem: Problem, *, seconds: float) -> None:
+    def __init__(self, *problems: Problem, seconds: float) -> None:
         self._temporary = TemporaryDirectory(prefix="synthesis-")
         self._folder = Path(self._temporary.name)
         paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
         try:
-            (self._folder / _ASKED).write_bytes(pickle.dumps((problem, seconds)))
+            (self._folder / _ASKED).write_bytes(pickle.dumps((problems, seconds)))
             with open(self._folder / _LOG, "wb") as log:
                 # The process itself asks to end with this one: where this one has threads, no Python may run in a fork.
                 self._process = subprocess.Popen(
@@ -72,8 +73,8 @@ def _main(folder: Path, parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # which has ended before
         return
-    problem, seconds = pickle.loads((folder / _ASKED).read_bytes())
-    found = pickle.dumps(synthesize(problem, seconds=seconds))
+    problems, seconds = pickle.loads((folder / _ASKED).read_bytes())
+    found = pickle.dumps(synthesize_fastest(problems, seconds=seconds))
     (folder / f"{_FOUND}.part").write_bytes(found)
     (folder / f"{_FOUND}.part").rename(folder / _FOUND)
 

@@ -15,7 +15,9 @@ Moment = tuple[int, ...]
 """The numbers of microbatches that a rank holds at one time.
 
 The first numbers count, for each stage of the rank in ascending order, the microbatches between F and the end of B or
-I. As many numbers follow, which count for each stage the microbatches between I and the end of W."""
+I. As many numbers follow, which count for each stage the microbatches between I and the end of W. If the rank
+recomputes, as many again count the microbatches whose activations a stage has recomputed; of a stage that recomputes
+nothing, they say whether a microbatch waits for an I."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class Demand:
         unread: by rank, outputs of a frozen stage that the next rank has not read.
         kept_microbatches: by stage, if the program recomputes only some: microbatches without recompute between their
             forward and the end of their backward; else empty.
-        recomputes: by stage, whether some microbatch is recomputed; empty where `kept_microbatches` is.
+        recomputed_microbatches: by stage, if the program recomputes only some, or several at once: microbatches between
+            their recompute and the end of their backward; else empty.
     """
 
     rank_of_stage: tuple[int, ...]
@@ -65,7 +68,7 @@ class Demand:
     num_frozen: int = 0
     unread: tuple[int, ...] = ()
     kept_microbatches: tuple[int, ...] = ()
-    recomputes: tuple[bool, ...] = ()
+    recomputed_microbatches: tuple[int, ...] = ()
     repeats_update: bool = False
 
     @property
@@ -100,16 +103,18 @@ def most(demands: Iterable[Demand]) -> Demand:
 def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], ...]:
     """The largest moments of two demands; empty if neither has any.
 
-    The moment of a demand without moments is all microbatches that its stages save, at once.
+    The moment of a demand without moments is all microbatches that its stages save, at once, one of each recomputed.
     """
     if not (first.moments or other.moments):
         return ()
     found = []
     for rank in range(first.num_ranks):
         of_rank: list[Moment] = []
+        stages, known = first.stages_of(rank), [each.moments[rank] for each in (first, other) if each.moments]
+        recomputes = any(len(moment) > 2 * len(stages) for moments in known for moment in moments)
         for each in (first, other):
-            stages = each.stages_of(rank)
             saved = *(each.saved_microbatches[stage] for stage in stages), *(0 for _ in stages)
+            saved += (1,) * len(stages) if recomputes else ()
             of_rank += each.moments[rank] if each.moments else [saved]
         found.append(largest_moments(of_rank))
     return tuple(found)
@@ -129,18 +134,27 @@ def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Momen
 
     Activations that a computation frees count until its end. Activations that it leaves count from its end on.
     """
-    count = len(stages)
+    row, count = tuple(row), len(stages)
     whole = {stage: place for place, stage in enumerate(stages)}
+    again = {each.stage: set() for each in row if each.kind is Kind.RECOMPUTE}
     held, found = [0] * (2 * count), []
+
+    def moment() -> Moment:
+        made = (len(again[stage]) if stage in again else int(held[place] > 0) for stage, place in whole.items())
+        return (*held, *made) if again else tuple(held)
+
     for each in row:
         if each.kind is Kind.FORWARD:
             held[whole[each.stage]] += 1
             continue
+        if each.kind is Kind.RECOMPUTE:
+            again[each.stage].add(each.microbatch)
         begins, ends = each.kind in BEGINS_BACKWARD, each.kind in ENDS_BACKWARD
         if begins or ends:
-            found.append(tuple(held))
+            found.append(moment())
         if begins:
             held[whole[each.stage]] -= 1
+            again.get(each.stage, set()).discard(each.microbatch)
         if begins != ends:
             held[whole[each.stage] + count] += 1 if begins else -1
     return largest_moments(found)

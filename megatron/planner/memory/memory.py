@@ -53,6 +53,7 @@ from megatron.planner.memory.parameters import (
     stage_matrices,
     stage_parameters,
 )
+from megatron.planner.memory.recompute import NOTHING
 from megatron.planner.memory.unquantized import unquantized_matrices
 
 if TYPE_CHECKING:
@@ -218,11 +219,17 @@ def estimate_memory(
     if demand.kept_microbatches:
         plain = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
         of_plain = activations_of(shape, plain).by_stage(layers)
-        for stage, (number, recomputes) in enumerate(zip(demand.kept_microbatches, demand.recomputes, strict=True)):
-            if recomputes:
+        for stage, (number, recomputed) in enumerate(
+            zip(demand.kept_microbatches, demand.recomputed_microbatches, strict=True)
+        ):
+            if recomputed:
                 kept_whole[stage] = number * (of_plain[0][stage] - saved[stage])
             else:
                 saved[stage], workspace[stage], deferred[stage] = (part[stage] for part in of_plain)
+    again = [0.0] * len(layers)  # the part of the workspace that each recomputed microbatch has
+    if setting.recompute.whole_stage:
+        nothing = activations_of(shape, replace(setting, recompute=NOTHING)).by_stage(layers)[1]
+        again = [more - less for more, less in zip(workspace, nothing, strict=True)]
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
@@ -258,9 +265,11 @@ def estimate_memory(
             copies = state.prediction(count, largest=largest, experts=experts)
             if demand.repeats_update:
                 copies = state.last_update(count, experts=experts)
-        whole, between, recomputed = _saved_on_rank(rank, saved, demand), 0.0, [workspace[each] for each in trained]
+        at_once = demand.recomputed_microbatches or (1,) * len(layers)
+        recomputed = [workspace[each] + max(0, at_once[each] - 1) * again[each] for each in trained]
+        whole, between = _saved_on_rank(rank, saved, demand), 0.0
         if demand.moments:
-            whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, demand)
+            whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, again, demand)
         whole += sum(kept_whole[stage] for stage in trained)
         step = state.copies_in_step(count, num_versions=versions, experts=experts)
         own_matrices = sum(matrices[stage] for stage in trained)
@@ -362,22 +371,30 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
 
 
 def _together_on_rank(
-    rank: int, saved: Sequence[float], deferred: Sequence[float], workspace: Sequence[float], demand: Demand
+    rank: int,
+    saved: Sequence[float],
+    deferred: Sequence[float],
+    workspace: Sequence[float],
+    again: Sequence[float],
+    demand: Demand,
 ) -> tuple[float, float, float]:
     """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of the peak by
     the workspace of an I.
 
-    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing.
+    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing. So it
+    is with activations that are recomputed, which count from R on.
     """
     stages = demand.stages_of(rank)
     sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]
     found, totals = [], []
     for moment in demand.moments[rank]:
-        numbers = moment[: len(stages)], moment[len(stages) :]
+        count = len(stages)
+        numbers = moment[:count], moment[count : 2 * count]
         held = [sum(map(mul, *each)) for each in zip(numbers, sizes, strict=True)]
-        at_work = [workspace[stage] for stage, number in zip(stages, numbers[0], strict=True) if number]
+        at_work = [workspace[each] - again[each] for each, number in zip(stages, numbers[0], strict=True) if number]
+        made = zip(stages, moment[2 * count :] or [number > 0 for number in numbers[0]], strict=True)
         found.append(held)
-        totals.append(sum(held) + max(at_work, default=0.0))
+        totals.append(sum(held) + sum(number * again[stage] for stage, number in made) + max(at_work, default=0.0))
     whole, between = max(found, key=sum)
     return whole, between, max(totals) - whole - between
 

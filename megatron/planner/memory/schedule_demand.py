@@ -15,13 +15,13 @@ may be used as soon as they are posted; or the order has no closed form. `repres
 with the same demand as a large one, since a pipeline treats many microbatches as it treats fewer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Kind, Rows, Tensor
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import PipelineSchedule, Schedule
@@ -111,7 +111,9 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
         kept_microbatches=_own_microbatches(_kept_rows(program), program) if keeps_some else (),
-        recomputes=tuple(map(bool, report.peak_recomputed_microbatches)) if keeps_some else (),
+        recomputed_microbatches=report.peak_recomputed_microbatches
+        if keeps_some or max(report.peak_recomputed_microbatches) > 1
+        else (),
     )
 
 
@@ -281,8 +283,15 @@ def _moments(schedule: Schedule, num_microbatches: int) -> tuple[tuple[Moment, .
     if not schedule.splits_backward:
         return ()
     batches = schedule.weights.full_batches(num_microbatches, 3)
-    rows = (schedule.computations(rank, batches) for rank in range(schedule.num_ranks))
+    rows = (_with_recomputes(schedule, schedule.computations(rank, batches)) for rank in range(schedule.num_ranks))
     return tuple(moments_of(row, schedule.stages_of(rank)) for rank, row in enumerate(rows))
+
+
+def _with_recomputes(schedule: Schedule, row: Iterable[Instruction]) -> Iterator[Instruction]:
+    for each in row:
+        if each.kind in BEGINS_BACKWARD and schedule.recomputes(each.stage):
+            yield replace(each, kind=Kind.RECOMPUTE)
+        yield each
 
 
 def _boundaries(schedule: Schedule, num_microbatches: int) -> tuple[int, ...]:

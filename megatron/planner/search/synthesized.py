@@ -14,7 +14,6 @@ from megatron.pipeline.synthesis import Synthesis, synthesize
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.planner.job.configuration import DEFAULTS, Configuration
 from megatron.planner.job.estimate import LOST
-from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
@@ -105,7 +104,7 @@ def _made(
         estimate = planner.estimate(configuration)
         costs = planner.cost_model.costs(configuration, layers)
         problem = problem_of(
-            schedule, m, costs, activations_of(model, software.activation_setting(configuration)), layers,
+            schedule, m, costs, model, software.activation_setting(configuration), layers,
             memory=estimate.memory, limit=(1 - LOST) * planner.cluster.device.memory_gib,
         )  # fmt: skip
     except ValueError:  # too few layers, a schedule that does not accept the batch, or no room

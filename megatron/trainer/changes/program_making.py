@@ -36,7 +36,7 @@ from megatron.trainer.start_up.run import Run, build_engine
 
 MADE = 2
 """Stop request: the program is there. All ranks drain after this batch, and the run goes on."""
-_PARTS = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weight"}
+_PARTS = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
 class ProgramInMaking:
@@ -99,8 +99,8 @@ class ProgramInMaking:
         )
         if dist.get_rank() == 0:
             try:
-                problem = auto_program.measured_problem(run.args, costs)
-                self._search = SearchApart(problem, seconds=run.args.pipeline_synthesis_seconds)
+                problems = auto_program.measured_problems(run.args, costs)
+                self._search = SearchApart(*problems, seconds=run.args.pipeline_synthesis_seconds)
             except (ValueError, OSError) as error:
                 self._failure = str(error)
 
@@ -117,7 +117,8 @@ class ProgramInMaking:
 def _described(costs: Costs) -> Iterator[str]:
     for letter, name in _PARTS.items():
         values = getattr(costs, name)
-        if any(values) and not (letter == "B" and any(costs.backward_input)):
+        is_derived = {"R": values in (None, costs.forward), "B": any(costs.backward_input)}.get(letter, False)
+        if not is_derived and any(values):
             yield f"{letter} {' '.join(f'{1000 * each:.3g}' for each in values)}"
 
 
@@ -140,6 +141,8 @@ def _change(run: Run, made: MadeProgram) -> str | None:
     end_engine(run)
     run.go_on_with(args)
     run.model_and_optimizer = replace(run.model_and_optimizer, schedule=args.schedule)
+    for stage in run.stages:
+        stage.recompute_from_now(args.schedule.recomputes(stage.index), keeps=args.schedule.keeps(stage.index))
     collect(run)
     run.engine = build_engine(args, run.model_and_optimizer, run.position())
     for line in made.lines:

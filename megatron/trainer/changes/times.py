@@ -87,12 +87,13 @@ def measured_costs(engine: PipelineEngine, *, num_batches: int, num_bytes: float
     """
     own = measure_links(num_bytes)
     links = on_rank_zero(lambda: own)
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    kinds = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     medians = medians_of_stages(engine, kinds, num_batches=num_batches).values()
-    forward, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
+    forward, again, whole, first, second = ([each[kind] for each in medians] for kind in kinds)
     backward = [sum(parts) for parts in zip(whole, first, second, strict=True)]  # whole, or in two parts
+    recompute = [each or once for each, once in zip(again, forward, strict=True)]  # where there is none, as a forward
     return Costs(
-        forward=forward, backward=backward, backward_input=first, backward_weight=second,
+        forward=forward, recompute=recompute, backward=backward, backward_input=first, backward_weight=second,
         latency=links.message, forward_bytes=num_bytes, bandwidth=1 / links.byte if links.byte else math.inf,
     )  # fmt: skip
 

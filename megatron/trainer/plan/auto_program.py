@@ -2,7 +2,9 @@
 
 A stand-in is the same job under a named schedule. It tells the stages, their costs and the memory of everything but
 activations. `synthesize` searches for the fastest program with the stand-in's placement, for each stand-in, and the
-fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet.
+fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet. Under
+`--pipeline-recompute` the search also chooses which stages are recomputed. Under `--pipeline-weights 2bw` it looks for
+the shortest period of batches that follow one another, and at that for the least memory.
 
 Without a profile there are no costs yet. The job then begins with the fastest named order that keeps the limits, and
 measures itself (`changes/program_making.py`).
@@ -14,18 +16,19 @@ where it asks for the same.
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.documents.files import write_whole
+from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem, Synthesis, synthesize
+from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize, synthesize_steady
 from megatron.pipeline.synthesis.search import bubble
-from megatron.planner.memory.encoder_decoder import activations_of
+from megatron.pipeline.synthesis.several import recomputed_sets, synthesize_fastest
 from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.planner.synthesis import STAND_INS, problem_of
@@ -36,7 +39,8 @@ from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.auto_costs import Assumed, CostsOf, MeasuredHere, costs_of_file, numbers
+from megatron.trainer.plan.auto_costs import Assumed, CostsOf, MeasuredHere, costs_of_file
+from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +52,14 @@ _ASKED = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank",
     "pipeline_model_parallel_layout", "pipeline_memory_limit", "micro_batch_size", "global_batch_size", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_experts", "seq_length", "fp16", "bf16", "recompute_granularity",
-    "recompute_method", "recompute_num_layers", "recompute_modules", "use_distributed_optimizer", "optimizer",
+    "recompute_method", "recompute_num_layers", "recompute_modules", "pipeline_recompute", "pipeline_weights",
+    "use_distributed_optimizer", "optimizer",
 )  # fmt: skip
 """Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
 _PROFILE = "the content of --pipeline-profile"
 _KEY = "program/auto"
+_AS_SHORT = 1.001
+"""Under 2bw, how much longer a batch may take than the shortest where a program holds less."""
 _ROUNDING = 1e-6
 """The part of a batch's time by which a program has to be faster."""
 
@@ -107,27 +114,41 @@ def make(
             break
         try:
             resolve_platform(like, platform)
-            problems.append(_problem(settled(like), costs_of, limit=args.pipeline_memory_limit))
+            problems += _problems(settled(like), costs_of)
         except ValueError as error:
             refusal = refusal or error
     if not problems:
         raise refusal
     if measures:
-        begin = synthesize(problems[0], rounds=0)
+        begin = min((synthesize(each, rounds=0) for each in problems), key=lambda each: each.seconds)
         line = (
-            f"{AUTO}: without --pipeline-profile the job begins with {_begins_with(begin.begun_with)}, measures its "
-            f"batches 2 to {args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
+            f"{AUTO}: without --pipeline-profile the job begins with {beginning(begin)}, measures its batches 2 to "
+            f"{args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
         )
         return MadeProgram(begin.csv, (*lines, line), _certificate(asked, begin), measures=True)
-    found = [synthesize(each, seconds=args.pipeline_synthesis_seconds / len(problems)) for each in problems]
-    best = min(found, key=lambda each: each.seconds)
-    bound = min(each.bound for each in found)
-    return MadeProgram(best.csv, (*lines, *_lines(args, best, bound)), _certificate(asked, best))
+    weights, seconds = weight_policy(args.pipeline_weights), args.pipeline_synthesis_seconds
+    if weights.drains:
+        best = synthesize_fastest(problems, seconds=seconds)
+    else:
+        best = _fastest_steady(problems, weights, seconds)
+    return MadeProgram(best.csv, (*lines, *_lines(args, best)), _certificate(asked, best))
 
 
-def measured_problem(config: TrainConfig, costs: Costs) -> Problem:
-    """Return the problem of a run that has measured itself: the stages and limits of what it runs, with these costs."""
-    return _problem(config, MeasuredHere(costs), limit=config.pipeline_memory_limit)
+def _fastest_steady(problems: Sequence[Problem], weights: WeightPolicy, seconds: float) -> Steady:
+    """Return of the programs with the shortest batches the one whose fullest rank holds least."""
+    found = [synthesize_steady(each, weights=weights, seconds=seconds / len(problems)) for each in problems]
+    least = min(each.seconds for each in found)
+    best = min((each for each in found if each.seconds <= least * _AS_SHORT), key=lambda each: each.fullness)
+    bound, bound_from = min((each.bound, each.bound_from) for each in found)
+    return replace(best, bound=bound, bound_from=bound_from)
+
+
+def measured_problems(config: TrainConfig, costs: Costs) -> list[Problem]:
+    """Return the problems of a run that has measured itself: the stages and limits of what it runs, with these costs.
+
+    There are several where it may recompute. Raises ValueError.
+    """
+    return _problems(config, MeasuredHere(costs))
 
 
 def faster(config: TrainConfig, found: Synthesis) -> MadeProgram:
@@ -137,25 +158,29 @@ def faster(config: TrainConfig, found: Synthesis) -> MadeProgram:
     """
     problem, begun = found.problem, config.made_program
     seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
-    now = f"that of {_begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
+    now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
     if found.seconds < seconds * (1 - _ROUNDING):
-        lines = (*_lines(config, found, found.bound), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
+        lines = (*_lines(config, found), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
         return MadeProgram(found.csv, lines, _certificate(was["asked"], found))
     about = ("bound", "bound_from", "bound_holds_for", "best_registered_order")
-    known = found.certificate()
+    known = _known(was["asked"], found)
     known = was | {name: known[name] for name in about} | {"seconds": seconds, "bubble": bubble(problem, seconds)}
     line = f"{AUTO}: {now}; no faster one was found, and none takes less than {1000 * found.bound:.4g} ms, so it stays"
     return MadeProgram(begun.csv, (line,), json.dumps(known, indent=1) + "\n")
 
 
-def _begins_with(name: str) -> str:
-    """Return the name of a beginning as a phrase."""
-    order = name.removeprefix("within limits: ")
-    return name if order == name else f"{order} within the limits"
+def _certificate(asked: dict[str, object], found: Synthesis | Steady) -> str:
+    known = {"asked": asked, "recomputed_stages": sorted(found.problem.recomputed)} | _known(asked, found)
+    return json.dumps(known, indent=1) + "\n"
 
 
-def _certificate(asked: dict[str, object], found: Synthesis) -> str:
-    return json.dumps({"asked": asked} | found.certificate(), indent=1) + "\n"
+def _known(asked: dict[str, object], found: Synthesis | Steady) -> dict[str, object]:
+    """Return the certificate of what was found; where stages may be recomputed, its bound holds for each choice."""
+    known = found.certificate()
+    if asked[name_of("pipeline_recompute")]:
+        sets = [sorted(each) for each in recomputed_sets(found.problem.rank_of_stage)]
+        known["bound_holds_for"] = known["bound_holds_for"] | {"recomputed": sets}
+    return known
 
 
 def keep(made: MadeProgram, folder: Path) -> None:
@@ -244,10 +269,15 @@ def _require_flags(args: argparse.Namespace) -> None:
             f"{named} puts one stage on each rank, or two in a V, and --num-virtual-stages-per-pipeline-rank is "
             f"{args.num_virtual_stages_per_pipeline_rank}; give 2, or leave it out for the faster of the two"
         )
-    if args.pipeline_recompute:
+    if args.pipeline_recompute and args.pipeline_memory_limit is None:
         raise ValueError(
-            f"--pipeline-recompute does not go with {named}, which keeps all activations of a microbatch; recompute "
-            "in layers (--recompute-granularity full), or name a schedule"
+            f"--pipeline-recompute lets {named} recompute the stages whose activations would not fit, and nothing says "
+            "what fits; add --pipeline-memory-limit, or leave it out"
+        )
+    if args.pipeline_profile is None and not weight_policy(args.pipeline_weights).drains:
+        raise ValueError(
+            f"--pipeline-weights {args.pipeline_weights} needs the costs of a --pipeline-profile, since a job that "
+            "measures itself begins with batches that drain; give one, or leave it out"
         )
     if args.pipeline_profile is not None and "pipeline_measured_batches" in args.given:
         raise ValueError(
@@ -259,28 +289,45 @@ def _require_flags(args: argparse.Namespace) -> None:
 # --- the problem
 
 
-def _problem(config: TrainConfig, costs_of: CostsOf, *, limit: float | None) -> Problem:
-    """Return the problem that has a stand-in's placement. Sizes are in GiB."""
+def _problems(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
+    """Return the problems that have a stand-in's placement: one, or one for each set of stages that may be recomputed.
+
+    Sizes are in GiB. Raises ValueError where none of them fits the limit.
+    """
     from megatron.trainer.models.core_config import transformer_config  # imports torch
 
     config = costs_of.with_vocabulary(config)
     layers = from_flags.layers_of_stages(transformer_config(replace(config, **from_flags.WITHOUT_ENGINE)))
     (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
     shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
-    schedule = config.schedule
+    setting = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
+    schedule, limit = config.schedule, config.pipeline_memory_limit
     memory = None
     if limit is not None:
+        demand, weights = proved_demand(schedule, num_microbatches), weight_policy(config.pipeline_weights)
+        if not weights.drains:
+            demand = replace(
+                demand, live_versions=(weights.max_live_versions(0, schedule.num_stages),) * schedule.num_ranks,
+                gradient_buffers=(weights.max_gradient_buffers,) * schedule.num_ranks,
+            )  # fmt: skip
         memory = estimate_memory(
-            shape, setting, from_flags.training_state(config), proved_demand(schedule, num_microbatches),
-            layers=layers, counts_communicators=from_flags.uses_nccl(config),
+            shape, setting, from_flags.training_state(config), demand, layers=layers,
+            counts_communicators=from_flags.uses_nccl(config),
         )  # fmt: skip
-    costs, activations = costs_of(config, layers), activations_of(shape, setting)
-    try:
-        return problem_of(schedule, num_microbatches, costs, activations, layers, memory=memory, limit=limit)
-    except ValueError as error:
-        if limit is None:
-            raise
-        raise ValueError(f"--pipeline-memory-limit {limit:g}: {error}") from error
+    costs, problems, refusal = costs_of(config, layers), [], None
+    for recomputed in recomputed_sets(schedule.rank_of_stage) if config.pipeline_recompute else (frozenset(),):
+        try:
+            problems.append(problem_of(
+                schedule, num_microbatches, costs, shape, setting, layers, recomputed=recomputed, memory=memory,
+                limit=limit,
+            ))  # fmt: skip
+        except ValueError as error:
+            refusal = error
+    if problems:
+        return problems
+    if limit is None:
+        raise refusal
+    raise ValueError(f"--pipeline-memory-limit {limit:g}: {refusal}") from refusal
 
 
 # --- what is kept and said
@@ -314,20 +361,8 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
     return MadeProgram(text, (f"{AUTO}: the program is {path}, as before",), certificate), ""
 
 
-def _lines(args: argparse.Namespace | TrainConfig, best: Synthesis, bound: float) -> Iterator[str]:
-    placement, place = best.problem.rank_of_stage, "one stage on each rank"
-    backwards = "" if best.problem.splits else ", whole backwards"
-    if len(placement) > best.problem.num_ranks:
-        place = f"stages on ranks {numbers(placement)}"
-    yield (
-        f"{AUTO}: a batch takes {1000 * best.seconds:.4g} ms in simulation, without reductions and the step (a bubble "
-        f"of {best.bubble:.1%}); no program takes less than {1000 * bound:.4g} ms "
-        f"({1 - bound / best.seconds:.1%} less); {place}{backwards}"
-    )
-    held = ", ".join(f"{each:.3g}" for each in best.held)
-    named = "no named order keeps the limits"
-    if best.named is not None:
-        named = f"{best.named[0]} takes {1000 * best.named[1]:.4g} ms"
-    yield f"{AUTO}: activations on the ranks take at most {held} GiB; of named orders with this placement, {named}"
+def _lines(args: argparse.Namespace | TrainConfig, best: Synthesis | Steady) -> Iterator[str]:
+    told = lines_of if isinstance(best, Synthesis) else lines_of_steady
+    yield from told(best, may_recompute=args.pipeline_recompute)
     if args.save is not None:
         yield f"{AUTO}: the program is in {Path(args.save) / FILE}, what is known of it in {CERTIFICATE}"

@@ -269,7 +269,8 @@ def _recompute(args: TrainConfig) -> Recompute:
     if args.recompute_granularity == "full":
         return Recompute(method=args.recompute_method, num_layers=args.recompute_num_layers)
     modules = frozenset(args.recompute_modules or ()) if args.recompute_granularity == "selective" else frozenset()
-    return Recompute(modules=modules, whole_stage=args.pipeline_recompute or choice_of(args).recompute)
+    asks = args.pipeline_recompute and args.made_program is None  # of a program that was made, some stages may
+    return Recompute(modules=modules, whole_stage=asks or choice_of(args).recompute)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
+from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from megatron.planner import Activations, ActivationSetting, Architecture, demand_of
-from megatron.planner.memory.demand import largest_moments, most
+from megatron.planner.memory.demand import largest_moments, moments_of, most
 from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.parameters import TrainingState
 from megatron.planner.memory.recompute import Recompute, RecomputeScope
@@ -146,6 +147,21 @@ def test_moments():
     assert split.moments == (((1, 1), (2, 0)), ((0, 2), (1, 1))) and plain.moments == ()
     assert most([split, plain]).moments == most([plain, split]).moments == split.moments
     assert most([plain, plain]).moments == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("0F0 0F1 0R0 0I0 0W0 0R1 0I1 0W1", ((1, 1, 0), (2, 0, 1))),
+        ("0F0 0F1 0R0 0R1 0I0 0W0 0I1 0W1", ((1, 1, 1), (2, 0, 2))),
+    ],
+)
+def test_recomputed_activations_count_from_their_recompute_on(row, expected):
+    """A W beside which nothing is recomputed holds none of them; two that are recomputed at once count twice."""
+    assert moments_of(map(Instruction.parse, row.split()), (0,)) == expected
+    for name in ("zb-h1", "zbv"):
+        schedule = replace(schedule_of(name, 2), recompute=True)
+        assert closed_form_demand(schedule, 6).moments == proved_demand(schedule, 6).moments
 
 
 def test_whole_backwards_defer_nothing():

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ P2 = "--pipeline-model-parallel-size 2 --distributed-backend gloo"
 AUTO = "--pipeline-schedule auto --pipeline-measured-batches 2"
 V = "--num-virtual-stages-per-pipeline-rank 2"
 SAME = "--global-batch-size 4 --clip-grad 0.5 --hidden-dropout 0.1 --num-layers 4"
+RECOMPUTES = "--pipeline-recompute --pipeline-memory-limit 0.00064"
 UNEVEN = Costs(
     forward=[1.0, 2.0, 1.0, 1.0], backward=[3.5, 3.0, 2.5, 3.5], backward_input=[3.0, 2.0, 0.5, 3.0],
     backward_weight=[0.5, 1.0, 2.0, 0.5],
@@ -138,6 +140,23 @@ def test_losses_are_those_of_flush_through_the_change(tmp_path):
     parts = (measured.forward, measured.backward_input, measured.backward_weight)
     assert all(len(part) == 4 and min(part) > 0 for part in parts)
     assert measured == other and 0 < measured.latency < 1  # seconds
+
+
+def test_a_run_changes_which_stages_it_recomputes():
+    """It begins with recomputes on rank 0, where memory is short, and measures them. They turn out to take long, so it
+    goes on without, in less memory; the losses are those of a run that recomputes nothing."""
+    costs = replace(UNEVEN, recompute=[9.0, 2.0, 1.0, 9.0])
+    ranks = changing(f"{V} {RECOMPUTES} --distributed-backend gloo", costs=costs)
+    expected = run_case.train(2, f"{SAME} {V} --pipeline-schedule zbv")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 6
+    for rank, same in zip(ranks, expected, strict=True):
+        assert rank["gradients"] == same["gradients"] and len(rank["gradients"]) == 6
+    (measured, _) = (rank["measured"][0] for rank in ranks)
+    was = [again != once for again, once in zip(measured.recompute, measured.forward, strict=True)]
+    assert was == [True, False, False, True] and min(measured.recompute) > 0
+    lines = "\n".join(ranks[-1]["lines"])
+    assert "auto: from iteration 5 on the program is sha256" in lines and "auto: no stage is recomputed" in lines
+    assert "that of zbv, with which the job began, takes" in lines
 
 
 @pytest.mark.parametrize("fails", [False, True])

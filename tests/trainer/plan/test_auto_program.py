@@ -1,9 +1,11 @@
 """`--pipeline-schedule auto`: the program that a job gets, what it may take, what is kept, and what is refused."""
 
 import json
+import re
 import threading
 from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,11 +14,13 @@ from megatron import backend
 
 backend.install()  # before anything imports megatron.core
 
+from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner.memory.memory import GIB, estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
+from megatron.trainer import arguments
 from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan import auto_program, from_flags
@@ -26,6 +30,7 @@ from tests.trainer.arguments.command_line import CPU, argv
 from tests.trainer.run import run_case
 
 P2 = "--pipeline-model-parallel-size 2 --distributed-backend gloo"
+V = "--num-virtual-stages-per-pipeline-rank 2"
 UNEVEN = Costs(
     forward=[1.0, 2.0], backward=[2.0, 4.0], backward_input=[1.0, 2.0], backward_weight=[1.0, 2.0], recompute=[1.0, 2.0]
 )
@@ -61,9 +66,7 @@ def made_for(args, *, world_size: int = 2) -> tuple[auto_program.MadeProgram, Tr
     return made, TrainConfig.of(job, padded_vocab_size=128)
 
 
-@pytest.mark.parametrize(
-    ("extra", "world_size"), [("", 2), ("--num-virtual-stages-per-pipeline-rank 2", 2), ("--global-batch-size 16", 4)]
-)
+@pytest.mark.parametrize(("extra", "world_size"), [("", 2), (V, 2), ("--global-batch-size 16", 4)])
 def test_the_program_is_proved_and_not_slower_than_named_orders(profiled, extra, world_size):
     """One stage on a rank, two in a V, and replicas, whose reductions the rows get."""
     made, job = made_for(parsed(profiled, extra), world_size=world_size)
@@ -76,6 +79,24 @@ def test_the_program_is_proved_and_not_slower_than_named_orders(profiled, extra,
     assert made.lines[0].startswith("auto: a batch takes")
 
 
+@pytest.mark.parametrize("virtual", ["", V])
+def test_under_2bw_the_rows_repeat_at_the_rate_of_the_busiest_rank(profiled, virtual):
+    """All batches but the first are alike and take the bound; the limit, which has room for two versions of weights and
+    for little else, is kept; and the log says what is known."""
+    limit = 0.0034
+    flags = f"{virtual} --pipeline-weights 2bw --pipeline-memory-limit {limit}"
+    made, job = made_for(parsed(profiled, flags))
+    known, repetition = json.loads(made.certificate), job.schedule.repetition
+    assert job.schedule.weights.name == "2bw" and repetition.num_period == 1
+    assert not job.schedule.drains_between_periods
+    assert known["bound"] == pytest.approx(known["seconds"], rel=1e-3)
+    assert known["asked"]["--pipeline-weights"] == known["bound_holds_for"]["weights"] == "2bw"
+    assert made.lines[0].startswith("auto: under 2bw a batch takes") and "from the work of rank" in made.lines[0]
+    assert total(job) <= limit
+    with pytest.raises(ValueError, match="GiB without activations; raise the limit"):
+        made_for(parsed(profiled, f"{virtual} --pipeline-weights 2bw --pipeline-memory-limit 0.0021"))
+
+
 def test_measured_times_of_a_run_are_costs(measured):
     """Ranks keep their stages, and the slower one is always busy behind its fill."""
     made, job = made_for(parsed(measured))
@@ -84,16 +105,38 @@ def test_measured_times_of_a_run_are_costs(measured):
     assert known["seconds"] == pytest.approx(known["bound"]) and known["seconds"] == pytest.approx(1 + 8 * 6)
 
 
+def total(job: TrainConfig) -> float:
+    """GiB of the fullest rank, as a dry run estimates them."""
+    stages = job.schedule.num_stages
+    memory = estimate_memory(
+        from_flags.architecture(job), from_flags.activation_setting(job), from_flags.training_state(job),
+        proved_demand(job.schedule, 8), layers=(4 // stages,) * stages,
+    )  # fmt: skip
+    return max(each.total for each in memory) / GIB
+
+
+@pytest.mark.parametrize(("virtual", "limit"), [("", 0.0021), (V, 0.002)])
+def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
+    """Under a limit that keeps one microbatch of a stage on each rank, or not that, some stages are, the program is
+    faster for it, keeps the limit, and says which; with room for all activations none is."""
+    made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit {limit}"))
+    without, known = parsed(profiled, f"{virtual} --pipeline-memory-limit {limit}"), json.loads(made.certificate)
+    if virtual:
+        with pytest.raises(ValueError, match="raise the limit, or recompute"):
+            made_for(without)
+    else:
+        plain = json.loads(made_for(without)[0].certificate)
+        assert known["seconds"] < plain["seconds"] and known["bound"] <= plain["bound"]
+    again = sorted({each.stage for row in job.schedule.program.rows for each in row if each.kind is Kind.RECOMPUTE})
+    assert known["recomputed_stages"] == again != []
+    assert f"auto: the stages {' '.join(map(str, again))} are recomputed" in made.lines
+    assert known["bound"] <= known["seconds"] and total(job) <= limit
+    made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit 1"))
+    assert "auto: no stage is recomputed" in made.lines and not job.schedule.recompute
+
+
 def test_no_rank_takes_more_than_the_limit(profiled):
     """The limit lies halfway between what zb-h1 takes and what one microbatch after another takes."""
-
-    def total(job: TrainConfig) -> float:
-        memory = estimate_memory(
-            from_flags.architecture(job), from_flags.activation_setting(job), from_flags.training_state(job),
-            proved_demand(job.schedule, 8), layers=(2, 2),
-        )  # fmt: skip
-        return max(each.total for each in memory) / GIB
-
     named = parse_args(argv(f"{P2} --pipeline-schedule zb-h1"))
     validate_args(named, world_size=2)
     resolve_platform(named, CPU)
@@ -116,7 +159,8 @@ def test_no_rank_takes_more_than_the_limit(profiled):
     ("extra", "reason"),
     [
         ("--pipeline-model-parallel-size 1", "is for a pipeline; give --pipeline-model-parallel-size 2 or more"),
-        ("--pipeline-recompute", "--pipeline-recompute does not go with"),
+        ("--pipeline-recompute", "nothing says what fits; add --pipeline-memory-limit, or leave it out"),
+        ("--pipeline-weights 2bw --2bw-single-gradient-buffer", "needs --pipeline-schedule 2bw"),
         ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
         ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
         ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1.0 must be greater than 0"),
@@ -145,6 +189,11 @@ def test_costs_have_to_fit(profiled, measured, tmp_path):
 def test_its_flags_are_for_it_alone(profiled):
     with pytest.raises(ValueError, match="--pipeline-memory-limit is for --pipeline-schedule auto"):
         validate_args(parse_args(argv(f"{P2} --pipeline-memory-limit 4")), world_size=2)
+    with pytest.raises(ValueError, match="--pipeline-weights is for --pipeline-schedule auto"):
+        validate_args(parse_args(argv(f"{P2} --pipeline-weights 2bw")), world_size=2)
+    without = parse_args(argv(f"{P2} --pipeline-schedule auto --pipeline-weights 2bw"))
+    with pytest.raises(ValueError, match="2bw needs the costs of a --pipeline-profile"):
+        auto_program.require(without, world_size=2)
     with pytest.raises(ValueError, match="makes a program when a training or its --dry-run starts"):
         validate_args(parsed(profiled), world_size=2)
 
@@ -197,13 +246,44 @@ def test_all_ranks_get_what_rank_0_made(measured, fails):
     assert found[0] == "the limit allows none" if fails else found[0].csv.count("\n") > 2
 
 
+def made_case(*, made: auto_program.MadeProgram, **options) -> dict:
+    """`train_case` of a job whose program is `made`."""
+    parse = arguments.parse_args
+    with mock.patch.object(
+        arguments, "parse_args", lambda *words, **given: auto_program.with_program(parse(*words, **given), made)
+    ):
+        return run_case.train_case(**options)
+
+
+@pytest.mark.parametrize("virtual", ["", pytest.param(V, marks=pytest.mark.full)])
+def test_2bw_trains_what_2bw_trains(profiled, virtual):
+    """With the gradients of each batch, bit for bit; two stages in a V as one on each rank."""
+    made, job = made_for(parsed(profiled, f"{virtual} --pipeline-weights 2bw --global-batch-size 4"))
+    same = "--hidden-dropout 0.1 --num-layers 4 --clip-grad 0 --untie-embeddings-and-output-weights"
+    flags = f"--pipeline-schedule auto --pipeline-weights 2bw --pipeline-profile {profiled} {same} {virtual}"
+    ranks = run_case.train(2, flags, function=f"{__name__}:made_case", made=made)
+    expected = run_case.train(2, f"--pipeline-schedule 2bw {same}")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(expected[-1]["losses"]) == 6
+    assert job.schedule.splits_backward
+    if not virtual:
+        assert [rank["gradients"] for rank in ranks] == [rank["gradients"] for rank in expected]
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ("", ""), ("--pipeline-recompute --pipeline-memory-limit 0.0007", ""),
+        ("--pipeline-weights 2bw", "--pipeline-schedule 2bw"),
+    ],
+)  # fmt: skip
 @pytest.mark.full  # `changes/test_program_making.py` does the same without a profile
-def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, tmp_path):
+def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, tmp_path, extra, named):
     """Started by a launcher: losses to the last bit, and a resumed job keeps the program."""
     flags = ["--train-iters", "4", "--num-layers", "4"]
     auto = ["--pipeline-schedule", "auto", "--pipeline-profile", measured, "--pipeline-synthesis-seconds", "1"]
     saved = ["--save", tmp_path / "saved", "--save-interval", "2", "--metrics-file", tmp_path / "metrics.jsonl"]
-    whole = run_case.train(2, base=" ".join([*launch.TINY, *flags]), flags=" ".join(launch.SYNTHETIC))
+    auto += extra.split()
+    whole = run_case.train(2, base=" ".join([*launch.TINY, *flags]), flags=" ".join([*launch.SYNTHETIC, named]))
     outputs = []
     for more in (["--exit-interval", "2"], ["--load", tmp_path / "saved"]):
         command = launch.training_command(2, *flags, *auto, *saved, *more)
@@ -214,5 +294,6 @@ def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, t
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [record["lm_loss"] for record in records if "lm_loss" in record]
     assert losses == [record["lm_loss"] for record in whole[-1]["records"] if "lm_loss" in record] and len(losses) == 4
-    assert "auto: a batch takes" in outputs[0] and "program auto (sha256" in outputs[0]
+    assert re.search("auto: (under 2bw )?a batch takes", outputs[0]) and "program auto (sha256" in outputs[0]
+    assert ("auto: the stages 0 are recomputed" in outputs[0]) == ("recompute" in extra)
     assert f"auto: the program is {tmp_path}/saved/pipeline_program.csv, as before" in outputs[1]

@@ -27,8 +27,14 @@ class Pipeline:
         "v-half, v-min: zbv with about half of its memory, and less. docs/zero_bubble.md. l2l: weights, gradients and "
         "optimizer state on the host, weights of few stages, each a layer, on the device; exact. docs/l2l.md. auto: "
         "the program that the costs of --pipeline-profile, or of the job's first batches, and --pipeline-memory-limit "
-        "ask for; exact. docs/synthesis.md.",
+        "ask for; exact, unless --pipeline-weights says otherwise. docs/synthesis.md.",
         choices=ChainMap({AUTO: None}, PRESETS).keys(),  # a view: users register more
+    )
+    pipeline_weights: str = option(
+        "flush",
+        "With auto: which weights a batch uses. flush: the newest, since batches drain, exact. 2bw: those of the batch "
+        "before, as --pipeline-schedule 2bw does, without drains; needs --pipeline-profile.",
+        choices=("flush", "2bw"),
     )
     pipeline_profile: str | None = option(
         None,
@@ -63,7 +69,7 @@ class Pipeline:
     )
     pipeline_recompute: bool = switch(
         "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
-        "of the program."
+        "of the program. With auto: only where --pipeline-memory-limit leaves no room for what is faster without."
     )
     balance_activations: bool = switch(
         "BPipe: stages s < (p-2)/2 lend saved activations to stage p-1-s while both compute, and no stage holds "

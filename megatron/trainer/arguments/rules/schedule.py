@@ -45,6 +45,7 @@ _SAYS_ITSELF = {
 
 OF_AUTO = (
     "pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds", "pipeline_measured_batches",
+    "pipeline_weights",
 )  # fmt: skip
 """Destinations of flags that only `auto` reads."""
 
@@ -106,7 +107,7 @@ def made_or_read(args: argparse.Namespace | TrainConfig) -> ProgramSchedule:
         return read_schedule(
             args.pipeline_program,
             text=None if args.made_program is None else args.made_program.csv,
-            recompute=args.pipeline_recompute,
+            recompute=args.pipeline_recompute if args.made_program is None else None,
             tied_embeddings=ties,
             data_parallel=num_replicas(args) > 1,
             tensor=args.tensor_model_parallel_size,

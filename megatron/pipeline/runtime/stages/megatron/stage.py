@@ -202,6 +202,11 @@ class MegatronStage:
         outputs = 1 + (config.mtp_num_layers if stage_of_layers(config, self.num_stages) == source else 0)
         return TensorSpec((outputs * (seq_length // parts), micro_batch_size, config.hidden_size), dtype)
 
+    def recompute_from_now(self, recompute: bool, *, keeps: frozenset[int]) -> None:
+        """Let the program change. Precondition: the pipeline is drained, and the stage has a seed."""
+        assert not self._saved
+        self._recompute, self._keeps = recompute, keeps
+
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters."""
         self._versions.load(version)

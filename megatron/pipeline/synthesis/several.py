@@ -1,0 +1,89 @@
+"""The fastest program of several problems: placements, and sets of stages that are recomputed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron.pipeline.synthesis.bound import bound_of_any_recompute
+from megatron.pipeline.synthesis.keep import synthesize_keeping
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem
+from megatron.pipeline.synthesis.search import Synthesis, synthesize
+
+_SEARCHED = 3  # the most problems that are searched to the end
+
+
+def recomputed_sets(rank_of_stage: Sequence[int]) -> Iterator[frozenset[int]]:
+    """Yield the sets of recomputed stages to try.
+
+    They are none, all, and those of about a quarter, a half and three quarters of the ranks, the first ones or the last
+    ones.
+    """
+    num_ranks = max(rank_of_stage) + 1
+    cuts = sorted({max(1, part * num_ranks // 4) for part in (1, 2, 3)} - {num_ranks})
+    parts = [range(end) for end in cuts] + [range(first, num_ranks) for first in cuts]
+    for ranks in (range(0), range(num_ranks), *parts):
+        yield frozenset(stage for stage, rank in enumerate(rank_of_stage) if rank in ranks)
+
+
+def synthesize_fastest(
+    problems: Sequence[Problem],
+    *,
+    recomputes_some: bool = False,
+    moves: str = "none",
+    seconds: float = 30.0,
+    rounds: int | None = None,
+    seed: int = 0,
+    processes: int = 1,
+    known: Sequence[Synthesis] = (),
+    done: Callable[[float], None] = lambda _: None,
+) -> Synthesis:
+    """Search for the fastest program of all problems. Its bound is the least of theirs.
+
+    A problem that by its bound cannot have it is not searched. Where more than three could have it, a first round of
+    each tells which are searched further.
+
+    Args:
+        problems: one or more.
+        recomputes_some: where a problem recomputes all stages, any of its microbatches may be kept.
+        seconds: how long to search in all, without the first rounds.
+        known: programs to begin with, such as those that were found for smaller limits.
+        moves, rounds, seed, processes, done: as for `synthesize`.
+    """
+    search = partial(synthesize, moves=moves, seed=seed)
+    begun = []
+    for each in problems:
+        found = search(each, rounds=0, known=[other.words for other in known if _is_alike(other.problem, each)])
+        if recomputes_some and _keeps(each):
+            bound, bound_from = bound_of_any_recompute(each)
+            found = replace(found, bound=bound, bound_from=bound_from)
+        begun.append(found)
+    bound, bound_from = min((each.bound, each.bound_from) for each in begun)
+    keeping = [each for each in begun if recomputes_some and _keeps(each.problem)]
+    found = _leading([each for each in begun if each not in keeping])
+    if len(found) > _SEARCHED:
+        found = _leading([search(each.problem, rounds=1, known=[each.words]) for each in found])[:_SEARCHED]
+    found += keeping
+    for number, each in enumerate(found):
+        if each in _leading(found):
+            found[number] = (partial(synthesize_keeping, seed=seed) if each in keeping else search)(
+                each.problem, seconds=seconds / len(found), rounds=rounds, processes=processes, known=[each.words],
+                done=lambda part, number=number: done((number + part) / len(found)),
+            )  # fmt: skip
+    return replace(min(found, key=lambda each: each.seconds), bound=bound, bound_from=bound_from)
+
+
+def _keeps(problem: Problem) -> bool:
+    return len(problem.recomputed) == problem.num_stages
+
+
+def _is_alike(one: Problem, other: Problem) -> bool:
+    """Whether words for one problem are words for the other, but for its limits."""
+    return (one.rank_of_stage, one.recomputed) == (other.rank_of_stage, other.recomputed)
+
+
+def _leading(found: Sequence[Synthesis]) -> list[Synthesis]:
+    """Return the fastest, and behind it those whose problem could have a faster program; fastest first."""
+    if not found:
+        return []
+    first, *others = sorted(found, key=lambda each: each.seconds)
+    return [first, *(each for each in others if each.bound < first.seconds * (1 - ROUNDING))]
