@@ -49,6 +49,11 @@ def test_a_rank_without_an_adapter_in_its_last_layer_is_refused(llama):
         planned(llama, "--dry_run", "--devices", 2, adapter=from_layer(llama, 3))
 
 
+def test_more_devices_than_layers_are_refused(llama):
+    with pytest.raises(ValueError, match=r"has 4 numbered layers, and a relay on 5 needs 5 at least; give fewer dev"):
+        planned(llama, "--dry_run", "--devices", 5)
+
+
 UNPACKED = {
     4: (0.5 + 2) + (2 + 4 + 4) + (8 + 4 / 64) + (4 + 2) + 6,
     8: (1 + 4) + 8 + (8 + 4 / 64) + (4 + 2) + 6,
