@@ -222,6 +222,26 @@ def test_data_that_is_written_is_refused():
         capture(Writes(), {"x": torch.randn(3, 4)})
 
 
+class Recurs(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+def test_recurrent_layers_are_captured_unless_they_drop():
+    model, batch = Around(Recurs(0.0)), {"x": torch.randn(3, 5, 4)}
+    model(**batch).backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    capture(model, batch).run(batch)[0].backward()
+    assert all(torch.equal(each.grad, expected[name]) for name, each in model.named_parameters())
+    with pytest.raises(ValueError, match=r"blocks.0.rnn \(GRU\) draws random numbers"):
+        capture(Around(Recurs(0.1)), batch)
+
+
 def test_frozen_statistics_are_captured():
     """A BatchNorm in evaluation mode reads its statistics and writes none."""
     model = Around(nn.BatchNorm1d(4)).train()
