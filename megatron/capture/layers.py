@@ -33,7 +33,9 @@ def stages_of_layers(captured: Captured, *, multiple_of: int = 1) -> tuple[int, 
     if len(layers) < max(2, multiple_of):
         raise ValueError(
             f"{captured.model_name} has {len(layers)} numbered layers, and a relay on {multiple_of} needs "
-            f"{max(2, multiple_of)} at least; choose another --pipeline_schedule"
+            f"{max(2, multiple_of)} at least; "
+            + "give fewer devices, or " * (multiple_of > 2 <= len(layers))
+            + "choose another --pipeline_schedule"
         )
     number_of = {stage: number for number, stage in enumerate(sorted(set(raw)))}
     stages = [number_of[stage] for stage in raw]

@@ -102,6 +102,8 @@ ARGUMENT = 2
 """The position of the input among the arguments of `MAY_RETURN_INPUT`, which return it itself in an evaluation."""
 
 _ATTENTION = aten.scaled_dot_product_attention.default
+_RECURRENT = {aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input}
+"""Recurrent layers, which drop values between each other if there are several."""
 
 
 def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
@@ -236,4 +238,7 @@ def is_random(node: fx.Node) -> bool:
     if node.target in SEEDED:
         arguments = arguments_of(node)
         return bool(arguments["train"] and arguments["p"])
+    if node.target in _RECURRENT:
+        arguments = arguments_of(node)
+        return bool(arguments["train"] and arguments["dropout"])
     return torch.Tag.nondeterministic_seeded in node.target.tags

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from megatron.capture.decisions import depends_on_more_than_data
 from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
 from megatron.capture.randomness import is_random
-from megatron.capture.stand_ins import OtherGeneratorError
+from megatron.capture.stand_ins import BY_HAND, OtherGeneratorError
 from megatron.capture.wrapper import NoLossError
 
 _OR_ANOTHER = "or, where the model is not yours, choose another configuration or model"
@@ -38,11 +38,13 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
             _refuse(node, "uses torch.vmap, of which torch.export keeps no more than the shell", "leave it out")
         if is_random(node):
             what = f"draws random numbers ({node.target}), in an evaluation, too, as it was captured"
-            _refuse(node, what, "only dropout can be seeded for each stage, so express it as that")
+            _refuse(node, what, f"only dropout can be seeded for each stage, so express it as that, {_OR_ANOTHER}")
         inner = [each for part in graph_modules_of(node) for each in part.graph.nodes if is_random(each)]
         if inner:
             what = f"draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast"
-            _refuse(inner[0], f"{what}, where they cannot be seeded for each stage", "draw them outside")
+            _refuse(
+                inner[0], f"{what}, where they cannot be seeded for each stage", f"draw them outside, {_OR_ANOTHER}"
+            )
         value = node.meta.get("val")
         unknown = isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value)
         if unknown and depends_on_more_than_data(graph_module, node):
@@ -187,6 +189,10 @@ _CONFIG = "in its configuration (config.json)"
 
 _REMEDIES = (
     _Remedy(
+        BY_HAND,
+        f"a captured graph has the gradients of its operators alone, so write it without one, {_OR_ANOTHER}",
+    ),
+    _Remedy(
         r"grid_thw|num_real_images_per_batch",
         "no setting changes that, so choose a model whose images have one size, such as LLaVA",
     ),
@@ -201,7 +207,7 @@ _REMEDIES = (
         r"loop over the samples", "give a loss of your own that takes the batch as a whole, or choose another model"
     ),
     _Remedy(
-        r"SwitchTransformersExperts",
+        r"(SwitchTransformers|NllbMoe|Dbrx|LongcatFlash|JetMoeParallel|Step3p7)Experts",
         "no setting changes that, so choose a model whose experts are one tensor (Mixtral)",
     ),
     _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),

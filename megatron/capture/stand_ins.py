@@ -14,6 +14,8 @@
 - ``module.to(dtype)`` changes parameters, which torch.export lets nobody; it does nothing where the dtype is the same.
 - A tensor that a forward leaves in an attribute of its module is a fake one; the attribute becomes what it was.
 - What is drawn from Python's or numpy's generator would be repeated for ever, so it is refused.
+- A gradient that is written by hand (``torch.autograd.Function``, a hook) would be lost, because a captured graph has
+  the gradients of its operators. It is refused.
 """
 
 from __future__ import annotations
@@ -66,6 +68,26 @@ def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     same = device is None and all(each.dtype is dtype for each in module.parameters())
     return module if same else _TO(module, *args, **kwargs)
+
+
+BY_HAND = "has a gradient that is written by hand"
+_APPLY, _HOOK = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+_AS_AUTOGRAD = {
+    ("transformers.models.bloom.modeling_bloom", "GeLUFunction"),  # the same derivative
+    ("torch._library.autograd", None),  # of operators that the graph keeps
+}
+
+
+def _apply(kind: type[torch.autograd.Function], *args: object, **kwargs: object) -> object:
+    known = not _AS_AUTOGRAD.isdisjoint({(kind.__module__, kind.__name__), (kind.__module__, None)})
+    trains = any(isinstance(each, Tensor) and each.requires_grad for each in args)
+    if torch.is_grad_enabled() and trains and not known:
+        raise TypeError(f"{kind.__name__} {BY_HAND}")
+    return _APPLY.__get__(None, kind)(*args, **kwargs)
+
+
+def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> object:
+    raise TypeError(f"a hook of a tensor {BY_HAND}")
 
 
 _EXPORTING, _DELTA_RULE = "is_torchdynamo_exporting", "torch_chunk_gated_delta_rule"
@@ -148,6 +170,7 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
     torch.nn.functional.ctc_loss = _exported_ctc_loss
     torch.nn.Module.to = _to_unless_the_same
     torch._check_tensor_all = check_all
+    torch.autograd.Function.apply, Tensor.register_hook = classmethod(_apply), _register_hook
     Tensor.__iter__, Tensor.__len__ = _iter, _len
     for space, name, value in replaced:
         space[name] = value
@@ -157,6 +180,7 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
         torch.nn.functional.ctc_loss = _CTC_LOSS
         torch.nn.Module.to = _TO
         torch._check_tensor_all = _CHECK_ALL
+        torch.autograd.Function.apply, Tensor.register_hook = _APPLY, _HOOK
         Tensor.__iter__, Tensor.__len__ = _ITER, _LEN
         for space, name, _ in replaced:
             del space[name]

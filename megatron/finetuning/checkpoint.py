@@ -38,6 +38,7 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 _PROGRESS = "progress.json"
 BATCH_SIZE = "number of samples of a batch (size of a microbatch x accumulation x replicas)"
 GRAPH = "graph of the model (which precision, adapter, attention and the sizes of a microbatch decide)"
+STAGES = "cut into stages (which --partition, --pipeline_schedule and the devices of a replica decide)"
 _INDEX = "model.safetensors.index.json"
 _ASIDE = ".replaced"
 
@@ -90,7 +91,8 @@ class SavedProgress:
         `trains`: whether the resumed run trains. Raises ValueError naming the first setting that differs.
         """
         pairs = [(GRAPH, self.signature[:8], other.signature[:8])] if self.signature != other.signature else []
-        names = ("stages", "schedule", "seed", "optim", "softened")
+        pairs.append((STAGES, self.stages, other.stages))
+        names = ("schedule", "seed", "optim", "softened")
         pairs += [(name, getattr(self, name), getattr(other, name)) for name in names]
         if trains:
             pairs.append(("number of samples", self.samples, other.samples))

@@ -21,6 +21,7 @@ from torch import fx
 from megatron.capture.blocks import Crossings
 from megatron.capture.export import Captured, check_signature
 from megatron.capture.graph_file import stage_of_operators
+from megatron.documents import counted
 from megatron.documents.files import write_whole
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.lane_order import Residency
@@ -244,14 +245,15 @@ def schedule_of(
         residency: of l2l.
         tied: name of a trained parameter -> the stages that have a copy of it (l2l).
         data_parallel: the pipeline has replicas.
-        freezes: layers freeze during the run, so the first stages of a chain may have no backward.
+        freezes: layers freeze during the run, so the first stages of a chain may have no backward, as under l2l.
 
     Raises ValueError for stages that the schedule cannot run, such as stages that do not form a chain under 2bw.
     """
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
-    num_frozen = sum(map(graph.is_forward_only, range(num_stages))) if freezes else 0
-    if not freezes and any(map(graph.is_forward_only, range(num_stages))):
+    may_freeze = freezes or residency is not None
+    num_frozen = sum(map(graph.is_forward_only, range(num_stages))) if may_freeze else 0
+    if not may_freeze and any(map(graph.is_forward_only, range(num_stages))):
         stages = " ".join(str(stage) for stage in range(num_stages) if graph.is_forward_only(stage))
         raise ValueError(
             f"each stage needs a backward, and before all that is trained lies stage {stages}; make a partition with "
@@ -259,6 +261,13 @@ def schedule_of(
         )
     chain = graph.is_chain or tuple(edges) == frozen_chain(num_stages, num_frozen)
     if residency is not None:
+        num_ranks = len(set(rank_of_stage))
+        if num_frozen > num_stages - num_ranks:
+            raise ValueError(
+                f"under l2l the last layer of each rank needs a backward, and on {num_ranks} ranks the first "
+                f"{num_frozen} of {num_stages} layers have nothing to train; give each replica at most "
+                f"{counted(num_stages - num_frozen, 'device')}, or train something in earlier layers"
+            )
         for name, stages in tied.items():
             if len(tied) > 1 or tuple(stages) != (0, num_stages - 1):
                 raise ValueError(
@@ -266,7 +275,7 @@ def schedule_of(
                     "alone may share a parameter, and one; choose another --pipeline_schedule"
                 )
         return Schedule.preset(
-            "l2l", num_stages=num_stages, num_virtual_stages=num_stages // len(set(rank_of_stage)), residency=residency,
+            "l2l", num_stages=num_stages, num_virtual_stages=num_stages // num_ranks, residency=residency,
             tied_embeddings=bool(tied), norm_decides=norm_decides, data_parallel=data_parallel, num_frozen=num_frozen,
         )  # fmt: skip
     common = {"num_stages": num_stages, "edges": () if chain else tuple(edges), "rank_of_stage": rank_of_stage}

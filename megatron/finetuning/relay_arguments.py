@@ -65,7 +65,7 @@ def validate_relay(args: argparse.Namespace) -> None:
         asked = f"--optim {args.optim}" if args.optim not in NARROW else "--dtype bfloat16"
         raise ValueError(
             f"--l2l_moments bfloat16 is for {' and '.join(NARROW)} beside weights or masters in FP32, not for {asked}; "
-            "leave one out, or give --bf16"
+            "leave one out" + ", or give --bf16" * (args.optim in NARROW and not has_adapter(args))
         )
     if packs and not has_adapter(args):
         raise ValueError(f"{packs[0]} packs frozen weights, and all are trained; give --lora_r")

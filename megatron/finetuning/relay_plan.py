@@ -136,7 +136,7 @@ def _bytes_of_rank(plan: RunPlan, args: argparse.Namespace, rank: int, of_stages
         arriving |= each.packed  # the largest of each dtype
     m, largest = args.gradient_accumulation_steps, max(edge.activations for edge in plan.edge_bytes.values())
     at_once = max(m, EVALUATED_TOGETHER) if args.do_eval else m
-    leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in stages[:-1] if stage)
+    leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in _stashed(plan.schedule, rank) if stage)
     gradients, elements = sum(each.gradients for each in found), sum(each.trained for each in found)
     optimizer = elements * (state_bytes(args) + 4) if args.bf16 else gradients * state_bytes(args) // 4
     return RelayBytes(
@@ -238,8 +238,9 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
     for rank in range(schedule.num_ranks):
         own = schedule.stages_of(rank)
         again = sum(plain[stage][0] for stage in own if schedule.recomputes(stage))
-        compute = max(compute, m * (again + sum(forward[stage] + backward[stage] for stage in own)))
-        stash = m * sum(inputs[stage] for stage in own[:-1]) * schedule.residency.stashes_on_host
+        back = sum(backward[stage] for stage in own if stage >= schedule.num_frozen)
+        compute = max(compute, m * (again + back + sum(forward[stage] for stage in own)))
+        stash = m * sum(inputs[stage] for stage in _stashed(schedule, rank)) * schedule.residency.stashes_on_host
         down = sum(weights[stage] for stage in (*own, *_fetched_twice(schedule, rank))) + stash
         link = max(link, down, sum(gradients[stage] for stage in own) + stash)
         host = max(host, sum(update[stage] for stage in own))
@@ -250,8 +251,14 @@ def speed_of(plan: RunPlan, args: argparse.Namespace, device: Device) -> Speed:
 
 
 def _fetched_twice(schedule: Schedule, rank: int) -> Sequence[int]:
-    """The stages of a rank that leave the device after their forwards; the last ones stay for their backwards."""
-    return schedule.stages_of(rank)[: -schedule.residency.stages]
+    """The stages of a rank that leave the device and come back; the last ones stay, and frozen ones have forwards
+    alone."""
+    return [stage for stage in schedule.stages_of(rank)[: -schedule.residency.stages] if stage >= schedule.num_frozen]
+
+
+def _stashed(schedule: Schedule, rank: int) -> Sequence[int]:
+    """The stages of a rank whose inputs wait for a recompute in a later turn."""
+    return [stage for stage in schedule.stages_of(rank)[:-1] if stage >= schedule.num_frozen]
 
 
 def run_dry(args: argparse.Namespace) -> None:

@@ -69,6 +69,35 @@ class Maps(nn.Module):
         return torch.vmap(lambda row: row * 2)(x)
 
 
+class Rounds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class PassesGradients(nn.Module):
+    """A straight-through estimator, whose operators alone have no gradient."""
+
+    def forward(self, x):
+        return Rounds.apply(x)
+
+
+class Hooks(nn.Module):
+    def forward(self, x):
+        x.register_hook(lambda gradient: 2 * gradient)
+        return x
+
+
+def hooked():
+    inner = nn.Identity()
+    inner.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+    return inner
+
+
 class Fails(nn.Module):
     def forward(self, x):
         raise RuntimeError("no such luck")
@@ -92,6 +121,13 @@ class Fails(nn.Module):
         (DropsWithoutGradients(), r"blocks.0 \(DropsWithoutGradients\) draws random numbers .* under torch.no_grad"),
         (Selects(), r"blocks.0 \(Selects\) makes a shape that depends on values"),
         (Maps(), r"blocks.0 \(Maps\) uses torch.vmap.*install transformers>=5"),
+        (
+            PassesGradients(),
+            r"blocks.0 \(PassesGradients\) .*Rounds has a gradient that is written by hand\) "
+            r"\[test_refusals.py:[0-9]+: return Rounds.apply\(x\)\]; a captured graph has the gradients of its op",
+        ),
+        (Hooks(), r"blocks.0 \(Hooks\) .*a hook of a tensor has a gradient that is written by hand"),
+        (hooked(), r"blocks.0 \(Identity\) .*BackwardHookFunction has a gradient that is written by hand"),
         (
             Fails(),
             r"blocks.0 \(Fails\) cannot be captured \(RuntimeError: no such luck\) \[test_refusals.py:[0-9]+: raise ",
@@ -165,6 +201,8 @@ def test_known_causes_are_told_apart():
         (("LongformerSelfAttention", "a.py:1: if is_global_attn:", ""), "without global attention"),
         (("BertLayer", "a.py:1: past_key_values.update(key)", ""), "use_cache to false"),
         (("BatchNorm2d", "", "writes"), "LayerNorm"),
+        (("MixtralExperts", "a.py:1: for expert_idx in expert_hit:", ""), "experts_implementation to batched_mm"),
+        (("NllbMoeExperts", "a.py:1: for expert_idx in expert_hit:", ""), "no setting changes that"),
         (("MyExpertsAndMore", "a.py:1: if x > 0:", "data-dependent"), "other"),
     ):
         assert said in remedy_of(*clues, otherwise="other")
@@ -182,6 +220,26 @@ def test_data_that_is_written_is_refused():
 
     with pytest.raises(ValueError, match=r"Writes writes into x, which is data.*let it write into a clone"):
         capture(Writes(), {"x": torch.randn(3, 4)})
+
+
+class Recurs(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, num_layers=2, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        return self.rnn(x)[0]
+
+
+def test_recurrent_layers_are_captured_unless_they_drop():
+    model, batch = Around(Recurs(0.0)), {"x": torch.randn(3, 5, 4)}
+    model(**batch).backward()
+    expected = {name: each.grad.clone() for name, each in model.named_parameters()}
+    model.zero_grad()
+    capture(model, batch).run(batch)[0].backward()
+    assert all(torch.equal(each.grad, expected[name]) for name, each in model.named_parameters())
+    with pytest.raises(ValueError, match=r"blocks.0.rnn \(GRU\) draws random numbers"):
+        capture(Around(Recurs(0.1)), batch)
 
 
 def test_frozen_statistics_are_captured():

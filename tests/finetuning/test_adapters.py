@@ -32,6 +32,7 @@ ADAPTERS = {
     "dora": (CAUSAL, {"r": 3, "target_modules": "all-linear", "use_dora": True, "task_type": "CAUSAL_LM"}),
     "head": (CLASSES, {"r": 4, "target_modules": ["query", "dense"], "use_rslora": True, "task_type": "SEQ_CLS"}),
     "embedding": (CAUSAL, {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "late": (CAUSAL, {"r": 2, "target_modules": ["q_proj", "down_proj"], "layers_to_transform": [2, 3]}),
     "t5": (T5, {"r": 2, "target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}),
 }
 

@@ -150,6 +150,7 @@ def test_what_a_resumed_run_must_have_alike(tmp_path):
     made.require_same(dataclasses.replace(made, batches=0), tmp_path, trains=True)
     for changes, sentence in (
         ({"signature": "other"}, r"another graph of the model .* \(graph\) than this run's \(other\)"),
+        ({"stages": "other"}, r"another cut into stages .* devices of a replica decide\) \(stages\) than this run's"),
         ({"seed": 7}, r"was made with another seed \(42\) than this run's \(7\)"),
         ({"batch_size": 16}, r"another number of samples of a batch .* \(8\) than this run's \(16\)"),
         ({"samples": 21}, r"another number of samples \(20\) than this run's \(21\)"),

@@ -194,10 +194,12 @@ def rounded(base: Path, folder: Path, bits: int) -> Path:
 @pytest.mark.parametrize(
     ("kind", "ranks", "bits"),
     [("lora", 1, 4), pytest.param("dora", 2, 8, marks=pytest.mark.full), ("head", 2, None),
-     pytest.param("t5", 1, 8, marks=pytest.mark.full)],
+     ("late", 2, 8), pytest.param("t5", 1, 8, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_adapters_relay(folder, kind, ranks, bits):
-    """Adapters alone have gradients and step, with the bits of `flush`; packed weights are those rounded before."""
+    """Adapters alone have gradients and step, with the bits of `flush`; packed weights are those rounded before. The
+    layers before the first adapter have forwards alone.
+    """
     task, options = ADAPTERS[kind]
     base = base_of(folder, task)
     adapter = lora.begun(base, task, folder / f"begun-{kind}", **options)

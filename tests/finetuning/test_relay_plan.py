@@ -1,5 +1,7 @@
 """The speed of a relay in a dry run: what unpacking packed weights costs."""
 
+import json
+
 import pytest
 import torch
 
@@ -23,13 +25,33 @@ def llama(tmp_path_factory):
     return folder, lora.llama_folder(folder)
 
 
-def planned(llama, *flags):
+ADAPTER = ("--lora_r", 2, "--target_modules", "q_proj")
+
+
+def planned(llama, *flags, adapter=ADAPTER):
     folder, base = llama
-    argv = ["--model_name_or_path", base, "--lora_r", 2, "--target_modules", "q_proj", "--dtype", "bfloat16"]
+    argv = ["--model_name_or_path", base, *adapter, "--dtype", "bfloat16"]
     argv += ["--pipeline_schedule", "l2l", "--gradient_accumulation_steps", 4, *flags]
     command = [*tiny.command(folder, "causal-lm", *argv), "--output_dir", str(folder)]
     args = changed(parse_args(command), resumed_from=None)
     return make_plan(args, read_data(args)), args
+
+
+def from_layer(llama, first):
+    """The flags of an adapter in the layers from `first` on."""
+    config = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "layers_to_transform": list(range(first, 4))}
+    (llama[0] / "adapter.json").write_text(json.dumps(config), encoding="utf-8")
+    return ["--peft_config", llama[0] / "adapter.json"]
+
+
+def test_a_rank_without_an_adapter_in_its_last_layer_is_refused(llama):
+    with pytest.raises(ValueError, match=r"on 2 ranks the first 3 of 4 layers .* give each replica at most 1 device"):
+        planned(llama, "--dry_run", "--devices", 2, adapter=from_layer(llama, 3))
+
+
+def test_more_devices_than_layers_are_refused(llama):
+    with pytest.raises(ValueError, match=r"has 4 numbered layers, and a relay on 5 needs 5 at least; give fewer dev"):
+        planned(llama, "--dry_run", "--devices", 5)
 
 
 UNPACKED = {
@@ -47,10 +69,13 @@ def test_unpacking_takes_the_bytes_of_its_kernels(bits):
     assert found == pytest.approx(2 * count * UNPACKED[bits] / 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("resident", [1, 2])
-def test_the_device_unpacks_each_fetch(llama, monkeypatch, resident):
-    """Once for the forwards and, unless the layer stayed, once for the backwards; a batch is longer by as much."""
-    plan, args = planned(llama, "--load_in_4bit", "--l2l_resident_stages", resident)
+@pytest.mark.parametrize(("resident", "first"), [(1, 0), (2, 0), (1, 2)])
+def test_the_device_unpacks_each_fetch(llama, monkeypatch, resident, first):
+    """Once for the forwards and, unless the layer stayed or lies before the first adapter, once for the backwards; a
+    batch is longer by as much.
+    """
+    flags = ["--load_in_4bit", "--l2l_resident_stages", resident]
+    plan, args = planned(llama, *flags, adapter=from_layer(llama, first))
     found = relay_plan.speed_of(plan, args, SLOW)
     unpack = relay_plan.unpack_seconds(
         relay_plan.stage_bytes(plan, args), PACKINGS[4], Roofline(1e-3, 0.01, relay_plan.LAUNCH_MICROSECONDS)
@@ -58,10 +83,11 @@ def test_the_device_unpacks_each_fetch(llama, monkeypatch, resident):
     assert min(unpack) > 0
     monkeypatch.setattr(relay_plan, "unpack_seconds", lambda of_stages, *_: [0.0] * len(of_stages))
     without = relay_plan.speed_of(plan, args, SLOW)
-    again = sum(unpack[:-resident])
+    again = sum(unpack[first:-resident])
     assert found.compute - without.compute == pytest.approx(sum(unpack) + again, rel=1e-6)
     assert found.simulated - without.simulated >= 0.999 * (sum(unpack) + again)
     assert found.link == without.link and found.host == without.host
+    assert found.bound <= found.simulated
 
 
 def test_plain_weights_are_not_unpacked(llama):
