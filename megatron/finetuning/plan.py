@@ -30,7 +30,15 @@ from megatron.finetuning.adapter_config import adapter_config
 from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.lengths import Lengths, Widths
-from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
+from megatron.finetuning.partition_file import (
+    LENGTHS,
+    EdgeBytes,
+    PartitionFile,
+    bytes_of_edges,
+    edges_of,
+    kept_partition,
+    schedule_of,
+)
 from megatron.finetuning.partitioning import (
     PlannedMachine,
     cut_model,
@@ -140,7 +148,8 @@ class RunPlan:
 
 
 def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
-    """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model.
+    """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model, or takes
+    the partition of the checkpoint from which the run goes on.
 
     Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
     partition of another model.
@@ -292,6 +301,9 @@ def decaying(model: torch.nn.Module) -> frozenset[str]:
 
 def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
     def make() -> str:
+        kept = kept_partition(args, captured)
+        if kept is not None:
+            return kept.to_json()
         machine = PlannedMachine(args.devices // args.data_parallel_size, num_bytes(args.memory), args.bandwidth)
         count = num_microbatches(args, data)
         choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
