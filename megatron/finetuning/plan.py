@@ -58,6 +58,9 @@ from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.schedules import Schedule
 
 GIB = 2**30
+CHAINS = ("2bw", "pipedream")
+"""Schedules that run one stage on each device, in a row."""
+
 EFFORT = 0.2
 """The effort of the partition search when a run cuts its model itself; the default of tools/partition.py is 1."""
 
@@ -306,7 +309,9 @@ def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> Partitio
             return kept.to_json()
         machine = PlannedMachine(args.devices // args.data_parallel_size, num_bytes(args.memory), args.bandwidth)
         count = num_microbatches(args, data)
-        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
+        in_a_row = args.pipeline_schedule in CHAINS or args.freeze_training
+        methods = ("sequential",) if in_a_row else ("sequential", "mixed")
+        choice, *_ = cut_model(captured, batch, machine, args, methods=methods, effort=EFFORT, num_microbatches=count)
         return choice.file.to_json()
 
     return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())
