@@ -13,11 +13,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.finetuning.data.text_metrics import TEXT_METRICS
+from megatron.finetuning.generation_arguments import metrics_of
+
+METRICS = {
+    "text-to-text": ("token_accuracy", "exact_match"),
+    "sequence-classification": ("accuracy",),
+    "causal-lm": ("perplexity",),
+    "chat": ("perplexity", "token_accuracy"),
+    "dpo": ("rewards_accuracy", "rewards_margin", "rewards_chosen", "rewards_rejected"),
+    "masked-lm": ("perplexity",),
+    "multiple-choice": ("accuracy",),
+    "regression": ("mse", "mae", "pearson", "spearman"),
+    "token-classification": ("accuracy", "precision", "recall", "f1"),
+    "question-answering": ("f1", "exact_match"),
+    "image-classification": ("accuracy",),
+    "audio-classification": ("accuracy",),
+    "ctc": ("wer", "cer"),
+    "contrastive-image-text": ("image_to_text_accuracy", "text_to_image_accuracy"),
+    "image-text-to-text": ("perplexity", "token_accuracy"),
+    "speech-to-text": ("perplexity", "token_accuracy", "exact_match"),
+}
+"""Word of --task -> the metrics of its evaluations besides the loss. Some data have no entities or correlations."""
+
+SMALLER_IS_BETTER = ("loss", "perplexity", "mse", "mae", "wer", "cer")
+
 
 def settle(args: argparse.Namespace) -> None:
     """Fill in the flags of the best checkpoint that follow from others.
 
-    Raises ValueError if checkpoints or evaluations do not fit the flags.
+    Raises ValueError if checkpoints or evaluations do not fit the flags, or the metric is none of the task's.
     """
     asked = (
         "--load_best_model_at_end" if args.load_best_model_at_end
@@ -42,8 +67,21 @@ def settle(args: argparse.Namespace) -> None:
             "--save_strategy best"
         )
     name = args.metric_for_best_model = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ["loss", *METRICS[args.task]]
+    if args.predict_with_generate:
+        known += ["generated_tokens", *(each for word in metrics_of(args) for each in TEXT_METRICS[word].names)]
+    if name not in known:
+        raise ValueError(
+            f"--metric_for_best_model {name} is none of the metrics of --task {args.task} ({', '.join(known)}); give "
+            "one of them"
+        )
     if args.greater_is_better is None:
         args.greater_is_better = not name.endswith("loss")
+        if args.greater_is_better and name in SMALLER_IS_BETTER:
+            raise ValueError(
+                f"--metric_for_best_model {name} is better where it is less, and as in transformers the greatest value "
+                "of all but losses would be taken as the best; give --greater_is_better false"
+            )
 
 
 def require_evaluated(args: argparse.Namespace) -> None:
@@ -95,13 +133,16 @@ class Best:
         return Best(args.metric_for_best_model, args.greater_is_better, args.early_stopping_patience, threshold)
 
     def judge(self, found: Mapping[str, float]) -> bool:
-        """Take an evaluation; returns whether it is the best. Raises ValueError if it lacks the metric."""
-        if self.metric not in found:
+        """Take an evaluation; returns whether it is the best. One that lacks the metric counts as one with a NaN.
+
+        Raises ValueError if the first one lacks it.
+        """
+        if self.metric not in found and self.value is None:
             raise ValueError(
                 f"--metric_for_best_model {self.metric} is none of an evaluation's metrics ({', '.join(found)}); give "
                 "one of them"
             )
-        value, best = found[self.metric], self.value
+        value, best = found.get(self.metric, math.nan), self.value
         if best is None:
             best = -math.inf if self.greater else math.inf
         is_best = value > best if self.greater else value < best

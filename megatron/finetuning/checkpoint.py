@@ -29,6 +29,7 @@ from torch import Tensor
 from megatron.documents.files import write_whole
 from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.assembly import BuiltPipeline, take_rates
+from megatron.finetuning.partition_file import KEPT_PARTITION, PartitionFile
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.update.loss_scales import LossScales
@@ -131,11 +132,13 @@ class CheckpointOrigin:
         source: the folder of the model, and which of the tensors are written, in which form.
         used: the names of the tensors of all stages.
         save_rest: writes configuration and processor into a folder; called on rank 0.
+        partition: with which a run without --partition goes on; None: that follows from the flags.
     """
 
     source: Pretrained | AdapterTensors
     used: frozenset[str]
     save_rest: Callable[[Path], None]
+    partition: PartitionFile | None = None
 
 
 def save(pipeline: BuiltPipeline, folder: Path, origin: CheckpointOrigin, progress: SavedProgress) -> None:
@@ -228,6 +231,8 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
             origin.save_rest(partial)
             if progress is not None:
                 write_whole(partial / _PROGRESS, json.dumps(asdict(progress), indent=1) + "\n")
+                if origin.partition is not None:
+                    origin.partition.write(partial / KEPT_PARTITION)
             for path in partial.iterdir():
                 sync_file(path)
             sync_directory(partial)

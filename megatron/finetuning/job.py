@@ -209,7 +209,8 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest)
+    partition = plan.partition if plan.schedule.residency is None else None
+    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest, partition)
     left_batches = batches.batches(done.batches) if batches else iter(())
     best = _best(args, done)
     generate = None if generation is None else generation.evaluate

@@ -30,6 +30,8 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.order import frozen_chain
 
 FORM = 1
+KEPT_PARTITION = "partition.json"
+"""The file of a checkpoint with the partition of its run."""
 LENGTHS = {
     "max_seq_length": (
         "text-to-text", "sequence-classification", "causal-lm", "chat", "dpo", "masked-lm", "multiple-choice",
@@ -165,6 +167,23 @@ class PartitionFile:
     def stage_of_operators(self, captured: Captured) -> dict[int, int]:
         """Number of an operator -> its stage, in the form that `cut` takes."""
         return stage_of_operators(captured, self.stage_of_node)
+
+
+def kept_partition(args: argparse.Namespace, captured: Captured) -> PartitionFile | None:
+    """The partition of the checkpoint from which the run goes on; None if it does not fit the run, whose settings are
+    compared with the checkpoint's later on. A profile differs from run to run, and with it the stages.
+
+    Raises ValueError if the file is damaged.
+    """
+    path = None if args.resumed_from is None else args.resumed_from / KEPT_PARTITION
+    if path is None or not path.is_file():
+        return None
+    found = PartitionFile.read(path)
+    try:
+        found.check(captured, str(path), args)
+    except ValueError:
+        return None
+    return found if len(set(found.rank_of_stage)) == args.devices // args.data_parallel_size else None
 
 
 # --- the partition as a pipeline

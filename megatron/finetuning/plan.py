@@ -30,7 +30,15 @@ from megatron.finetuning.adapter_config import adapter_config
 from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.lengths import Lengths, Widths
-from megatron.finetuning.partition_file import LENGTHS, EdgeBytes, PartitionFile, bytes_of_edges, edges_of, schedule_of
+from megatron.finetuning.partition_file import (
+    LENGTHS,
+    EdgeBytes,
+    PartitionFile,
+    bytes_of_edges,
+    edges_of,
+    kept_partition,
+    schedule_of,
+)
 from megatron.finetuning.partitioning import (
     PlannedMachine,
     cut_model,
@@ -50,6 +58,9 @@ from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.pipeline.schedules import Schedule
 
 GIB = 2**30
+CHAINS = ("2bw", "pipedream")
+"""Schedules that run one stage on each device, in a row."""
+
 EFFORT = 0.2
 """The effort of the partition search when a run cuts its model itself; the default of tools/partition.py is 1."""
 
@@ -140,7 +151,8 @@ class RunPlan:
 
 
 def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
-    """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model.
+    """Plan the run that the flags describe. Without --partition the first rank profiles and cuts the model, or takes
+    the partition of the checkpoint from which the run goes on.
 
     Collective in a job: every rank must call it. Raises ValueError for a model that cannot be captured, and for a
     partition of another model.
@@ -292,9 +304,14 @@ def decaying(model: torch.nn.Module) -> frozenset[str]:
 
 def _made_on_first_rank(args, captured: Captured, batch, data: Data) -> PartitionFile:
     def make() -> str:
+        kept = kept_partition(args, captured)
+        if kept is not None:
+            return kept.to_json()
         machine = PlannedMachine(args.devices // args.data_parallel_size, num_bytes(args.memory), args.bandwidth)
         count = num_microbatches(args, data)
-        choice, *_ = cut_model(captured, batch, machine, args, effort=EFFORT, num_microbatches=count)
+        in_a_row = args.pipeline_schedule in CHAINS or args.freeze_training
+        methods = ("sequential",) if in_a_row else ("sequential", "mixed")
+        choice, *_ = cut_model(captured, batch, machine, args, methods=methods, effort=EFFORT, num_microbatches=count)
         return choice.file.to_json()
 
     return PartitionFile.from_json(on_rank_zero(make) if torch.distributed.is_initialized() else make())

@@ -86,6 +86,15 @@ def test_clipping_follows_the_schedule():
         ),
         ("--early_stopping_patience 2", "--early_stopping_patience compares evaluations during training"),
         (
+            "--save_strategy best --validation_file v --eval_strategy epoch --metric_for_best_model f1",
+            "--metric_for_best_model f1 is none of the metrics of --task causal-lm .loss, perplexity.; give one",
+        ),
+        (
+            "--early_stopping_patience 2 --validation_file v --eval_steps 4 --metric_for_best_model eval_perplexity",
+            "--metric_for_best_model perplexity is better where it is less, and as in transformers the greatest value "
+            "of all but losses would be taken as the best; give --greater_is_better false",
+        ),
+        (
             "--load_best_model_at_end --validation_file v --eval_strategy epoch --save_strategy steps",
             "--save_strategy is steps where --eval_strategy is epoch; give both the same, or --save_strategy best",
         ),

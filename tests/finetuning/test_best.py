@@ -40,7 +40,8 @@ def test_transformers_judges_the_same(greater, threshold):
         ended += ours.ends
     assert 0 < ended < 50
     with pytest.raises(ValueError, match=r"--metric_for_best_model f1 is none of .* \(loss\); give one of them"):
-        ours.judge({"loss": 0.0})
+        Best("f1", greater).judge({"loss": 0.0})
+    assert not ours.judge({"loss": 0.0}), "a later evaluation without the metric counts as one with a NaN"
 
 
 @pytest.mark.parametrize(

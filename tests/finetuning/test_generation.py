@@ -276,7 +276,7 @@ def test_metrics_of_texts():
     ],
 )
 def test_refused_flags(monkeypatch, task, argv, sentence):
-    monkeypatch.setitem(TEXT_METRICS, "absent", TextMetric(lambda one, other: {}, "nowhere"))
+    monkeypatch.setitem(TEXT_METRICS, "absent", TextMetric((), lambda one, other: {}, "nowhere"))
     least = ["--model_name_or_path", "m", "--task", task, "--train_file", "t.jsonl", "--output_dir", "o"]
     with pytest.raises(ValueError, match=re.escape(sentence)):
         parse_args([*least, "--validation_file", "v.jsonl", *argv.split()])

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from megatron.capture.tensors import tensor_files
+from megatron.finetuning.partitioning import cut_model
 from megatron.finetuning.plan import captured_model, make_plan, num_positions
 from megatron.finetuning.pretrained import Pretrained, check_folder, open_model, read_config
 from megatron.finetuning.samples import read_data
@@ -36,6 +37,22 @@ def test_how_text_is_generated_is_kept(tmp_path):
     plan.save_rest(tmp_path / "written")
     assert json.loads((tmp_path / "written" / own.name).read_text())["max_new_tokens"] == 7
     assert (tmp_path / "written" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("argv", [["2bw"], ["flush", "--freeze_training", "--freeze_interval", 2], ["flush"]])
+def test_a_model_is_cut_as_its_schedule_needs(tmp_path, monkeypatch, argv):
+    """Several stages on a device, which a profile may show to be faster, are for schedules that run them alone."""
+    asked = []
+
+    def cut(*arguments, methods, **options):
+        asked.extend(methods)
+        return cut_model(*arguments, methods=methods, **options)
+
+    monkeypatch.setattr("megatron.finetuning.plan.cut_model", cut)
+    args = tiny.arguments(tmp_path, CLASSES, "--dry_run", "--devices", 2, "--pipeline_schedule", *argv)
+    plan = make_plan(tiny.namespace(args, partition=None), read_data(args))
+    assert asked == (["sequential", "mixed"] if argv == ["flush"] else ["sequential"])
+    assert argv == ["flush"] or plan.partition.rank_of_stage == (0, 1)
 
 
 def test_more_tokens_than_the_model_has_positions(tmp_path):

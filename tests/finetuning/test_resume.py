@@ -98,6 +98,15 @@ def test_another_file_with_as_many_rows_is_refused(folder, saved, cache):
         run(folder, f"{name}-other", *argv, "--train_file", other, ranks=1)
 
 
+def test_a_run_goes_on_with_the_stages_that_it_had(folder):
+    """Without --partition, where a second profile would cut the model otherwise: here into one stage."""
+    argv = ["--pipeline_schedule", "flush", "--save_steps", 2, "--max_steps", 4]
+    whole = run(folder, "stages", *argv, "--partition", cases.partition(folder, CLASSES, (0, 0)), ranks=1)
+    rest = run(folder, "stages-on", *argv, "--resume", folder / "stages" / "checkpoint-2", ranks=1)
+    assert rest.losses == whole.losses[2:]
+    same(rest, whole)
+
+
 def test_a_checkpoint_of_an_earlier_version_goes_on(folder, saved):
     """It lacks flags that are compared now; the run is that which goes on from the same checkpoint with all of them."""
     flags, checkpoint = saved

@@ -13,10 +13,12 @@ class TextMetric:
     """A row of the table of metrics.
 
     Attributes:
-        compute: (generated texts, references) -> value by the name of the metric.
+        names: of the values.
+        compute: (generated texts, references) -> value by name.
         package: the package that has the metric; None: it needs none.
     """
 
+    names: tuple[str, ...]
     compute: Callable[[Sequence[str], Sequence[str]], dict[str, float]]
     package: str | None = None
 
@@ -51,9 +53,9 @@ def _chrf(generated: Sequence[str], references: Sequence[str]) -> dict[str, floa
 
 
 TEXT_METRICS = {
-    "exact_match": TextMetric(_exact_match),
-    "rouge": TextMetric(_rouge, "rouge_score"),
-    "bleu": TextMetric(_bleu, "sacrebleu"),
-    "chrf": TextMetric(_chrf, "sacrebleu"),
+    "exact_match": TextMetric(("generated_exact_match",), _exact_match),
+    "rouge": TextMetric(ROUGE, _rouge, "rouge_score"),
+    "bleu": TextMetric(("bleu",), _bleu, "sacrebleu"),
+    "chrf": TextMetric(("chrf",), _chrf, "sacrebleu"),
 }
 """Word of --generation_metrics -> its metric."""

@@ -10,6 +10,7 @@ import torch
 import transformers
 from tokenizers import processors
 
+from megatron.finetuning.best import METRICS
 from megatron.finetuning.plan import captured_model
 from megatron.finetuning.pretrained import capture_model, read_config
 from megatron.finetuning.samples import TASKS, read_data
@@ -50,6 +51,17 @@ def test_rows_that_fill_up_count_nothing(folder, task):
     for one, other in zip(found[0][1], found[1][1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
     assert any(each.abs().max() > 0 for each in found[0][1])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_names_of_metrics(folder, task):
+    """Those among which --metric_for_best_model chooses before any evaluation."""
+    data, model = opened(folder, task)
+    batch = data.training.batch(range(len(data.training)), len(data.training))
+    with torch.no_grad():
+        output = model(**batch) if data.forward is None else data.forward(model, batch)
+    found = {name: data.task.summary(name, output[name], batch) for name in data.task.keep}
+    assert tuple(data.training.metrics(found, 1.0)) == METRICS[task]
 
 
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not task.couples_rows])
