@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from megatron import backend
+from megatron.capture.tensors import state_of_tensors
 from megatron.finetuning import checkpoint
+from megatron.finetuning.adapter_arguments import has_adapter
 from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import (
     LOSS_SCALE,
@@ -304,11 +306,13 @@ def _flags(args: argparse.Namespace) -> dict[str, object]:
 
 def _contents(args: argparse.Namespace, data: Data) -> dict[str, str | None]:
     """What a resumed run compares of files: with rows in files, what these were made from; else the first rank of each
-    host reads them once more, the others have nothing to compare."""
-    if isinstance(data.training, StoredRows):
-        return data.training.contents
+    host reads them once more, and beside an adapter some of the frozen weights. The others have nothing to compare."""
     rank, _, local_rank = environment_ranks()
-    return contents_of_files(args) if 0 in (rank, local_rank) else {}
+    if 0 not in (rank, local_rank):
+        return data.training.contents if isinstance(data.training, StoredRows) else {}
+    contents = data.training.contents if isinstance(data.training, StoredRows) else contents_of_files(args)
+    base = {"model_name_or_path": state_of_tensors(args.model_name_or_path)} if has_adapter(args) else {}
+    return {**contents, **base}
 
 
 def _draw(plan: RunPlan, pipeline: BuiltPipeline, trainer: Trainer, args: argparse.Namespace) -> None:

@@ -1,13 +1,14 @@
 """LoRA adapters of PEFT in whole runs of `finetune.py`'s job, beside PEFT in one process."""
 
 import json
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron.capture.cut import cut
 from megatron.capture.tensors import FolderTensors, Wanted
@@ -154,6 +155,24 @@ def test_only_adapters_have_versions_gradients_and_state(folder, schedule, ranks
     for holds in found:
         for forwards, backwards in holds["sent"].values():
             assert 0 < backwards <= forwards, "a gradient comes back for what is trained"
+
+
+def test_another_model_under_a_saved_adapter_is_refused(folder):
+    """A copy of the model in other files goes on; one of the same shapes with one other tensor does not."""
+    argv = ["--lora_r", 4, "--pipeline_schedule", "flush", "--save_steps", 2]
+    argv += ["--partition", cases.partition(folder, CLASSES, (0,), *argv)]
+    run(folder, "based", *argv, "--max_steps", 2, task=CLASSES, ranks=1)
+    argv += ["--max_steps", 4, "--resume", folder / "based" / "checkpoint-2"]
+    base = Path(tiny.arguments(folder, CLASSES).model_name_or_path)
+    for name in ("copied", "other"):
+        tensors = load_file(base / "model.safetensors")
+        if name == "other":
+            tensors[max(tensors)] += 1.0
+        shutil.copytree(base, folder / name)
+        save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt", "of": name})
+    run(folder, "on-copied", *argv, "--model_name_or_path", folder / "copied", task=CLASSES, ranks=1)
+    with pytest.raises(workers.WorkerError, match=r"another --model_name_or_path \([0-9]+ tensors, digest "):
+        run(folder, "on-other", *argv, "--model_name_or_path", folder / "other", task=CLASSES, ranks=1)
 
 
 def test_a_new_adapter_begins_alike_everywhere(folder):
