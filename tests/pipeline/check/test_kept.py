@@ -30,7 +30,7 @@ def test_the_smallest_program():
     report = check(program)
     assert (report.peak_saved_microbatches, report.peak_recomputed_microbatches) == ((3, 1), (1, 0))
     demand = demand_of(program, report)
-    assert (demand.kept_microbatches, demand.recomputes) == ((2, 1), (True, False))
+    assert (demand.kept_microbatches, demand.recomputed_microbatches) == ((2, 1), (1, 0))
     assert simulate(program, Costs(forward=1.0, backward=2.0, recompute=5.0)).busy(0) == 3 * (1 + 2) + 5
     assert Program.from_csv(program.to_csv()) == program
 
