@@ -118,8 +118,8 @@ def synthesize_keeping(
             chosen = replace(problem, kept=kept)
     bound, bound_from = bound_of_any_recompute(problem)
     best = min(found, key=lambda each: each.seconds)
-    named = [each.named for each in found if each.named is not None]
-    return replace(best, bound=bound, bound_from=bound_from, named=min(named, key=lambda each: each[1], default=None))
+    # A registered order recomputes all microbatches of a stage, whatever was chosen for its words.
+    return replace(best, bound=bound, bound_from=bound_from, named=found[0].named)
 
 
 def _cheapest(problem: Problem, begin: Sequence[Words]) -> list[tuple[Problem, Words]]:
