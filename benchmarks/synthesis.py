@@ -185,10 +185,9 @@ def _of_peer(each: Set, limit: int, folder: Path) -> Iterator[tuple[str, list[li
     auto, graph = modules["v_auto_schedule"], modules["graph"]
     auto.transform_schedule = lambda rows, *_: rows  # into nodes, which say less
     letters = {letter: (place // 2, (place % 2) ^ (place > 1)) for place, letter in enumerate("FfBbWw")}
-    yield (
-        "v_auto_schedule",
-        [[letters[letter] for letter in row if letter.strip()] for row in auto.schedule(p, m, costs, limit)],
-    )
+    rows = auto.schedule(p, m, costs, limit)
+    if rows is not None:  # it has some within this limit
+        yield "v_auto_schedule", [[letters[letter] for letter in row if letter.strip()] for row in rows]
     kinds = {graph.F: 0, graph.B: 1, graph.W: 2}
     for name, made in (
         ("zbv", lambda: modules["zbv"].PipelineGraph(p, m, *costs, 2, -1, -1, max_mem=2 * limit)),
