@@ -78,6 +78,23 @@ KEPT = f"""\
 {TORCH}"""
 """The first stage recomputes microbatches 1 and 3 of each batch, and the last stage none."""
 
+KEPT_AND_SWAPS = """\
+# recompute: yes
+# kept: 0.0 0.1 0.3 1.1 1.2
+0F0,0F1,0SWAP_OUT1,0F2,0SWAP_OUT0,0F3,0SWAP_OUT3,0SWAP_IN0,0B0,0SWAP_IN1,0R2,0B1,0SWAP_IN3,0B2,0B3
+1F0,1F1,1R0,1B0,1F2,1SWAP_OUT2,1B1,1F3,1SWAP_IN2,1B2,1R3,1B3
+"""
+"""The ranks recompute one microbatch of four, and two, and copy some of the others to the host."""
+
+
+KEPT_AND_EVICTIONS = """\
+# recompute: yes
+# kept: 0.0 0.1 0.3 1.1
+0F0,0F1,0EVICT1,0F2,0F3,0EVICT3,0B0,0LOAD1,0B1,0R2,0LOAD3,0B2,0B3
+1ACCEPT1,1ACCEPT3,1RETURN1,1RETURN3,1F0,1R0,1B0,1F1,1B1,1F2,1R2,1B2,1F3,1R3,1B3
+"""
+"""The first rank recomputes one microbatch, and two of the others wait on the last rank."""
+
 
 def swapped(program: Program, *, ahead: int = 1) -> Program:
     """The program with the activations of every second microbatch copied to the host behind its forward, and back

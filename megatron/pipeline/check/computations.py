@@ -35,6 +35,8 @@ instruction that needs them first (its recompute, or its backward):
     SWAP_IN  after SWAP_OUT; not twice
 
 What microbatches share (masks, tables) is known from the second forward of a stage on; until then nothing can leave.
+What moves has one size at a stage. So where a stage keeps some microbatches and recomputes the others, those that it
+keeps may move, from the second of their forwards on.
 Each rank carries out its moves in the order of its row (see `program.lane_order`), so moves carry no tags: the n-th
 move of a rank is matched with the n-th move of its partner rank. The proof shows that the two rows list the two ends of
 the same moves in the same order. Otherwise a stage would load another microbatch's activations without any error. The
@@ -289,13 +291,17 @@ def prove_balance(compact: CompactProgram) -> None:
     num_places = compact.num_stages * width
     own, lent = bytearray(num_places), bytearray(num_places)
     num_forwards = [0] * compact.num_stages
+    kept, two_sizes = _kept_places(compact), {each.stage for each in compact.program.kept}
     for rank in range(len(compact.codes)):
         for position, (code, place, _) in compact.row(rank):
             if code == F:
                 own[place] = _SAVED
-                num_forwards[place // width] += 1
+                num_forwards[place // width] += place // width not in two_sizes or place in kept
             elif code in _MUST_FIND:
                 refusal = ""
+                if code in (EVICT, SWAP_OUT) and place // width in two_sizes and place not in kept:
+                    reason = "the stage recomputes this microbatch and keeps others (kept): only those may move"
+                    raise compact.error(rank, position, reason)
                 if FIRST_MOVE <= code < FIRST_STASH:
                     refusal = pairs.refusal(place // width)
                 elif code >= FIRST_SWAP:

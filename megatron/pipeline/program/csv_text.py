@@ -363,10 +363,10 @@ def _require_kept(rows: Rows, facts: dict[str, Any]) -> None:
                 f"kept: {each} is no microbatch of a stage that recomputes; name stages with recomputes, and positions "
                 f"of 0 to {min(facts['batches']) - 1} in a batch"
             )
-    if facts.get("kept") and (MOVES | SWAPS | RESIDENCY_WORDS) & {each.kind for row in rows for each in row}:
+    if facts.get("kept") and RESIDENCY_WORDS & {each.kind for row in rows for each in row}:
         raise ValueError(
-            "kept: a stage that recomputes a part of its microbatches saves two sizes, and what moves has one; leave "
-            "the moves out, or recompute all microbatches of a stage"
+            "kept: where weights live on the host, a stage recomputes all microbatches or none; leave kept out, or keep "
+            "weights on the device"
         )
 
 

@@ -31,7 +31,7 @@ def lower_bound(problem: Problem) -> tuple[float, str]:
     """
     if problem.kept:
         return bound_of_any_recompute(problem)
-    turns = _Turns(problem)
+    turns = Turns(problem)
     found = [(turns.longest, "the path of the microbatches")]
     for rank in range(problem.num_ranks):
         found.append((turns.of_rank(rank), f"the turns of rank {rank}"))
@@ -47,7 +47,7 @@ def bound_of_any_recompute(problem: Problem) -> tuple[float, str]:
     recomputed costs its recompute, and one that is kept takes room over time (`held_over_time`).
     """
     free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
-    found, turns = [lower_bound(free)], _Turns(free)
+    found, turns = [lower_bound(free)], Turns(free)
     for rank in range(problem.num_ranks):
         stages = [stage for stage in problem.recomputed if problem.rank_of_stage[stage] == rank]
         if stages and not math.isinf(problem.limit_of(rank)):
@@ -58,7 +58,7 @@ def bound_of_any_recompute(problem: Problem) -> tuple[float, str]:
 
 def _trade(problem: Problem, rank: int, stages: Sequence[int]) -> float:
     """The least time in which a rank has computed, and has had the room, behind its head; parts of stages count."""
-    limit, (head, work, needs, less) = problem.limit_of(rank), _to_trade(problem, rank, stages)
+    limit, (head, work, needs, less) = problem.limit_of(rank), to_trade(problem, rank, stages)
     costs, time = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE], work
     for stage in sorted(stages, key=lambda each: -less[each] / (costs[each] or ROUNDING)):
         if needs <= limit * time:
@@ -70,23 +70,20 @@ def _trade(problem: Problem, rank: int, stages: Sequence[int]) -> float:
     return head + max(time, needs / limit)
 
 
-def _trade_of_turns(problem: Problem, turns: "_Turns", rank: int, stage: int) -> float:
+def _trade_of_turns(problem: Problem, turns: "Turns", rank: int, stage: int) -> float:
     """The least time over the number of microbatches that the rank's only such stage recomputes."""
-    head, _, needs, less = _to_trade(problem, rank, [stage])
+    head, _, needs, less = to_trade(problem, rank, [stage])
     limit, m = problem.limit_of(rank), problem.num_microbatches
     seconds = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE][stage]
-    forward, back = (problem.number_of[kind, stage] for kind in (Kind.FORWARD, problem.begins_backward))
     least = math.inf
     for count in range(m + 1):
         room = head + (needs - less[stage] * count / m) / limit
         if room < least:
-            # The k-th microbatch that is recomputed is not before the k-th one, and not behind that from the end.
-            again = [(turns.ends[forward][k], seconds, turns.rests[back][count - 1 - k]) for k in range(count)]
-            least = min(least, max(room, turns.of_rank(rank, again)))
+            least = min(least, max(room, turns.of_rank_again(rank, stage, seconds, count)))
     return least
 
 
-def _to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float, float, float, dict[int, float]]:
+def to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float, float, float, dict[int, float]]:
     """The least time before a rank's first computation, its work without recomputes, the room over time that it needs
     if it keeps everything, and, by stage, how much less it needs if it recomputes."""
     whole, m = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.num_microbatches
@@ -96,7 +93,7 @@ def _to_trade(problem: Problem, rank: int, stages: Sequence[int]) -> tuple[float
     return path_seconds(problem, 0, forwards[0]), whole.work(rank), sum(room.values()), less
 
 
-class _Turns:
+class Turns:
     """Heads and tails of all computations.
 
     Attributes:
@@ -150,6 +147,13 @@ class _Turns:
                 job[1] -= until - time
                 time = until
         return longest
+
+    def of_rank_again(self, rank: int, stage: int, seconds: float, count: int) -> float:
+        """Return the same with so many recomputes of a stage, which take some seconds each."""
+        forward, back = (self._problem.number_of[kind, stage] for kind in (Kind.FORWARD, self._problem.begins_backward))
+        # The k-th microbatch that is recomputed is not before the k-th one, and not behind that from the end.
+        again = [(self.ends[forward][k], seconds, self.rests[back][count - 1 - k]) for k in range(count)]
+        return self.of_rank(rank, again)
 
     def _queues_in_order(self) -> list[int]:
         """All queues, each behind those that it waits for in one microbatch."""

@@ -28,7 +28,7 @@ from megatron.pipeline.program.instruction import (
 from megatron.pipeline.program.lane_order import MoveOrder, Pairs, awaited_in_lanes
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.synthesis.moves import PAIR, Way, moved_size, pair_ranks
+from megatron.pipeline.synthesis.moves import PAIR, Way, may_move, moved_size, pair_ranks
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 
 _Saved = tuple[int, int]  # stage, microbatch
@@ -87,9 +87,7 @@ class Mover:
             if (made := self._rows[row, ahead]) is None:
                 return None
             rows.append(made)
-        words = [
-            [problem.number_of[each.kind, each.stage] for each in row if each.kind in COMPUTATIONS] for row in rows
-        ]
+        words = [word_of(problem, row) for row in rows]
         if self._others is not None:  # the other ends of moves stand at the beginning of the row of the other rank
             ends = [tuple(self._pairs.counterpart(each) for each in row if each.kind in MOVES) for row in rows]
             if any(ends[rank] and ends[other] for rank, other in enumerate(self._others) if rank != other):
@@ -110,6 +108,19 @@ class Mover:
         return _Row(self.problem, self.way, row, most, ahead).moves()
 
 
+def word_of(problem: Problem, row: Row) -> list[int]:
+    """Return the word of a row, with an R for each microbatch that is kept: before what comes next of R, I and B."""
+    word, num_recomputes = [], dict.fromkeys(problem.recomputed, 0)
+    for each in row:
+        if each.kind in USES_SAVED and each.stage in problem.recomputed:
+            lacking = each.microbatch + 1 - num_recomputes[each.stage] - (each.kind is Kind.RECOMPUTE)
+            word += [problem.number_of[Kind.RECOMPUTE, each.stage]] * max(0, lacking)
+            num_recomputes[each.stage] = max(num_recomputes[each.stage], each.microbatch + 1)
+        if each.kind in COMPUTATIONS:
+            word.append(problem.number_of[each.kind, each.stage])
+    return word
+
+
 def most_held(problem: Problem, program: Program) -> tuple[float, ...]:
     """Return the most that each rank of a proved program may hold, in the unit of the limits, whatever the timing."""
     return tuple(held_by(problem, row) for row in program.rows)
@@ -125,7 +136,7 @@ def held_by(problem: Problem, row: Row) -> float:
         if each.kind in COMPUTATIONS:
             held.complete(complete)
             queue = problem.number_of[each.kind, each.stage]
-            held.own += problem.takes[queue]
+            held.own += problem.takes_at[queue][each.microbatch]
             peak = max(peak, held.most)
             held.own -= problem.gives[queue]
         elif each.kind in MOVES | SWAPS:
@@ -173,7 +184,9 @@ class _Row:
 
     def _note_places(self) -> None:
         queues = [self._problem.number_of[each.kind, each.stage] for each in self._row]
-        self._takes, self._gives = ([of[each] for each in queues] for of in (self._problem.takes, self._problem.gives))
+        numbered = zip(queues, self._row, strict=True)
+        self._takes = [self._problem.takes_at[queue][each.microbatch] for queue, each in numbered]
+        self._gives = [self._problem.gives[queue] for queue in queues]
         self._needed_at: dict[_Saved, int] = {}
         for place, each in enumerate(self._row):
             if each.kind in USES_SAVED:
@@ -183,7 +196,7 @@ class _Row:
         each = self._row[place]
         self._made.append(each)
         self._held += self._takes[place] - self._gives[place]
-        if each.kind is Kind.FORWARD:
+        if each.kind is Kind.FORWARD and may_move(self._problem, each.stage, each.microbatch):
             self._num_forwards[each.stage] += 1
             self._can_leave.add((each.stage, each.microbatch))
         elif each.kind in USES_SAVED:

@@ -62,7 +62,7 @@ class Lighter(Problem):
         for stage in range(self.num_stages):
             forward = self.number_of[Kind.FORWARD, stage]
             first = self.number_of[self.begins_backward if stage not in self.recomputed else Kind.RECOMPUTE, stage]
-            less = [self.away * each for each in takes[forward]]
+            less = [self.away * each * may_move(self, stage, at) for at, each in enumerate(takes[forward])]
             takes[forward] = tuple(map(operator.sub, takes[forward], less))
             takes[first] = tuple(map(operator.add, takes[first], less))
         return tuple(takes)
@@ -71,13 +71,11 @@ class Lighter(Problem):
 def ways_of(name: str, problem: Problem) -> tuple[Way, ...]:
     """Return the ways of a choice (`CHOICES`); `best` leaves pairs out where ranks have none.
 
-    Raises ValueError for an unknown choice, for microbatches that are kept, and for pairs where ranks have none.
+    Raises ValueError for an unknown choice, and for pairs where ranks have none.
     """
     if name not in CHOICES:
         raise ValueError(f"moves are {name!r}; choose {', '.join(CHOICES)}")
     ways = CHOICES[name]
-    if ways and problem.kept:
-        raise ValueError("moves go with stages that recompute all microbatches or none; leave kept out, or move none")
     if PAIR not in ways:
         return ways
     try:
@@ -104,7 +102,7 @@ def pair_ranks(problem: Problem) -> list[int]:
 def relaxed(problem: Problem, way: Way) -> list[Problem]:
     """Return the problem with limits within which moves may keep the true ones."""
     limits = list(map(problem.limit_of, range(problem.num_ranks)))
-    sizes = [max(problem.takes[each] for each in own) for own in problem.queues_of_rank]
+    sizes = [max(max(problem.takes_at[each]) for each in own) for own in problem.queues_of_rank]
     if all(map(math.isinf, limits)):
         return []
     made: list[Problem] = []
@@ -130,9 +128,15 @@ def relaxed(problem: Problem, way: Way) -> list[Problem]:
     return made
 
 
+def may_move(problem: Problem, stage: int, microbatch: int) -> bool:
+    """Whether a microbatch may leave its stage: one that is recomputed stays where others are kept."""
+    number = problem.num_recomputed.get(stage, 0)
+    return number in (0, problem.num_microbatches) or problem.keeps(stage, microbatch)
+
+
 def moved_size(problem: Problem, stage: int) -> float:
     """What moves with a microbatch."""
-    return problem.takes[problem.number_of[Kind.FORWARD, stage]]
+    return max(problem.takes_at[problem.number_of[Kind.FORWARD, stage]])
 
 
 def moved_microbatches(program: Program) -> dict[int, tuple[int, ...]]:

@@ -13,14 +13,29 @@ and the turns of the ranks. Two more hold where copies take time, because they c
 
 To a pair rank both directions share one queue, and no more leaves than the other rank's limit holds. What both ranks
 hold over time fits under both limits. A program has one way for its moves, so for `best` the least bound holds.
+
+**With recomputes of any microbatches, too** (`bound_of_any_choice`), each of these is made weaker until it holds for
+every choice:
+
+- A program without its recomputes and its moves is one without limits that recomputes nothing. So the path and the
+  turns hold if recomputes take no time and nothing has a limit.
+- For fill and drain, no microbatch that is there holds less than its input, and recomputes take no time.
+- The room is a trade. If all microbatches stayed and were kept, they would hold a certain size over time. One that is
+  recomputed holds less by what it saves between its forward and its recompute, and its rank computes longer. One that
+  moves holds less by what it saves while it is away, and its copies occupy their lanes. One that does both saves no
+  more than the two together. What recomputes and copies can save within a time grows with this time, and so does what
+  fits under the limit. So there is a least time at which all fits, and every program needs it.
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import (
+    Turns,
     Waits,
     held_over_time,
     lower_bound,
@@ -28,14 +43,44 @@ from megatron.pipeline.synthesis.bound import (
     own_places,
     path_seconds,
     size_per_second,
+    to_trade,
 )
 from megatron.pipeline.synthesis.moves import HOST, Way, moved_size, pair_ranks
-from megatron.pipeline.synthesis.problem import Problem
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 
 
 def bound_with_moves(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
-    """Return the bound in seconds over programs with moves of one of the ways or without, and what it comes from."""
+    """Return the bound in seconds over programs with moves of one of the ways or without, and what it comes from.
+
+    Where microbatches are kept, it holds for any choice of them.
+    """
+    if problem.kept:
+        return bound_of_any_choice(problem, ways)
     return min(_bound(problem, way) for way in ways)
+
+
+def bound_of_any_choice(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
+    """Return a bound for every choice of the microbatches of `problem.recomputed` that are recomputed, and of moves."""
+    return min(_bound_of_any(problem, way) for way in ways)
+
+
+def _bound_of_any(problem: Problem, way: Way) -> tuple[float, str]:
+    free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
+    boundless = replace(free, limits=math.inf)
+    found, turns = [lower_bound(boundless)], Turns(boundless)
+    others = range(problem.num_ranks) if way is HOST else pair_ranks(problem)
+    for rank, other in enumerate(others):
+        if math.isinf(problem.limit_of(rank)):
+            continue
+        trade = _Trade(problem, turns, rank)
+        name = f"room against recomputes and moves on rank {rank}"
+        found.append((trade.least(_copies(replace(free, recomputed=frozenset()), way, rank, other)), name))
+        name = f"fill and drain of rank {rank} with moves"
+        found.append((_fill_and_drain(free, rank, _copies(free, way, rank, other)), name))
+        if way is not HOST and rank < other:
+            name = f"room against recomputes on ranks {rank} and {other}"
+            found.append((trade.least_with(_Trade(problem, turns, other)), name))
+    return max(found)
 
 
 def _bound(problem: Problem, way: Way) -> tuple[float, str]:
@@ -44,14 +89,18 @@ def _bound(problem: Problem, way: Way) -> tuple[float, str]:
     for rank, other in enumerate(others):
         if math.isinf(problem.limit_of(rank)):
             continue
-        copies = _Copies.of(problem, way, rank, 0.0 if way is not HOST and rank == other else math.inf)
-        if way is not HOST and rank != other:
-            copies = replace(copies, most=problem.limit_of(other))
-            if rank < other:
-                found.append((_room_of_pair(problem, rank, other), f"the room of ranks {rank} and {other} over time"))
+        copies = _copies(problem, way, rank, other)
+        if way is not HOST and rank < other:
+            found.append((_room_of_pair(problem, rank, other), f"the room of ranks {rank} and {other} over time"))
         found.append((_fill_and_drain(problem, rank, copies), f"fill and drain of rank {rank} with moves"))
         found.append((_room(problem, rank, copies), f"the room of rank {rank} over time with moves"))
     return max(found)
+
+
+def _copies(problem: Problem, way: Way, rank: int, other: int) -> "_Copies":
+    """What copies can do for a rank with a pair rank, which has a limit, too."""
+    most = math.inf if way is HOST else problem.limit_of(other) if rank != other else 0.0
+    return _Copies.of(problem, way, rank, most)
 
 
 @dataclass(frozen=True)
@@ -149,13 +198,8 @@ def _seconds_of_room(
     problem: Problem, rank: int, total: float, lane: dict[int, float], copies: dict[int, float]
 ) -> float:
     """The least seconds for which what is held, less what copies of a lane save, fits under the limit of a rank."""
-    end, limit, saves = len(problem.path) - 1, problem.limit_of(rank), []
-    for stage, seconds in lane.items():
-        kept = problem.seconds[problem.number_of[Kind.FORWARD, stage]] + copies[stage]
-        away = max(0.0, path_seconds(problem, stage, end - stage) - kept)
-        saves.append((problem.num_microbatches * moved_size(problem, stage) * away, problem.num_microbatches * seconds))
-    time = 0.0
-    for saved, seconds in sorted(saves, key=lambda each: -_ratio(*each)):
+    limit, time = problem.limit_of(rank), 0.0
+    for saved, seconds in _saves_of_copies(problem, lane, copies):
         if not seconds:
             total -= saved
             continue
@@ -166,9 +210,95 @@ def _seconds_of_room(
     return max(0.0, total / limit)
 
 
+def _saves_of_copies(
+    problem: Problem, lane: dict[int, float], copies: dict[int, float]
+) -> list[tuple[float, float]]:
+    """For each stage of a rank, how much less it holds over time if all microbatches are copied, and the seconds of
+    that in a lane; what saves most in a second comes first."""
+    end, saves = len(problem.path) - 1, []
+    for stage, seconds in lane.items():
+        kept = problem.seconds[problem.number_of[Kind.FORWARD, stage]] + copies[stage]
+        away = max(0.0, path_seconds(problem, stage, end - stage) - kept)
+        saves.append((problem.num_microbatches * moved_size(problem, stage) * away, problem.num_microbatches * seconds))
+    return sorted(saves, key=lambda each: -_ratio(*each))
+
+
 def _room_of_pair(problem: Problem, rank: int, other: int) -> float:
     """The bound from what both ranks of a pair hold over time, wherever."""
     heads = [path_seconds(problem, 0, own_places(problem, each)[0][0]) for each in (rank, other)]
     held = sum(held_over_time(problem, each) for each in (rank, other))
     limits = problem.limit_of(rank) + problem.limit_of(other)
     return min(heads) + problem.num_microbatches * held / limits
+
+
+class _Trade:
+    """What a rank holds over time if it keeps everything, and what recomputes save of it.
+
+    Args:
+        problem: the stages that may recompute any of their microbatches, and what a recompute takes.
+        turns: heads and tails if recomputes take no time and nothing has a limit.
+        rank: the rank.
+    """
+
+    def __init__(self, problem: Problem, turns: Turns, rank: int) -> None:
+        stages = [stage for stage in sorted(problem.recomputed) if problem.rank_of_stage[stage] == rank]
+        self._whole, self._rank = replace(problem, kept=(), recomputed=frozenset()), rank
+        self._head, work, self._needs, less = to_trade(problem, rank, stages)
+        self._least = self._head + work
+        m, costs = problem.num_microbatches, problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]
+        self._saves = sorted(((less[each], m * costs[each]) for each in stages), key=lambda each: -_ratio(*each))
+        self._ends: list[float] | None = None  # with one such stage, when the rank is done with so many recomputes
+        if len(stages) == 1:
+            again = (turns.of_rank_again(rank, stages[0], costs[stages[0]], count) for count in range(m + 1))
+            self._less, self._ends = less[stages[0]] / m, list(accumulate(again, max))
+            self._least = self._ends[0]
+
+    def _saved_by(self, end: float) -> float:
+        """The most that recomputes save if the rank is done by then."""
+        if self._ends is not None:
+            return self._less * (bisect_right(self._ends, end) - 1)
+        return _saved_within(self._saves, end - self._least)
+
+    def least(self, copies: _Copies) -> float:
+        """The least time by which the rank is done and has had the room, with copies."""
+        limit, lanes = self._whole.limit_of(self._rank), []
+        if copies.most:
+            lanes = [_saves_of_copies(self._whole, each, copies.seconds) for each in copies.lanes]
+
+        def fits(end: float) -> bool:
+            carried = min((_saved_within(each, end - self._head) for each in lanes), default=0.0)
+            return self._needs - self._saved_by(end) - carried <= limit * (end - self._head)
+
+        return _least_time(fits, self._least)
+
+    def least_with(self, other: "_Trade") -> float:
+        """The least time by which two ranks are done and have had the room together, wherever what is held lies."""
+        limit = sum(each._whole.limit_of(each._rank) for each in (self, other))
+
+        def fits(end: float) -> bool:
+            needs = sum(each._needs - each._saved_by(end) for each in (self, other))
+            return needs <= limit * (end - min(self._head, other._head))
+
+        return _least_time(fits, max(self._least, other._least))
+
+
+def _saved_within(saves: Sequence[tuple[float, float]], seconds: float) -> float:
+    """The most that is saved within some seconds; saves are for all microbatches, and parts count."""
+    total = 0.0
+    for saved, takes in saves:
+        part = 1.0 if takes <= seconds else max(0.0, seconds / takes)
+        total, seconds = total + part * saved, seconds - part * takes
+    return total
+
+
+def _least_time(fits: Callable[[float], bool], time: float) -> float:
+    """The least time from `time` on at which something fits that then goes on to fit; not more than that."""
+    if fits(time):
+        return time
+    low, high = time, 2 * time + 1.0
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > ROUNDING * 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low

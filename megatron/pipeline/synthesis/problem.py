@@ -174,7 +174,7 @@ class Problem:
         of_kind = self.costs.seconds(self.num_stages)
         return tuple(
             tuple(
-                0.0 if kind is Kind.RECOMPUTE and self._keeps(stage, microbatch) else of_kind[kind][stage]
+                0.0 if kind is Kind.RECOMPUTE and self.keeps(stage, microbatch) else of_kind[kind][stage]
                 for microbatch in range(self.num_microbatches)
             )
             for kind, stage in self.queues
@@ -192,7 +192,8 @@ class Problem:
     def _keeps_some(self) -> frozenset[Kept]:
         return frozenset(self.kept)
 
-    def _keeps(self, stage: int, microbatch: int) -> bool:
+    def keeps(self, stage: int, microbatch: int) -> bool:
+        """Whether a microbatch is not recomputed."""
         return stage not in self.recomputed or (stage, microbatch) in self._keeps_some
 
     @cached_property
@@ -271,7 +272,7 @@ class Problem:
             kept, recomputed = {
                 Kind.FORWARD: (whole, part), Kind.RECOMPUTE: (0.0, whole - part)
             }.get(kind, (0.0, 0.0))  # fmt: skip
-            of_all = ((recomputed, kept)[self._keeps(stage, each)] for each in range(self.num_microbatches))
+            of_all = ((recomputed, kept)[self.keeps(stage, each)] for each in range(self.num_microbatches))
             takes.append(tuple(of_all))
         return tuple(takes)
 
@@ -339,7 +340,7 @@ class Problem:
             counts, row = [0] * len(self.queues), []
             for queue in word:
                 kind, stage = self.queues[queue]
-                if kind is not Kind.RECOMPUTE or not self._keeps(stage, counts[queue]):
+                if kind is not Kind.RECOMPUTE or not self.keeps(stage, counts[queue]):
                     row.append(Instruction(kind, stage, counts[queue]))
                 counts[queue] += 1
             rows.append(tuple(row))

@@ -10,7 +10,7 @@ import torch
 from megatron.pipeline import Costs, Pipeline, Problem, synthesize
 from megatron.pipeline.schedules import Schedule
 from tests import open_tables, workers
-from tests.pipeline.brought_programs import FOLDED, KEPT, RHYTHM, SWAPS, TORCH, written
+from tests.pipeline.brought_programs import FOLDED, KEPT, KEPT_AND_SWAPS, RHYTHM, SWAPS, TORCH, written
 from tests.pipeline.library import library_cases as cases
 from tests.pipeline.library.library_cases import Run, single_process
 
@@ -263,11 +263,12 @@ def test_unused_parameters_are_left_alone_by_replicas():
         (FOLDED, 1, [1, 0, 0, 1]),
         (SWAPS, 0, [0, 1]),
         (KEPT, 0, [0, 1]),
+        (KEPT_AND_SWAPS, 0, [0, 1]),
     ],
 )
 def test_it_runs_the_rows_of_a_file(text, delay, order, tmp_path):
     """Programs that no preset has, computations alone; one has the first stage on the second rank, one copies
-    activations to the host, and one recomputes some microbatches.
+    activations to the host, one recomputes some microbatches, and one does both.
     """
     settings = Run(num_stages=len(order), plain=True)
     outcomes = run(2, settings, str(written(tmp_path, text)), order=order)

@@ -16,7 +16,8 @@ and refuses to evict. All tensors that a forward saves move with its microbatch,
 - arguments of the model's forward other than the stage's input (tokens, masks): they are data;
 - tensors that two successive microbatches have saved: cached masks, rotary tables, and weights outside any module.
 
-Hence the first microbatch cannot be evicted before the forward of the second.
+Hence the first microbatch cannot be evicted before the forward of the second. Where a stage recomputes some of its
+microbatches, these do not move and do not count for this.
 """
 
 from __future__ import annotations
@@ -213,7 +214,9 @@ class NotCaptured:
     def kept(self, tensor: Tensor | None) -> Tensor | None:
         return tensor
 
-    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
+    def seal(
+        self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True
+    ) -> None:
         """Nothing to do."""
 
     def drop(self, microbatch: int) -> None:
@@ -281,14 +284,20 @@ class CapturedActivations:
         """Return the tensor of a handle from `keep`. Raises RuntimeError while the microbatch is evicted."""
         return None if handle is None else handle.get()
 
-    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None) -> None:
-        """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved those it needs."""
+    def seal(
+        self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True
+    ) -> None:
+        """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved those it needs.
+
+        `may_move`: False for a microbatch that is recomputed where others are not; it has another layout.
+        """
         saved = self._saved[microbatch]
         stay = storages_of(self._data) - storages_of((input, output)) | storages_of(self._own) | self._shared.keys()
         self._data = None
         moving = saved.seal(stay=stay, device=self._memory.device)
-        self._learn_shared(moving)
-        self._num_sealed += 1
+        if may_move:
+            self._learn_shared(moving)
+            self._num_sealed += 1
         if input is not None:
             input.data = torch.empty(1, dtype=input.dtype, device=input.device).expand(input.shape)
         self._memory.hold(self._stage, microbatch, saved.layout.saved_bytes)

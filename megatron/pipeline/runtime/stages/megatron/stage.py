@@ -223,8 +223,9 @@ class MegatronStage:
         self._engine_linears.begin_forward(microbatch.batch)
         saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
+        again = self._recompute and microbatch.position not in self._keeps
         with self._captured.capture(microbatch.index):
-            if self._recompute and microbatch.position not in self._keeps:
+            if again:
                 with torch.no_grad():
                     output = self._run(microbatch, saved, saved.recorder(data), record=True)
                 saved.kept_input = self._captured.keep(microbatch.index, saved.input)
@@ -232,7 +233,8 @@ class MegatronStage:
                 self._require_input_grad(saved)
                 output = saved.output = self._run(microbatch, saved, data, record=True)
                 self._record(microbatch, self._router_losses.take())
-        self._captured.seal(microbatch.index, input=saved.input, output=output)
+        may_move = not (again and self._keeps)
+        self._captured.seal(microbatch.index, input=saved.input, output=output, may_move=may_move)
         return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: Microbatch) -> None:

@@ -186,8 +186,9 @@ class ModuleStage(AnyModuleStage):
         saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
         assert microbatch.index not in self.activations, f"microbatch {microbatch.index} is saved already"
         self.activations[microbatch.index] = saved
+        again = self._recompute and microbatch.position not in self._keeps
         with self._captured.capture(microbatch.index):
-            if self._recompute and microbatch.position not in self._keeps:
+            if again:
                 saved.random_state = RandomState.capture(self._device)
                 with torch.no_grad():
                     output, loss = self._run(microbatch, input)
@@ -197,7 +198,8 @@ class ModuleStage(AnyModuleStage):
         if loss is not None:
             self._losses.add(microbatch.batch, loss)
             output, _ = sum_and_count(loss)
-        self._captured.seal(microbatch.index, input=input, output=output)
+        may_move = not (again and self._keeps)
+        self._captured.seal(microbatch.index, input=input, output=output, may_move=may_move)
         return self._handed_on(None if self._has_loss else output)
 
     def recompute(self, microbatch: Microbatch) -> None:
