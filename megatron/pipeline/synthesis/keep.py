@@ -3,14 +3,23 @@
 For given words the choice is made rank by rank, from the beginning on: everything is kept until the limit is reached.
 Then that microbatch is recomputed instead which frees most for longest, over the time that its recompute takes. The
 search goes on with the words for which this costs least, and chooses anew for what it finds.
+
+Where activations may move, too, a part of these microbatches is kept and moves (`either.py`). What only recomputes and
+what only moves is searched as it is without the other, with the same rounds and seeds, and the fastest of all counts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute
+from megatron.pipeline.synthesis.either import Search, recomputing_nothing
+from megatron.pipeline.synthesis.moved_rows import Mover
+from megatron.pipeline.synthesis.moves import ways_of
+from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
 from megatron.pipeline.synthesis.seeds import named_words
@@ -18,20 +27,28 @@ from megatron.pipeline.synthesis.timing import Clock
 
 _CHOICES = 2  # the number of choices that are searched further
 _TURNS = 2  # how often what was found is chosen for anew
+_MOVED = 0.25, 0.5, 0.75, 1.0  # the parts of the microbatches without room that are to move
+_AHEAD = 2, 8  # how many computations before their need these are back
 
 
-def kept_microbatches(problem: Problem, words: Words) -> tuple[Kept, ...] | None:
+def kept_microbatches(
+    problem: Problem, words: Words, *, moved: float = 0.0, ahead: int = 0
+) -> tuple[Kept, ...] | None:
     """Return the microbatches of recomputed stages that ranks keep if they compute words; None if they do not fit.
 
     Args:
         problem: the problem. What it keeps itself does not count.
         words: words in which all computations of a microbatch are in order.
+        moved: the part of the microbatches without room that are kept, and away until they are needed.
+        ahead: how many computations before its need such a microbatch is back.
     """
-    kept = [_kept_on_rank(problem, rank, word) for rank, word in enumerate(words)]
+    kept = [_kept_on_rank(problem, rank, word, moved, ahead) for rank, word in enumerate(words)]
     return None if None in kept else tuple(sorted(each for of_rank in kept for each in of_rank))
 
 
-def _kept_on_rank(problem: Problem, rank: int, word: Sequence[int]) -> set[Kept] | None:
+def _kept_on_rank(
+    problem: Problem, rank: int, word: Sequence[int], moved: float, ahead: int
+) -> set[Kept] | None:
     recompute = {stage: problem.number_of[Kind.RECOMPUTE, stage]
                  for stage in problem.recomputed if problem.rank_of_stage[stage] == rank}  # fmt: skip
     costs = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]
@@ -43,9 +60,11 @@ def _kept_on_rank(problem: Problem, rank: int, word: Sequence[int]) -> set[Kept]
     limit, held = problem.limit_of(rank) * (1 + ROUNDING), 0.0
     kept: set[Kept] = set()
     in_flight: set[Kept] = set()  # kept so far, and not yet at its R
+    due, comes_back = 0.0, dict.fromkeys(range(len(word)), 0.0)
     for place, (queue, number) in enumerate(zip(word, numbers, strict=True)):
         kind, stage = problem.queues[queue]
         item, is_choice = Kept(stage, number), stage in recompute
+        held += comes_back[place]
         if kind is Kind.FORWARD:
             held += problem.saved_sizes[stage]
             if is_choice:
@@ -64,6 +83,11 @@ def _kept_on_rank(problem: Problem, rank: int, word: Sequence[int]) -> set[Kept]
 
             out = max(in_flight, key=lambda each: (freed(each), each))
             in_flight.remove(out)
+            due, back = due + moved, place_of_recompute[out] - ahead
+            if due >= 1 and back > place + 2:
+                due, comes_back[back] = due - 1, comes_back[back] + problem.saved_sizes[out.stage]
+                held -= problem.saved_sizes[out.stage]
+                continue
             kept.remove(out)
             held -= problem.saved_sizes[out.stage] - problem.input_sizes[out.stage]
         held -= problem.gives[queue]
@@ -82,6 +106,7 @@ def _numbers(problem: Problem, word: Sequence[int]) -> list[int]:
 def synthesize_keeping(
     problem: Problem,
     *,
+    moves: str = "none",
     seconds: float = 30.0,
     rounds: int | None = None,
     seed: int = 0,
@@ -91,8 +116,51 @@ def synthesize_keeping(
 ) -> Synthesis:
     """Search for the fastest program in which any microbatches of `problem.recomputed` are recomputed.
 
-    The bound of the result holds for every such choice. Arguments are those of `synthesize`.
+    The bound of the result holds for every such choice, and with `moves` for every choice of moves, too. Arguments are
+    those of `synthesize`.
     """
+    ways = ways_of(moves, problem)
+    if not ways:
+        return _recomputing(problem, seconds, rounds, seed, processes, known, done)
+    bound, bound_from = bound_of_any_choice(problem, ways)
+    parts = 2 + len(ways)
+    share = seconds / parts
+    found = [_recomputing(problem, share, rounds, seed, processes, known, lambda part: done(part / parts))]
+    with suppress(ValueError):  # without recomputes one microbatch may exceed a limit
+        plain = synthesize(
+            replace(problem, recomputed=frozenset(), kept=()), moves=moves, seconds=share, rounds=rounds, seed=seed,
+            processes=processes, done=lambda part: done((1 + part) / parts),
+        )  # fmt: skip
+        found.append(recomputing_nothing(problem, plain))
+    all_recomputed = replace(problem, kept=())
+    words = [(name, each) for name, each in named_words(all_recomputed)]
+    words += [("known words", each) for each in known] + [(each.begun_with, each.words) for each in found]
+    for number, way in enumerate(ways, 2):
+        search = Search(bound=bound, seconds=share, rounds=rounds, seed=seed, processes=processes)
+        found += search.run(Mover(all_recomputed, way), found[:2], _choices(all_recomputed, words))
+        done((number + 1) / parts)
+    best = min(found, key=lambda each: each.seconds)
+    return replace(best, bound=bound, bound_from=bound_from, named=found[0].named, ways=ways)
+
+
+def _choices(problem: Problem, words: Iterable[tuple[str, Words]]) -> Iterator[tuple[Problem, str, Words]]:
+    """Yield words with choices for them that leave something to be moved."""
+    for (name, each), moved, ahead in product(words, _MOVED, _AHEAD):
+        kept = kept_microbatches(problem, each, moved=moved, ahead=ahead)
+        if kept is not None:
+            yield replace(problem, kept=kept), name, each
+
+
+def _recomputing(
+    problem: Problem,
+    seconds: float,
+    rounds: int | None,
+    seed: int,
+    processes: int,
+    known: Sequence[Words],
+    done: Callable[[float], None],
+) -> Synthesis:
+    """Search for the fastest program without moves."""
     all_recomputed = replace(problem, kept=())
     runs = 1 + _CHOICES * _TURNS
     finished = 0

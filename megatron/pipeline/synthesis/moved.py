@@ -16,12 +16,12 @@ from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.squeeze import Squeeze
 from megatron.pipeline.synthesis.timing import Clock
 
-_AHEAD = sorted((Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8))), key=lambda each: each.out * each.back)
+AHEAD = sorted((Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8))), key=lambda each: each.out * each.back)
 _FIRST = 2  # how many of these are tried with all words
 _KEPT = 6
-_SWEEPS = 2
-_FEW_MOVES = 5, 20, 60
-_WORSE = 0.05  # the temperature of changes, in the work of a rank for one microbatch
+SWEEPS = 2
+FEW_MOVES = 5, 20, 60
+WORSE = 0.05  # the temperature of changes, in the work of a rank for one microbatch
 
 
 def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> list[Moved]:
@@ -38,9 +38,9 @@ def fastest(mover: Mover, found: Iterable[tuple[str, Words]], until: float) -> l
         if times is None or text in tried or (kept and times.seconds >= kept[0].seconds):
             continue
         tried.add(text)
-        kept = _with(kept, mover, words, name, _AHEAD[:_FIRST], until)
+        kept = _with(kept, mover, words, name, AHEAD[:_FIRST], until)
     for each in list(kept):
-        kept = _with(kept, mover, each.words, each.begun_with, _AHEAD[_FIRST:], until)
+        kept = _with(kept, mover, each.words, each.begun_with, AHEAD[_FIRST:], until)
     return kept
 
 
@@ -88,16 +88,16 @@ def changed(
             words = squeezes[choice].loosened(words, chance)
         else:
             climb = Climb(*ways[choice], words, chance)
-            climb.run(chance.choice(_FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
+            climb.run(chance.choice(FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
             words = climb.words
         if chance.random() < 0.75:
-            words = squeezes[choice].words(words, _SWEEPS)[1]
-        for ahead in (now.ahead, chance.choice(_AHEAD)):
+            words = squeezes[choice].words(words, SWEEPS)[1]
+        for ahead in (now.ahead, chance.choice(AHEAD)):
             made = mover.moved(words, ahead, now.begun_with)
             if made is None:
                 continue
             kept = _best([*kept, made])
             worse = made.seconds - now.seconds
-            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (_WORSE * unit))):
+            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (WORSE * unit))):
                 now = made
     return kept

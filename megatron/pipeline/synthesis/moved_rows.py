@@ -12,6 +12,7 @@ dropped. The simulator times the others, with copies on their lanes and moves in
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from megatron.pipeline.check.memory import Held
@@ -76,6 +77,12 @@ class Mover:
         self._pairs, self._others = Pairs(problem.rank_of_stage), pair_ranks(problem) if way is PAIR else None
         self._rows: dict[tuple[Row, Ahead], Row | None] = {}
         self._held: dict[Row, float] = {}
+
+    def keeping(self, problem: Problem) -> "Mover":
+        """Return a mover for another choice of kept microbatches. It knows the same rows, which say what they keep."""
+        other = copy(self)
+        other.problem = problem
+        return other
 
     def moved(self, words: Words, ahead: Ahead, name: str) -> Moved | None:
         """Return words with moves; None where no moves keep the limits."""

@@ -46,7 +46,7 @@ from megatron.pipeline.synthesis.bound import (
     to_trade,
 )
 from megatron.pipeline.synthesis.moves import HOST, Way, moved_size, pair_ranks
-from megatron.pipeline.synthesis.problem import ROUNDING, Problem
+from megatron.pipeline.synthesis.problem import Problem
 
 
 def bound_with_moves(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
@@ -298,7 +298,6 @@ def _least_time(fits: Callable[[float], bool], time: float) -> float:
     low, high = time, 2 * time + 1.0
     while not fits(high):
         low, high = high, 2 * high
-    while high - low > ROUNDING * 1e-3 * high:
-        middle = (low + high) / 2
+    while low < (middle := (low + high) / 2) < high:
         low, high = (low, middle) if fits(middle) else (middle, high)
     return low

@@ -30,7 +30,7 @@ _SWEEPS = 10  # the most pairs of sweeps for words to begin with
 _LONGEST = 10  # the most moves of a round, in those of the first one
 _KEPT = 6  # the number of different words that are improved in turns
 _SIMULATED = 3  # the number of words of which the simulator chooses one
-_CHANGES, _MOVED = 40, 3  # the changes of a round of programs with moves, and the number of these that are completed
+CHANGES, _MOVED = 40, 3  # the changes of a round of programs with moves, and the number of these that are completed
 _PARTS = 4  # the time for the moves of one way, where each set of limits has a time of 1
 _COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a round takes about a second or two
 
@@ -217,19 +217,19 @@ def synthesize(
         mover = Mover(problem, way)
         kept = fastest(mover, words, until)
         if kept:
-            attempts = math.inf if rounds is None else rounds * _CHANGES * _part(problem)
-            change = partial(changed, mover, problems, kept, bound, partial(_more, until, attempts))
+            attempts = math.inf if rounds is None else rounds * CHANGES * part_of_round(problem)
+            change = partial(changed, mover, problems, kept, bound, partial(goes_on, until, attempts))
             kept = [each for kept in map_forked(change, seeds, processes) for each in kept[:_MOVED]]
-            found = min((found, *(_with_moves(found, each) for each in kept)), key=lambda each: each.seconds)
+            found = min((found, *(with_moves(found, each) for each in kept)), key=lambda each: each.seconds)
         done(number / parts)
     return found
 
 
-def _more(until: float, attempts: float, number: int) -> bool:
+def goes_on(until: float, attempts: float, number: int) -> bool:
     return number < attempts and time.monotonic() < until
 
 
-def _with_moves(found: Synthesis, moved: Moved) -> Synthesis:
+def with_moves(found: Synthesis, moved: Moved) -> Synthesis:
     """Return what the passes make of a program with moves, proved, with its receives at the best place."""
     problem, made = found.problem, []
     for ahead in problem.receives_ahead:
@@ -308,7 +308,7 @@ def _search(
 ) -> _Result:
     """Search in this process."""
     begun, clock, chance = time.monotonic(), Clock(problem), random.Random(seed)
-    part = _part(problem)
+    part = part_of_round(problem)
     begin = list(_begin(problem, clock, known))
     named = min((each for each in begin if each.is_order), key=lambda each: each.seconds, default=None)
     pool, orders, made = _best(begin), _best(begin), []
@@ -337,7 +337,7 @@ def _search(
     return _Result(pool, named, number)
 
 
-def _part(problem: Problem) -> float:
+def part_of_round(problem: Problem) -> float:
     """The part of its moves that a round of a large problem makes."""
     return min(1.0, _COMPUTATIONS / (problem.num_microbatches * len(problem.queues)))
 

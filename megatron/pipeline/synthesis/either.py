@@ -1,0 +1,155 @@
+"""Programs in which each microbatch is kept, recomputed, or kept and moved.
+
+For words and a choice of the kept microbatches, the pass of `moved_rows.py` moves what has no room. The fastest of many
+choices, and what was found with recomputes alone and with moves alone, are changed at random. A change keeps a few
+microbatches that are recomputed, or recomputes a few that are kept; or it changes the words, as `moved.py` does.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from megatron.pipeline.program.extent import Kept
+from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.moved import AHEAD, FEW_MOVES, SWEEPS, WORSE
+from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover, word_of
+from megatron.pipeline.synthesis.moves import relaxed
+from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
+from megatron.pipeline.synthesis.search import CHANGES, Synthesis, goes_on, part_of_round, with_moves
+from megatron.pipeline.synthesis.squeeze import Squeeze
+from megatron.pipeline.synthesis.timing import Clock
+from megatron.processes import map_forked
+
+_MOST = 3  # the most microbatches that a change keeps or recomputes
+_FIRST = Ahead(1, 1), Ahead(2, 2), Ahead(4, 4)  # with which all choices are tried
+_BEGUN = 2  # the number of choices that are changed at random
+
+
+@dataclass(frozen=True)
+class _Either:
+    """A choice of kept microbatches (`mover.problem`), and a program for it."""
+
+    mover: Mover
+    made: Moved
+
+    @property
+    def cost(self) -> tuple[float, int]:
+        return self.made.cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """A search for programs of both kinds.
+
+    Attributes:
+        bound: seconds at which it is over.
+        seconds: how long it takes.
+        rounds, seed, processes: as for `synthesize`.
+    """
+
+    bound: float
+    seconds: float
+    rounds: int | None
+    seed: int
+    processes: int
+
+    def run(
+        self, mover: Mover, found: Sequence[Synthesis], choices: Iterable[tuple[Problem, str, Words]]
+    ) -> Iterator[Synthesis]:
+        """Yield the fastest programs with moves of one way that come of what was found and of choices with words."""
+        until = math.inf if self.rounds is not None else time.monotonic() + self.seconds
+        if min(each.seconds for each in found) <= self.bound * (1 + ROUNDING):
+            return
+        begun = [(each.problem, each.begun_with, each.words) for each in found]
+        begun = list(_made(mover, begun, AHEAD, until)) + _fastest(mover, choices, until)
+        now, seeds = time.monotonic(), [self.seed + 1_000_003 * each for each in range(self.processes)]
+        for number, each in enumerate(begun, 1):
+            attempts = math.inf if self.rounds is None else self.rounds * CHANGES * part_of_round(mover.problem)
+            more = partial(goes_on, now + max(0.0, until - now) * number / len(begun), attempts)
+            best = min(map_forked(partial(_changed, each, self.bound, more), seeds, self.processes), key=_cost)
+            yield with_moves(replace(found[0], problem=best.mover.problem), best.made)
+
+
+def recomputing_nothing(problem: Problem, found: Synthesis) -> Synthesis:
+    """Return a program without recomputes as one of a problem that keeps all microbatches."""
+    items = product(sorted(problem.recomputed), range(problem.num_microbatches))
+    problem = replace(problem, kept=tuple(Kept(*each) for each in items))
+    return replace(found, problem=problem, words=[word_of(problem, row) for row in found.program.rows])
+
+
+def _cost(each: _Either) -> tuple[float, int]:
+    return each.cost
+
+
+def _made(
+    mover: Mover, choices: Iterable[tuple[Problem, str, Words]], aheads: Sequence[Ahead], until: float
+) -> Iterator[_Either]:
+    """Yield the fastest program that the pass makes of each choice, if one keeps the limits."""
+    for problem, name, words in choices:
+        if time.monotonic() > until:
+            return
+        chosen = mover.keeping(problem)
+        found = [made for ahead in aheads if (made := chosen.moved(words, ahead, name)) is not None]
+        if found:
+            yield _Either(chosen, min(found, key=lambda each: each.cost))
+
+
+def _fastest(mover: Mover, choices: Iterable[tuple[Problem, str, Words]], until: float) -> list[_Either]:
+    """Return the fastest programs of choices, of which no two keep the same."""
+    by_choice: dict[tuple[Kept, ...], _Either] = {}
+    for each in sorted(_made(mover, choices, _FIRST, until), key=_cost):
+        by_choice.setdefault(each.mover.problem.kept, each)
+    return list(by_choice.values())[:_BEGUN]
+
+
+def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: int) -> _Either:
+    """Return the fastest of a program and of what changes at random make of it."""
+    chance, best, now, number = random.Random(seed), begin, begin, 0
+    problem = begin.mover.problem
+    unit = max(map(problem.work_without_recompute, range(problem.num_ranks))) / problem.num_microbatches
+    while best.cost[0] > bound * (1 + ROUNDING) and more(number):
+        number += 1
+        mover, words = now.mover, now.made.words
+        chooses = chance.random() < 0.5
+        if chooses:
+            try:
+                mover = mover.keeping(_rechosen(mover.problem, chance))
+            except ValueError:  # one microbatch with all that it keeps exceeds the limit
+                continue
+        ways = relaxed(mover.problem, mover.way)
+        if not ways:
+            continue
+        relaxation = chance.choice(ways)
+        clock = Clock(relaxation)
+        squeeze = Squeeze(relaxation, clock)
+        if not chooses and chance.random() < 0.5:
+            words = squeeze.loosened(words, chance)
+        elif not chooses:
+            climb = Climb(relaxation, clock, words, chance)
+            climb.run(chance.choice(FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
+            words = climb.words
+        if chance.random() < 0.75:
+            words = squeeze.words(words, SWEEPS)[1]
+        for ahead in (now.made.ahead, chance.choice(AHEAD)):
+            made = mover.moved(words, ahead, now.made.begun_with)
+            if made is None:
+                continue
+            best = min(best, _Either(mover, made), key=_cost)
+            worse = made.seconds - now.made.seconds
+            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (WORSE * unit))):
+                now = _Either(mover, made)
+    return best
+
+
+def _rechosen(problem: Problem, chance: random.Random) -> Problem:
+    """Return the problem with a few microbatches of a stage kept that were not, or the other way round."""
+    stage, kept, keeps = chance.choice(sorted(problem.recomputed)), set(problem.kept), chance.random() < 0.5
+    ours = [Kept(stage, each) for each in range(problem.num_microbatches)]
+    among = [each for each in ours if (each in kept) == keeps] or ours
+    first = chance.randrange(len(among))
+    kept ^= set(among[first : first + chance.randint(1, _MOST)])
+    return replace(problem, kept=tuple(sorted(kept)))
