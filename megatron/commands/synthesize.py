@@ -110,8 +110,6 @@ def run(options: argparse.Namespace) -> int:
 def _require_costs_of_moves(options: argparse.Namespace) -> None:
     if options.moves != "none" and options.weights != "flush":
         raise ValueError("--moves are for --weights flush; under 2bw add --pipeline-offload-activations to the run")
-    if options.moves != "none" and options.recompute_stages == _SOME:
-        raise ValueError(f"--moves go with stages that recompute all or none; give --recompute none, all or {_BEST}")
     for way, cost in _MOVES.items():
         flag, is_used = f"--{cost.replace('_', '-')}", options.moves in (way, _BEST)
         if is_used and getattr(options, cost) is None:
@@ -223,7 +221,7 @@ def _search(options: argparse.Namespace, limit: float | None, known: "Sequence[S
     """Search for the fastest program. `known`: programs for smaller limits."""
     from megatron.pipeline.synthesis.several import synthesize_fastest
 
-    some = options.recompute_stages in (_SOME, _BEST) and options.moves == "none"
+    some = options.recompute_stages in (_SOME, _BEST)
     with _progress() as report:
         return synthesize_fastest(
             _problems(options, limit), recomputes_some=some, moves=options.moves, seconds=options.seconds,

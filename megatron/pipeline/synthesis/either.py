@@ -15,7 +15,7 @@ from itertools import product
 
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis.improve import Climb
-from megatron.pipeline.synthesis.moved import AHEAD, FEW_MOVES, SWEEPS, WORSE
+from megatron.pipeline.synthesis.moved import FEW_MOVES, SWEEPS, WORSE
 from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover, word_of
 from megatron.pipeline.synthesis.moves import relaxed
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
@@ -25,8 +25,9 @@ from megatron.pipeline.synthesis.timing import Clock
 from megatron.processes import map_forked
 
 _MOST = 3  # the most microbatches that a change keeps or recomputes
-_FIRST = Ahead(1, 1), Ahead(2, 2), Ahead(4, 4)  # with which all choices are tried
-_BEGUN = 2  # the number of choices that are changed at random
+_AHEAD = tuple(Ahead(*each) for each in product((1, 2, 4, 8), (1, 2, 4, 8), (0, 3, 6, 12)))
+_FIRST = tuple(Ahead(*each) for each in ((2, 2), (4, 4), (8, 4), (2, 2, 3), (2, 4, 6), (4, 4, 12)))  # for all choices
+_BEGUN = 3  # the number of programs that are changed at random
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Search:
         if min(each.seconds for each in found) <= self.bound * (1 + ROUNDING):
             return
         begun = [(each.problem, each.begun_with, each.words) for each in found]
-        begun = list(_made(mover, begun, AHEAD, until)) + _fastest(mover, choices, until)
+        begun = [*_made(mover, begun, _FIRST, until), *_fastest(mover, choices, until)]
+        begun = sorted(begun, key=_cost)[:_BEGUN]
         now, seeds = time.monotonic(), [self.seed + 1_000_003 * each for each in range(self.processes)]
         for number, each in enumerate(begun, 1):
             attempts = math.inf if self.rounds is None else self.rounds * CHANGES * part_of_round(mover.problem)
@@ -134,7 +136,7 @@ def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: in
             words = climb.words
         if chance.random() < 0.75:
             words = squeeze.words(words, SWEEPS)[1]
-        for ahead in (now.made.ahead, chance.choice(AHEAD)):
+        for ahead in (now.made.ahead, chance.choice(_AHEAD)):
             made = mover.moved(words, ahead, now.made.begun_with)
             if made is None:
                 continue

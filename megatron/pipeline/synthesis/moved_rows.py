@@ -37,10 +37,16 @@ _Saved = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many computations ahead of its need a microbatch leaves and comes back, at the earliest."""
+    """How many computations ahead a microbatch moves.
+
+    Attributes:
+        out, back: ahead of the need of room, and of its own need, at the earliest.
+        at_once: one that is needed more than so many computations later leaves right behind its forward; 0: none does.
+    """
 
     out: int
     back: int
+    at_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,6 +176,7 @@ class _Row:
         self._problem, self._way, self._row, self._most, self._ahead = problem, way, list(row), most, ahead
         self._sizes = [moved_size(problem, stage) for stage in range(problem.num_stages)]
         self._held, self._num_forwards = 0.0, [0] * problem.num_stages
+        self._need_room = (Kind.FORWARD, Kind.RECOMPUTE) if problem.kept else (Kind.FORWARD,)
         self._can_leave: set[_Saved] = set()
         self._away: set[_Saved] = set()
         self._made: list[Instruction] = []
@@ -206,6 +213,9 @@ class _Row:
         if each.kind is Kind.FORWARD and may_move(self._problem, each.stage, each.microbatch):
             self._num_forwards[each.stage] += 1
             self._can_leave.add((each.stage, each.microbatch))
+            distance = self._needed_at[each.stage, each.microbatch] - place
+            if 0 < self._ahead.at_once < distance and self._num_forwards[each.stage] > 1:
+                self._leave((each.stage, each.microbatch))
         elif each.kind in USES_SAVED:
             self._can_leave.discard((each.stage, each.microbatch))
 
@@ -238,9 +248,9 @@ class _Row:
         return True
 
     def _make_room(self, place: int) -> bool:
-        """Make room for forwards to come. Returns whether the next computation has some."""
+        """Make room for forwards to come, and for recomputes where others are kept. Returns whether the next computation has some."""
         for other in range(place + 1, min(place + self._ahead.out, len(self._row) - 1) + 1):
-            if self._row[other].kind is Kind.FORWARD:
+            if self._row[other].kind in self._need_room:
                 lacks = self._most_until(place, other) - self._most
                 if lacks > 0 and not self._send_away(place, lacks, other) and other == place + 1:
                     return False
@@ -267,8 +277,11 @@ class _Row:
         if lacks > 0:
             return False
         for item in chosen:
-            self._can_leave.discard(item)
-            self._away.add(item)
-            self._held -= self._sizes[item[0]]
-            self._made.append(Instruction(self._way.out, *item))
+            self._leave(item)
         return True
+
+    def _leave(self, item: _Saved) -> None:
+        self._can_leave.discard(item)
+        self._away.add(item)
+        self._held -= self._sizes[item[0]]
+        self._made.append(Instruction(self._way.out, *item))

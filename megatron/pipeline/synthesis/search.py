@@ -77,6 +77,15 @@ class Synthesis:
         return moved_microbatches(self.program)
 
     @property
+    def recomputed(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the microbatches that it recomputes; stages without any are left out."""
+        microbatches = range(self.problem.num_microbatches)
+        return {
+            stage: tuple(each for each in microbatches if not self.problem.keeps(stage, each))
+            for stage in self.problem.num_recomputed
+        }
+
+    @property
     def bubble(self) -> float:
         """The idle part of the busiest rank's batch, where recomputes count as idle."""
         return bubble(self.problem, self.seconds)
@@ -108,6 +117,7 @@ class Synthesis:
             "bound_from": self.bound_from,
             "bound_holds_for": problem.facts | self._facts_of_moves,
             "held": self.held,
+            "recomputed_microbatches_of_stage": self.recomputed,
             "moves": None if self.way is None else {"to": self.way.name, "microbatches_of_stage": self.moved},
             "receives_ahead": self.receives_ahead,
             "begun_with": self.begun_with,

@@ -6,6 +6,8 @@ from functools import partial
 
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute
 from megatron.pipeline.synthesis.keep import synthesize_keeping
+from megatron.pipeline.synthesis.moves import ways_of
+from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
 
@@ -44,7 +46,8 @@ def synthesize_fastest(
 
     Args:
         problems: one or more.
-        recomputes_some: where a problem recomputes all stages, any of its microbatches may be kept.
+        recomputes_some: where a problem recomputes all stages, any of its microbatches may be kept, and with `moves`
+            any of these may move.
         seconds: how long to search in all, without the first rounds.
         known: programs to begin with, such as those that were found for smaller limits.
         moves, rounds, seed, processes, done: as for `synthesize`.
@@ -54,7 +57,8 @@ def synthesize_fastest(
     for each in problems:
         found = search(each, rounds=0, known=[other.words for other in known if _is_alike(other.problem, each)])
         if recomputes_some and _keeps(each):
-            bound, bound_from = bound_of_any_recompute(each)
+            ways = ways_of(moves, each)
+            bound, bound_from = bound_of_any_choice(each, ways) if ways else bound_of_any_recompute(each)
             found = replace(found, bound=bound, bound_from=bound_from)
         begun.append(found)
     bound, bound_from = min((each.bound, each.bound_from) for each in begun)
@@ -65,7 +69,7 @@ def synthesize_fastest(
     found += keeping
     for number, each in enumerate(found):
         if each in _leading(found):
-            found[number] = (partial(synthesize_keeping, seed=seed) if each in keeping else search)(
+            found[number] = (partial(synthesize_keeping, moves=moves, seed=seed) if each in keeping else search)(
                 each.problem, seconds=seconds / len(found), rounds=rounds, processes=processes, known=[each.words],
                 done=lambda part, number=number: done((number + part) / len(found)),
             )  # fmt: skip
