@@ -67,16 +67,17 @@ def bound_of_any_choice(problem: Problem, ways: Sequence[Way]) -> tuple[float, s
 def _bound_of_any(problem: Problem, way: Way) -> tuple[float, str]:
     free = replace(problem, kept=(), costs=replace(problem.costs, recompute=0.0))
     boundless = replace(free, limits=math.inf)
+    whole = replace(boundless, recomputed=frozenset())
     found, turns = [lower_bound(boundless)], Turns(boundless)
     others = range(problem.num_ranks) if way is HOST else pair_ranks(problem)
     for rank, other in enumerate(others):
         if math.isinf(problem.limit_of(rank)):
             continue
-        trade = _Trade(problem, turns, rank)
+        trade, most = _Trade(problem, turns, rank), _most_away(problem, way, rank, other)
         name = f"room against recomputes and moves on rank {rank}"
-        found.append((trade.least(_copies(replace(free, recomputed=frozenset()), way, rank, other)), name))
+        found.append((trade.least(_Copies.of(whole, way, rank, most)), name))
         name = f"fill and drain of rank {rank} with moves"
-        found.append((_fill_and_drain(free, rank, _copies(free, way, rank, other)), name))
+        found.append((_fill_and_drain(free, rank, _Copies.of(free, way, rank, most)), name))
         if way is not HOST and rank < other:
             name = f"room against recomputes on ranks {rank} and {other}"
             found.append((trade.least_with(_Trade(problem, turns, other)), name))
@@ -89,7 +90,7 @@ def _bound(problem: Problem, way: Way) -> tuple[float, str]:
     for rank, other in enumerate(others):
         if math.isinf(problem.limit_of(rank)):
             continue
-        copies = _copies(problem, way, rank, other)
+        copies = _Copies.of(problem, way, rank, _most_away(problem, way, rank, other))
         if way is not HOST and rank < other:
             found.append((_room_of_pair(problem, rank, other), f"the room of ranks {rank} and {other} over time"))
         found.append((_fill_and_drain(problem, rank, copies), f"fill and drain of rank {rank} with moves"))
@@ -97,10 +98,9 @@ def _bound(problem: Problem, way: Way) -> tuple[float, str]:
     return max(found)
 
 
-def _copies(problem: Problem, way: Way, rank: int, other: int) -> "_Copies":
-    """What copies can do for a rank with a pair rank, which has a limit, too."""
-    most = math.inf if way is HOST else problem.limit_of(other) if rank != other else 0.0
-    return _Copies.of(problem, way, rank, most)
+def _most_away(problem: Problem, way: Way, rank: int, other: int) -> float:
+    """The most that may be away from a rank whose pair rank is the other one."""
+    return math.inf if way is HOST else problem.limit_of(other) if rank != other else 0.0
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,8 @@ class _Trade:
 
     def __init__(self, problem: Problem, turns: Turns, rank: int) -> None:
         stages = [stage for stage in sorted(problem.recomputed) if problem.rank_of_stage[stage] == rank]
-        self._whole, self._rank = replace(problem, kept=(), recomputed=frozenset()), rank
+        # What one microbatch takes whole may exceed a limit. Nobody asks for that here.
+        self._whole, self._limit = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.limit_of(rank)
         self._head, work, self._needs, less = to_trade(problem, rank, stages)
         self._least = self._head + work
         m, costs = problem.num_microbatches, problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]
@@ -261,23 +262,22 @@ class _Trade:
 
     def least(self, copies: _Copies) -> float:
         """The least time by which the rank is done and has had the room, with copies."""
-        limit, lanes = self._whole.limit_of(self._rank), []
+        lanes: list[list[tuple[float, float]]] = []
         if copies.most:
             lanes = [_saves_of_copies(self._whole, each, copies.seconds) for each in copies.lanes]
 
         def fits(end: float) -> bool:
             carried = min((_saved_within(each, end - self._head) for each in lanes), default=0.0)
-            return self._needs - self._saved_by(end) - carried <= limit * (end - self._head)
+            return self._needs - self._saved_by(end) - carried <= self._limit * (end - self._head)
 
         return _least_time(fits, self._least)
 
     def least_with(self, other: "_Trade") -> float:
         """The least time by which two ranks are done and have had the room together, wherever what is held lies."""
-        limit = sum(each._whole.limit_of(each._rank) for each in (self, other))
 
         def fits(end: float) -> bool:
             needs = sum(each._needs - each._saved_by(end) for each in (self, other))
-            return needs <= limit * (end - min(self._head, other._head))
+            return needs <= (self._limit + other._limit) * (end - min(self._head, other._head))
 
         return _least_time(fits, max(self._least, other._least))
 

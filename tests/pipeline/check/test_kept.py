@@ -14,8 +14,9 @@ from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.planner.memory.schedule_demand import demand_of
 from tests.draws import draws
-from tests.pipeline.brought_programs import KEPT
+from tests.pipeline.brought_programs import KEPT, KEPT_AND_EVICTIONS
 from tests.pipeline.check.examples import written
+from tests.pipeline.check.moves_oracle import most_held
 from tests.pipeline.check.mutations import assert_judged
 from tests.pipeline.check.oracle import verdict
 
@@ -66,10 +67,45 @@ def test_a_file_names_microbatches_that_are_there(line: str, reason: str):
         read_schedule("file", text=KEPT.replace("# kept: 0.0 0.2", line))
 
 
-def test_what_moves_has_one_size():
-    """A stage that recomputes a part saves two sizes."""
-    text = KEPT.replace("0F2,", "0F2,0SWAP_OUT2,").replace("0B2", "0SWAP_IN2,0B2")
-    with pytest.raises(ValueError, match="what moves has one"):
+MOVES = "0F0 0F1 0F2 0SWAP_OUT2 0B0 0R1 0B1 0SWAP_IN2 0B2"
+
+
+def test_what_is_kept_may_move():
+    """Where some are recomputed, what moves has one size: that of what is kept. The report counts microbatches."""
+    program = written(MOVES, LAST, **FACTS)
+    report = check(program)
+    assert (report.swapped_microbatches, report.peak_on_host, report.peak_saved_microbatches[0]) == ((1, 0), (1, 0), 3)
+    assert Program.from_csv(program.to_csv()) == program
+    demand = demand_of(program, report)
+    assert (demand.kept_microbatches, demand.recomputed_microbatches) == ((2, 1), (1, 0))
+
+
+@pytest.mark.parametrize(
+    ("first", "position", "reason"),
+    [
+        (MOVES.replace("0SWAP_OUT2", "0SWAP_OUT1"), 3, "only those may move"),
+        (MOVES.replace("0F2 0SWAP_OUT2", "0SWAP_OUT0 0F2"), 2, "nothing can leave a stage before its second forward"),
+    ],
+)
+def test_reasons_of_moves(first: str, position: int, reason: str):
+    """One that is recomputed stays, and tells nothing of what the others share."""
+    with pytest.raises(ProgramError, match=reason) as caught:
+        check(written(first, LAST, **FACTS))
+    assert (caught.value.rank, caught.value.position) == (0, position)
+
+
+def test_every_timing_of_a_pair_holds_what_the_checker_says():
+    """Some are recomputed, and some wait on the last rank."""
+    program = Program.from_csv(KEPT_AND_EVICTIONS)
+    report = check(program)
+    assert report.evicted_microbatches == (2, 0)
+    assert most_held(program, 0) == report.peak_saved_on_rank
+
+
+def test_with_weights_on_the_host_a_stage_recomputes_all_or_none():
+    """Its inputs wait there."""
+    text = "# weights: flush\n" + KEPT.replace("0F0,", "0FETCH@0,0F0,", 1)
+    with pytest.raises(ValueError, match="or keep weights on the device"):
         read_schedule("file", text=text)
 
 

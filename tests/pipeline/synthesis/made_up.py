@@ -1,9 +1,10 @@
-"""Small problems at random, and the least time of each by trying every order of every rank."""
+"""Small problems at random, and the least time of each by trying every order of every rank; and rows with moves."""
 
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.program.edges import round_robin, v
 from megatron.pipeline.program.extent import Kept
-from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.program.instruction import MOVES, USES_SAVED, Instruction, Kind, Row
+from megatron.pipeline.program.lane_order import Pairs
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.moves import Way
 from megatron.pipeline.synthesis.problem import Problem
 
 
@@ -139,3 +142,50 @@ def seconds_of(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
                 moved = True
     done = all(place == len(word) for place, word in zip(places, words, strict=True))
     return max(free) if done else float("inf")
+
+
+# --- moves
+
+
+def moved_anywhere(row: Row, problem: Problem, way: Way, chance: random.Random) -> Row:
+    """The row with up to three of its microbatches moved, from anywhere to anywhere before they are needed."""
+    uses, forwards, seen = {}, {}, Counter()
+    for at, each in enumerate(row):
+        item = each.stage, each.microbatch
+        if each.kind is Kind.FORWARD:
+            seen[each.stage] += 1
+            forwards[item] = at
+        elif each.kind in USES_SAVED:
+            uses.setdefault(item, at)
+    second = {stage: sorted(at for item, at in forwards.items() if item[0] == stage)[1] for stage in seen}
+    moves: list[list[Instruction]] = [[] for _ in range(len(row) + 1)]
+    for item in chance.sample(sorted(uses), min(len(uses), chance.randint(1, 3))):
+        first = max(forwards[item], second[item[0]]) + 1
+        if first <= uses[item]:
+            out = chance.choice((first, chance.randint(first, uses[item])))
+            moves[out].insert(0, Instruction(way.out, *item))
+            moves[chance.randint(out, uses[item])].append(Instruction(way.back, *item))
+    return tuple(each for at, own in enumerate(row) for each in (*moves[at], own))
+
+
+def two_ranks(seed: int, sizes: Sequence[int]) -> Problem:
+    """A stage on each rank, with integer costs, slow links and limits of two to three microbatches."""
+    chance = random.Random(seed)
+    splits, seconds = chance.random() < 0.4, chance.choice((0.0, 0.5, 1.0, 2.0, 4.0))
+    forward, backward, first, second = ([float(chance.randint(*ends)) for _ in range(2)]
+                                        for ends in ((1, 3), (1, 4), (1, 3), (0, 2)))  # fmt: skip
+    costs = Costs(
+        forward=forward, backward=backward, backward_input=first, backward_weight=second,
+        latency=float(chance.choice((0, 1, 2, 4, 8))), swap_out=seconds, evict=seconds,
+    )  # fmt: skip
+    return Problem(
+        rank_of_stage=(0, 1), num_microbatches=sizes[splits], costs=costs, splits=splits,
+        limits=[chance.choice((2.0, 2.5, 3.0)) for _ in range(2)], deferred=chance.choice((1.0, 0.5)),
+    )  # fmt: skip
+
+
+def with_ends(problem: Problem, rows: Sequence[Row], made: Sequence[Row], rank: int) -> list[Row]:
+    """The moves of one rank, with their other ends on the other."""
+    pairs = Pairs(problem.rank_of_stage)
+    ends = tuple(pairs.counterpart(each) for each in made[rank] if each.kind in MOVES)
+    return [made[rank] if at == rank else ends + row for at, row in enumerate(rows)]

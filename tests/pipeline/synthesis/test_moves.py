@@ -3,8 +3,6 @@
 import json
 import math
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -14,19 +12,17 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.edges import round_robin, v
-from megatron.pipeline.program.extent import Kept
-from megatron.pipeline.program.instruction import MOVES, SWAPS, USES_SAVED, Instruction, Kind, Row
-from megatron.pipeline.program.lane_order import Pairs
+from megatron.pipeline.program.instruction import MOVES, SWAPS
 from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, synthesize
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.pipeline.synthesis.moved_rows import Ahead, Mover, held_by, most_held
-from megatron.pipeline.synthesis.moves import HOST, PAIR, Way
+from megatron.pipeline.synthesis.moves import HOST, PAIR
 from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.seeds import named_words
-from tests.pipeline.synthesis.made_up import all_words, problems, seconds_of
+from tests.pipeline.synthesis.made_up import all_words, moved_anywhere, problems, seconds_of, two_ranks, with_ends
 
 FOUR = Problem(
     rank_of_stage=(0, 1, 2, 3), num_microbatches=10, costs=Costs(swap_out=0.5, evict=0.5), limits=3.0
@@ -113,12 +109,6 @@ def test_choices_that_move_nothing_are_refused(placement, moves, text):
         synthesize(Problem(rank_of_stage=placement, num_microbatches=2, costs=Costs()), moves=moves, rounds=1)
 
 
-def test_kept_microbatches_do_not_move():
-    problem = replace(FOUR, recomputed=frozenset({0}), stage_input=0.5, kept=(Kept(0, 1),))
-    with pytest.raises(ValueError, match="leave kept out, or move none"):
-        synthesize(problem, moves="host", rounds=1)
-
-
 @given(problems(), st.sampled_from(["host", "best"]), st.floats(0.0, 9.0))
 @settings(max_examples=20, deadline=None)
 def test_made_up_costs_never_crash_it(problem, moves, seconds):
@@ -153,49 +143,12 @@ def test_the_bound_lies_between_those_with_and_without_limits():
                 assert bounds[0] == lower_bound(replace(found[0], limits=math.inf))[0]
 
 
-def _moved(row: Row, problem: Problem, way: Way, chance: random.Random) -> Row:
-    """The row with up to three of its microbatches moved, from anywhere to anywhere before they are needed."""
-    uses, forwards, seen = {}, {}, Counter()
-    for at, each in enumerate(row):
-        item = each.stage, each.microbatch
-        if each.kind is Kind.FORWARD:
-            seen[each.stage] += 1
-            forwards[item] = at
-        elif each.kind in USES_SAVED:
-            uses.setdefault(item, at)
-    second = {stage: sorted(at for item, at in forwards.items() if item[0] == stage)[1] for stage in seen}
-    moves: list[list[Instruction]] = [[] for _ in range(len(row) + 1)]
-    for item in chance.sample(sorted(uses), min(len(uses), chance.randint(1, 3))):
-        first = max(forwards[item], second[item[0]]) + 1
-        if first <= uses[item]:
-            out = chance.choice((first, chance.randint(first, uses[item])))
-            moves[out].insert(0, Instruction(way.out, *item))
-            moves[chance.randint(out, uses[item])].append(Instruction(way.back, *item))
-    return tuple(each for at, own in enumerate(row) for each in (*moves[at], own))
-
-
-def _made_up(seed: int, sizes: Sequence[int]) -> Problem:
-    """A stage on each rank, with integer costs, slow links and limits of two to three microbatches."""
-    chance = random.Random(seed)
-    splits, seconds = chance.random() < 0.4, chance.choice((0.0, 0.5, 1.0, 2.0, 4.0))
-    forward, backward, first, second = ([float(chance.randint(*ends)) for _ in range(2)]
-                                        for ends in ((1, 3), (1, 4), (1, 3), (0, 2)))  # fmt: skip
-    costs = Costs(
-        forward=forward, backward=backward, backward_input=first, backward_weight=second,
-        latency=float(chance.choice((0, 1, 2, 4, 8))), swap_out=seconds, evict=seconds,
-    )  # fmt: skip
-    return Problem(
-        rank_of_stage=(0, 1), num_microbatches=sizes[splits], costs=costs, splits=splits,
-        limits=[chance.choice((2.0, 2.5, 3.0)) for _ in range(2)], deferred=chance.choice((1.0, 0.5)),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("way", [HOST, PAIR])
 def test_nothing_beats_the_bound(way):
     """All words of small problems, the fastest of them with moves of the pass and with moves anywhere in their rows."""
     needed = told = reached = 0
     for seed in range(30):
-        problem, chance = _made_up(seed, (4, 3)), random.Random(seed)
+        problem, chance = two_ranks(seed, (4, 3)), random.Random(seed)
         free, mover, least = replace(problem, limits=math.inf), Mover(problem, way), math.inf
         bound, bound_from = bound_with_moves(problem, (way,))
         orders = [list(all_words(free, rank)) for rank in range(2)]
@@ -207,9 +160,9 @@ def test_nothing_beats_the_bound(way):
             moved = [mover.moved(list(map(list, words)), Ahead(*ahead), "") for ahead in product((1, 3), (1, 3))]
             made = [each.program.rows for each in moved if each is not None]
             for _ in range(10):
-                anywhere = [_moved(row, problem, way, chance) for row in rows]
+                anywhere = [moved_anywhere(row, problem, way, chance) for row in rows]
                 if way is PAIR:  # from one rank to the other
-                    anywhere = _with_ends(problem, rows, anywhere, chance.randrange(2))
+                    anywhere = with_ends(problem, rows, anywhere, chance.randrange(2))
                 if all(held_by(problem, row) <= problem.limit_of(rank) + 1e-9 for rank, row in enumerate(anywhere)):
                     made.append(tuple(anywhere))
             for each in made:
@@ -220,10 +173,3 @@ def test_nothing_beats_the_bound(way):
         told += bound > lower_bound(free)[0]
         reached += least <= bound * (1 + 1e-9)
     assert needed > 20 and reached > 5, (needed, told, reached)
-
-
-def _with_ends(problem: Problem, rows: Sequence[Row], made: Sequence[Row], rank: int) -> list[Row]:
-    """The moves of one rank, with their other ends on the other."""
-    pairs = Pairs(problem.rank_of_stage)
-    ends = tuple(pairs.counterpart(each) for each in made[rank] if each.kind in MOVES)
-    return [made[rank] if at == rank else ends + row for at, row in enumerate(rows)]
