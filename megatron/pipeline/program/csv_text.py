@@ -28,9 +28,7 @@ from megatron.pipeline.program.extent import Extent, Kept
 from megatron.pipeline.program.instruction import (
     BACKWARDS,
     ENDS_BACKWARD,
-    MOVES,
     RESIDENCY_WORDS,
-    SWAPS,
     Instruction,
     Kind,
     Row,
@@ -365,8 +363,8 @@ def _require_kept(rows: Rows, facts: dict[str, Any]) -> None:
             )
     if facts.get("kept") and RESIDENCY_WORDS & {each.kind for row in rows for each in row}:
         raise ValueError(
-            "kept: where weights live on the host, a stage recomputes all microbatches or none; leave kept out, or keep "
-            "weights on the device"
+            "kept: where weights live on the host, a stage recomputes all microbatches or none; leave kept out, or "
+            "keep weights on the device"
         )
 
 

@@ -31,9 +31,7 @@ _MOVED = 0.25, 0.5, 0.75, 1.0  # the parts of the microbatches without room that
 _AHEAD = 2, 8  # how many computations before their need these are back
 
 
-def kept_microbatches(
-    problem: Problem, words: Words, *, moved: float = 0.0, ahead: int = 0
-) -> tuple[Kept, ...] | None:
+def kept_microbatches(problem: Problem, words: Words, *, moved: float = 0.0, ahead: int = 0) -> tuple[Kept, ...] | None:
     """Return the microbatches of recomputed stages that ranks keep if they compute words; None if they do not fit.
 
     Args:
@@ -46,9 +44,7 @@ def kept_microbatches(
     return None if None in kept else tuple(sorted(each for of_rank in kept for each in of_rank))
 
 
-def _kept_on_rank(
-    problem: Problem, rank: int, word: Sequence[int], moved: float, ahead: int
-) -> set[Kept] | None:
+def _kept_on_rank(problem: Problem, rank: int, word: Sequence[int], moved: float, ahead: int) -> set[Kept] | None:
     recompute = {stage: problem.number_of[Kind.RECOMPUTE, stage]
                  for stage in problem.recomputed if problem.rank_of_stage[stage] == rank}  # fmt: skip
     costs = problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]

@@ -210,9 +210,7 @@ def _seconds_of_room(
     return max(0.0, total / limit)
 
 
-def _saves_of_copies(
-    problem: Problem, lane: dict[int, float], copies: dict[int, float]
-) -> list[tuple[float, float]]:
+def _saves_of_copies(problem: Problem, lane: dict[int, float], copies: dict[int, float]) -> list[tuple[float, float]]:
     """For each stage of a rank, how much less it holds over time if all microbatches are copied, and the seconds of
     that in a lane; what saves most in a second comes first."""
     end, saves = len(problem.path) - 1, []
@@ -243,7 +241,10 @@ class _Trade:
     def __init__(self, problem: Problem, turns: Turns, rank: int) -> None:
         stages = [stage for stage in sorted(problem.recomputed) if problem.rank_of_stage[stage] == rank]
         # What one microbatch takes whole may exceed a limit. Nobody asks for that here.
-        self._whole, self._limit = replace(problem, kept=(), recomputed=frozenset(), limits=math.inf), problem.limit_of(rank)
+        self._whole, self._limit = (
+            replace(problem, kept=(), recomputed=frozenset(), limits=math.inf),
+            problem.limit_of(rank),
+        )
         self._head, work, self._needs, less = to_trade(problem, rank, stages)
         self._least = self._head + work
         m, costs = problem.num_microbatches, problem.costs.seconds(problem.num_stages)[Kind.RECOMPUTE]

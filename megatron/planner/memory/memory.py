@@ -226,6 +226,9 @@ def estimate_memory(
                 kept_whole[stage] = number * (of_plain[0][stage] - saved[stage])
             else:
                 saved[stage], workspace[stage], deferred[stage] = (part[stage] for part in of_plain)
+    # Where some are recomputed, what moves is what is kept.
+    moved = [size + whole / number if whole else size
+             for size, whole, number in zip(saved, kept_whole, demand.kept_microbatches or saved, strict=True)]  # fmt: skip
     again = [0.0] * len(layers)  # the part of the workspace that each recomputed microbatch has
     if setting.recompute.whole_stage:
         nothing = activations_of(shape, replace(setting, recompute=NOTHING)).by_stage(layers)[1]
@@ -254,7 +257,8 @@ def estimate_memory(
         unread = demand.unread[rank] if demand.num_frozen else 0
         trained = [stage for stage in stages if stage >= demand.num_frozen]
         largest_saved = max((saved[stage] for stage in trained), default=0.0)
-        moving = largest_saved if demand.evicts[rank] else 0.0
+        largest_moved = max((moved[stage] for stage in trained), default=0.0)
+        moving = largest_moved if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies, predicts = 0.0, demand.predicts[rank]
         if state.owns_parameters:
@@ -267,7 +271,7 @@ def estimate_memory(
                 copies = state.last_update(count, experts=experts)
         at_once = demand.recomputed_microbatches or (1,) * len(layers)
         recomputed = [workspace[each] + max(0, at_once[each] - 1) * again[each] for each in trained]
-        whole, between = _saved_on_rank(rank, saved, demand), 0.0
+        whole, between = _saved_on_rank(rank, saved, moved, demand), 0.0
         if demand.moments:
             whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, again, demand)
         whole += sum(kept_whole[stage] for stage in trained)
@@ -318,7 +322,7 @@ def estimate_memory(
                 bytes_per_microbatch=largest_saved,
                 parts=parts,
                 host=host,
-                swapped=demand.on_host[rank] * largest_saved if demand.on_host else 0.0,
+                swapped=demand.on_host[rank] * largest_moved if demand.on_host else 0.0,
             )
         )
     return tuple(result)
@@ -352,7 +356,7 @@ def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
     return min(filter(None, sides), default=0)
 
 
-def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
+def _saved_on_rank(rank: int, saved: Sequence[float], moved: Sequence[float], demand: Demand) -> float:
     """Bytes of the microbatches that a rank holds, within the checker's limits for each stage and for the rank.
 
     Microbatches from the paired rank have the size of its stage. The largest microbatches are counted first.
@@ -362,7 +366,7 @@ def _saved_on_rank(rank: int, saved: Sequence[float], demand: Demand) -> float:
         peak = demand.saved_microbatches[stage]
         sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
         if demand.accepts[rank]:
-            sizes.append((saved[pairs.of_stage(stage)], peak))
+            sizes.append((moved[pairs.of_stage(stage)], peak))
     total, left = 0.0, demand.saved_on_rank[rank]
     for size, peak in sorted(sizes, reverse=True):
         taken = min(peak, left)

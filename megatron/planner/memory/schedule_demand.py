@@ -17,9 +17,10 @@ with the same demand as a large one, since a pipeline treats many microbatches a
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
+from megatron.pipeline.check.row_memory import most_held
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
@@ -110,20 +111,25 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         else (),
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
-        kept_microbatches=_own_microbatches(_kept_rows(program), program) if keeps_some else (),
+        kept_microbatches=tuple(map(partial(_most_kept, program), range(program.num_stages))) if keeps_some else (),
         recomputed_microbatches=report.peak_recomputed_microbatches
         if keeps_some or max(report.peak_recomputed_microbatches) > 1
         else (),
     )
 
 
-def _kept_rows(program: Program) -> Rows:
-    """The computations of the microbatches that are not recomputed."""
-    return tuple(
-        tuple(each for each in row
-              if each.kind.is_computation and not program.is_recomputed(each.stage, each.microbatch))
-        for row in program.rows
-    )  # fmt: skip
+def _most_kept(program: Program, stage: int) -> int:
+    """The most microbatches that a stage holds and does not recompute, without those that are away."""
+    if stage < program.graph.num_frozen:
+        return 0
+
+    def change(each: Instruction) -> tuple[int, int]:
+        word = each.kind.row
+        counts = word.saved and each.stage == stage and not word.of_pair
+        number = word.saved if counts and not program.is_recomputed(stage, each.microbatch) else 0
+        return (max(number, 0), max(-number, 0)) if each.kind.is_computation else (number, 0)
+
+    return int(most_held(program.rows[program.rank_of_stage[stage]], program.rank_of_stage, change))
 
 
 def _own_microbatches(rows: Rows, program: Program) -> tuple[int, ...]:

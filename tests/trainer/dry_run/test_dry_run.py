@@ -21,7 +21,7 @@ from megatron.trainer.dry_run.dry_run import check_job, prove
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from tests import workers
-from tests.pipeline.brought_programs import FOLDED, KEPT, TORCH, written
+from tests.pipeline.brought_programs import FOLDED, KEPT, KEPT_AND_SWAPS, TORCH, written
 from tests.trainer.arguments.command_line import arguments, argv
 from tests.trainer.data.small_data import write_dataset
 from tests.trainer.run.run_case import BASE, train
@@ -407,6 +407,10 @@ def test_microbatches_that_a_program_keeps_count_whole(dry, tmp_path):
     assert kept[0]["activations_bytes"] == pytest.approx(plain[0]["activations_bytes"] * 2 / 3)
     assert kept[0]["workspace_bytes"] >= plain[0]["activations_bytes"] / 3
     assert kept[1] == plain[1]
+    moved = memory(KEPT_AND_SWAPS, " --pipeline-recompute")
+    whole = plain[0]["activations_bytes"] / 3
+    assert [each["activations_on_host"] / whole for each in moved] == pytest.approx([3, 1], rel=0.2)
+    assert moved[0]["activations_bytes"] < kept[0]["activations_bytes"] + whole
 
 
 def test_a_program_of_ones_own(dry, tmp_path):

@@ -214,9 +214,7 @@ class NotCaptured:
     def kept(self, tensor: Tensor | None) -> Tensor | None:
         return tensor
 
-    def seal(
-        self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True
-    ) -> None:
+    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True) -> None:
         """Nothing to do."""
 
     def drop(self, microbatch: int) -> None:
@@ -284,9 +282,7 @@ class CapturedActivations:
         """Return the tensor of a handle from `keep`. Raises RuntimeError while the microbatch is evicted."""
         return None if handle is None else handle.get()
 
-    def seal(
-        self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True
-    ) -> None:
+    def seal(self, microbatch: int, *, input: Tensor | None, output: Tensor | None, may_move: bool = True) -> None:
         """End the capture of a forward. Drop the values of `input`, a leaf: the graph has saved those it needs.
 
         `may_move`: False for a microbatch that is recomputed where others are not; it has another layout.
