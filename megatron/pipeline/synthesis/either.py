@@ -76,7 +76,7 @@ class Search:
             yield with_moves(replace(found[0], problem=best.mover.problem), best.made)
 
 
-def recomputing_nothing(problem: Problem, found: Synthesis) -> Synthesis:
+def keeping_all(problem: Problem, found: Synthesis) -> Synthesis:
     """Return a program without recomputes as one of a problem that keeps all microbatches."""
     items = product(sorted(problem.recomputed), range(problem.num_microbatches))
     problem = replace(problem, kept=tuple(Kept(*each) for each in items))

@@ -16,7 +16,7 @@ from itertools import product
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute
-from megatron.pipeline.synthesis.either import Search, recomputing_nothing
+from megatron.pipeline.synthesis.either import Search, keeping_all
 from megatron.pipeline.synthesis.moved_rows import Mover
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
@@ -122,12 +122,12 @@ def synthesize_keeping(
     parts = 2 + len(ways)
     share = seconds / parts
     found = [_recomputing(problem, share, rounds, seed, processes, known, lambda part: done(part / parts))]
-    with suppress(ValueError):  # without recomputes one microbatch may exceed a limit
-        plain = synthesize(
-            replace(problem, recomputed=frozenset(), kept=()), moves=moves, seconds=share, rounds=rounds, seed=seed,
-            processes=processes, done=lambda part: done((1 + part) / parts),
+    if (plain := _recomputing_nothing(problem)) is not None:
+        moving = synthesize(
+            plain, moves=moves, seconds=share, rounds=rounds, seed=seed, processes=processes,
+            done=lambda part: done((1 + part) / parts),
         )  # fmt: skip
-        found.append(recomputing_nothing(problem, plain))
+        found.append(keeping_all(problem, moving))
     all_recomputed = replace(problem, kept=())
     words = [(name, each) for name, each in named_words(all_recomputed)]
     words += [("known words", each) for each in known] + [(each.begun_with, each.words) for each in found]
@@ -137,6 +137,13 @@ def synthesize_keeping(
         done((number + 1) / parts)
     best = min(found, key=lambda each: each.seconds)
     return replace(best, bound=bound, bound_from=bound_from, named=found[0].named, ways=ways)
+
+
+def _recomputing_nothing(problem: Problem) -> Problem | None:
+    """Return the problem without recomputes; None if one microbatch exceeds a limit then."""
+    with suppress(ValueError):
+        return replace(problem, recomputed=frozenset(), kept=())
+    return None
 
 
 def _choices(problem: Problem, words: Iterable[tuple[str, Words]]) -> Iterator[tuple[Problem, str, Words]]:

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from operator import attrgetter, mul
+from operator import add, attrgetter, mul
 from typing import TYPE_CHECKING
 
 from megatron.documents.tables import plain_table
