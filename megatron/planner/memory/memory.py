@@ -227,8 +227,9 @@ def estimate_memory(
             else:
                 saved[stage], workspace[stage], deferred[stage] = (part[stage] for part in of_plain)
     # Where some are recomputed, what moves is what is kept.
-    moved = [size + whole / number if whole else size
-             for size, whole, number in zip(saved, kept_whole, demand.kept_microbatches or saved, strict=True)]  # fmt: skip
+    numbers = demand.kept_microbatches or (0,) * len(layers)
+    more = [whole / number if whole else 0.0 for whole, number in zip(kept_whole, numbers, strict=True)]
+    moved = list(map(add, saved, more))
     again = [0.0] * len(layers)  # the part of the workspace that each recomputed microbatch has
     if setting.recompute.whole_stage:
         nothing = activations_of(shape, replace(setting, recompute=NOTHING)).by_stage(layers)[1]
