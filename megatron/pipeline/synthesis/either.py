@@ -63,7 +63,7 @@ class Search:
     ) -> Iterator[Synthesis]:
         """Yield the fastest programs with moves of one way that come of what was found and of choices with words."""
         until = math.inf if self.rounds is not None else time.monotonic() + self.seconds
-        if min(each.seconds for each in found) <= self.bound * (1 + ROUNDING):
+        if min(each.seconds for each in found) <= self.bound * (1 + ROUNDING) or not relaxed(mover.problem, mover.way):
             return
         begun = [(each.problem, each.begun_with, each.words) for each in found]
         begun = [*_made(mover, begun, _FIRST, until), *_fastest(mover, choices, until)]

@@ -87,6 +87,8 @@ class Mover:
         """Return a mover for another choice of kept microbatches. It knows the same rows, which say what they keep."""
         other = copy(self)
         other.problem = problem
+        if self._others is not None:
+            other._held = {}  # what a row accepts has the size of the other rank's stage, which that rank's row says
         return other
 
     def moved(self, words: Words, ahead: Ahead, name: str) -> Moved | None:

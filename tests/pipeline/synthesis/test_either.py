@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.extent import Kept
-from megatron.pipeline.program.instruction import MOVES, SWAPS, Kind
+from megatron.pipeline.program.instruction import MOVES, SWAPS, Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.simulate import simulate
@@ -98,6 +98,18 @@ def test_no_timing_holds_more_than_is_counted(seed, stage_input, splits):
         each = [[chance.choice((0.1, 1.0, 5.0)) for _ in range(4)] for _ in range(3)]
         costs = Costs(forward=each[0], backward=each[1], swap_out=each[2], swap_in=chance.choice((0.0, 0.3, 9.0)))
         assert all(map(lambda held, most: held <= most + 1e-9, _held_in(chosen, program, costs), count))
+
+
+def test_what_a_pair_rank_accepts_has_the_size_of_the_other_stage():
+    """Choices share their rows. A row that accepts holds another size where the other stage keeps nothing."""
+    problem = replace(FOUR, rank_of_stage=(0, 1), recomputed=frozenset({0, 1}), limits=2.0)
+    all_again, first = Mover(problem, PAIR), replace(problem, kept=(Kept(0, 1), Kept(0, 2)))
+    row = tuple(map(Instruction.parse, ["1ACCEPT2", "1RETURN2", "1F0"]))
+    assert [held_by(each.problem, row) for each in (all_again, all_again.keeping(first))] == pytest.approx([0.2, 1.1])
+    found = synthesize_keeping(replace(FOUR, limits=[3.0, 3.0, 4.0, 4.0]), moves="pair", rounds=1)
+    check(found.program)
+    assert found.held == most_held(found.problem, found.program)
+    assert all(map(lambda held, limit: held <= limit * (1 + 1e-9), found.held, (3.0, 3.0, 4.0, 4.0)))
 
 
 # --- the bound
