@@ -2,7 +2,8 @@
 
 `problem.py` has what is asked, `timing.py` times an answer, `seeds.py` makes first answers, `squeeze.py` and
 `improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these. `keep.py`
-chooses which microbatches are recomputed. `steady.py` is for batches that follow one another without a drain.
+chooses which microbatches are recomputed, `moved.py` which ones move, and `either.py` both together. `steady.py` is for
+batches that follow one another without a drain.
 """
 
 from megatron.pipeline.synthesis.keep import synthesize_keeping
