@@ -1,20 +1,42 @@
 """The problem of a job's program: its costs, and the memory that weights and buffers leave to activations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import Schedule, read_schedule
+from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem
+from megatron.pipeline.synthesis import Problem, Synthesis
+from megatron.pipeline.synthesis.problem import csv_of
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.recompute import NOTHING, Recompute
 
 STAND_INS = {1: "zb-h1", 2: "zbv"}
 """Number of stages of a rank -> the named schedule that has the stages and the costs of a program with so many."""
+
+
+def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:
+    """Return the demand of a named schedule with the receives that any program made in its place may have posted.
+
+    A receive that stands `ahead` computations ahead is there with those of the computations before.
+    """
+    return replace(demand, receives_ahead=tuple(max(each, ahead + 1) for each in demand.receives_ahead))
+
+
+def with_fewer_receives(found: Synthesis, fits: Callable[[Program], bool]) -> Synthesis:
+    """Return a program with its receives as far ahead as fits, or one computation ahead."""
+    while found.receives_ahead > 1 and not fits(found.program):
+        ahead = found.receives_ahead - 1
+        program = read_schedule("synthesized", text=csv_of(found.program, ahead)).program
+        seconds = simulate(program, found.problem.costs).makespan
+        found = replace(found, program=program, seconds=seconds, receives_ahead=ahead)
+    return found
 
 
 def problem_of(
@@ -40,7 +62,7 @@ def problem_of(
         setting: how activations are saved at stages that are not recomputed.
         layers: the number of layers of each stage.
         recomputed: the stages that are recomputed from their input.
-        memory: the memory of each rank under the named schedule.
+        memory: the memory of each rank under the named schedule, for a demand `with_receives`.
         limit: the most GiB that a rank may take; needs `memory`. None: as many microbatches on each rank as there are
             ranks, which 1F1B holds on its first one.
 
@@ -49,7 +71,10 @@ def problem_of(
     """
     saved, workspace, deferred = activations_of(shape, setting).by_stage(layers)
     inputs, again = _recomputed(shape, setting, layers)
-    saved = [inputs[stage] + again[stage] if stage in recomputed else each for stage, each in enumerate(saved)]
+    # Of a recomputed stage any microbatches may be kept, which save no more.
+    saved = [
+        max(each, inputs[stage] + again[stage]) if stage in recomputed else each for stage, each in enumerate(saved)
+    ]
     # What W needs beside saved activations counts from the forward on: more than is held, never less.
     splits = schedule.splits_backward
     whole = (

@@ -23,18 +23,19 @@ class SearchApart:
 
     Args:
         problems: costs and limits, of which the fastest program is searched.
-        seconds: how long to search.
+        recomputes_some, seconds: as for `synthesize_fastest`.
 
     Raises:
         OSError: the system has no process or no room for one.
     """
 
-    def __init__(self, *problems: Problem, seconds: float) -> None:
+    def __init__(self, *problems: Problem, recomputes_some: bool = False, seconds: float) -> None:
         self._temporary = TemporaryDirectory(prefix="synthesis-")
         self._folder = Path(self._temporary.name)
         paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
         try:
-            (self._folder / _ASKED).write_bytes(pickle.dumps((problems, seconds)))
+            options = {"recomputes_some": recomputes_some, "seconds": seconds}
+            (self._folder / _ASKED).write_bytes(pickle.dumps((problems, options)))
             with open(self._folder / _LOG, "wb") as log:
                 # The process itself asks to end with this one: where this one has threads, no Python may run in a fork.
                 self._process = subprocess.Popen(
@@ -73,8 +74,8 @@ def _main(folder: Path, parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # which has ended before
         return
-    problems, seconds = pickle.loads((folder / _ASKED).read_bytes())
-    found = pickle.dumps(synthesize_fastest(problems, seconds=seconds))
+    problems, options = pickle.loads((folder / _ASKED).read_bytes())
+    found = pickle.dumps(synthesize_fastest(problems, **options))
     (folder / f"{_FOUND}.part").write_bytes(found)
     (folder / f"{_FOUND}.part").rename(folder / _FOUND)
 

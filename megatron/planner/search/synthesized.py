@@ -8,16 +8,18 @@ says that none of them would be the fastest.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.schedules import ProgramSchedule
+from megatron.pipeline.check import check
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis import Synthesis, synthesize
 from megatron.pipeline.synthesis.bound import lower_bound
 from megatron.planner.job.configuration import DEFAULTS, Configuration
-from megatron.planner.job.estimate import LOST
-from megatron.planner.memory.schedule_demand import proved_demand
+from megatron.planner.job.estimate import LOST, Verdict
+from megatron.planner.memory.memory import RankMemory
+from megatron.planner.memory.schedule_demand import demand_of, schedule_demand
 from megatron.planner.planner import Planner
 from megatron.planner.search.outcome import Kept
-from megatron.planner.synthesis import STAND_INS, problem_of
+from megatron.planner.synthesis import STAND_INS, problem_of, with_fewer_receives, with_receives
 
 _CONSIDERED = 3  # configurations with other degrees, microbatches or recompute
 
@@ -103,20 +105,25 @@ def _made(
         layers = planner.layers(configuration)
         estimate = planner.estimate(configuration)
         costs = planner.cost_model.costs(configuration, layers)
+        demand = with_receives(schedule_demand(schedule, m))
         problem = problem_of(
             schedule, m, costs, model, software.activation_setting(configuration), layers,
-            memory=estimate.memory, limit=(1 - LOST) * planner.cluster.device.memory_gib,
+            memory=planner.memory_of(configuration, demand, layers),
+            limit=(1 - LOST) * planner.cluster.device.memory_gib,
         )  # fmt: skip
     except ValueError:  # too few layers, a schedule that does not accept the batch, or no room
         return None
     if lower_bound(problem)[0] >= fastest.estimate.seconds:
         return None
+
+    def judged(program: Program) -> tuple[tuple[RankMemory, ...], Verdict]:
+        memory = planner.memory_of(configuration, demand_of(program, check(program)), layers)
+        return memory, planner.judge(configuration, memory)
+
     found = synthesize(problem, seconds=seconds)
-    rows = problem.program(found.words)
-    rows = replace(rows, data_parallel=schedule.data_parallel, tied_embeddings=schedule.tied_embeddings)
-    program = ProgramSchedule.of(rows, name="auto")
-    memory = planner.memory_of(configuration, proved_demand(program, m), layers)
-    verdict = planner.judge(configuration, memory)
+    found = with_fewer_receives(found, lambda program: judged(program)[1].fits)
+    program = found.schedule(data_parallel=schedule.data_parallel, tied_embeddings=schedule.tied_embeddings)
+    memory, verdict = judged(program.program)
     if not verdict.fits:
         return None
     time = simulate(program.program, costs).makespan

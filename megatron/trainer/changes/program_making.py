@@ -22,6 +22,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis import Problem
 from megatron.pipeline.synthesis.apart import SearchApart
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
@@ -31,6 +32,7 @@ from megatron.trainer.arguments.rules.schedule import made_or_read
 from megatron.trainer.changes.change import collect, end_engine
 from megatron.trainer.changes.times import measured_costs
 from megatron.trainer.plan import auto_program, from_flags
+from megatron.trainer.plan.auto_problem import measured_problems
 from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up.run import Run, build_engine
 
@@ -51,6 +53,7 @@ class ProgramInMaking:
         self._num_measured = args.pipeline_measured_batches
         self._measured_at = first + 1 + self._num_measured
         self._search: SearchApart | None = None  # on rank 0
+        self._problems: list[Problem] = []  # that it is for, on rank 0
         self._failure: str | None = None  # of the search, on rank 0
         self._is_made = False
 
@@ -99,8 +102,11 @@ class ProgramInMaking:
         )
         if dist.get_rank() == 0:
             try:
-                problems = auto_program.measured_problems(run.args, costs)
-                self._search = SearchApart(*problems, seconds=run.args.pipeline_synthesis_seconds)
+                self._problems = measured_problems(run.args, costs)
+                self._search = SearchApart(
+                    *self._problems, recomputes_some=run.args.pipeline_recompute,
+                    seconds=run.args.pipeline_synthesis_seconds,
+                )  # fmt: skip
             except (ValueError, OSError) as error:
                 self._failure = str(error)
 
@@ -109,7 +115,7 @@ class ProgramInMaking:
         if self._failure is not None:
             return None, self._failure
         try:
-            return auto_program.faster(args, self._search.result()), None
+            return auto_program.faster(args, self._search.result(), self._problems), None
         except ValueError as error:
             return None, str(error)
 

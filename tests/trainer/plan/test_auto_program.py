@@ -3,8 +3,10 @@
 import json
 import re
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -14,16 +16,20 @@ from megatron import backend
 
 backend.install()  # before anything imports megatron.core
 
+from megatron.documents.tables import ranges_of
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.planner.memory.memory import GIB, estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.trainer import arguments
 from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan import auto_program, from_flags
+from megatron.trainer.plan.auto_costs import MeasuredHere
+from megatron.trainer.plan.auto_problem import measured_problems, within_limit
 from tests.planner.profiles import profile
 from tests.reliability import launch
 from tests.trainer.arguments.command_line import CPU, argv
@@ -116,9 +122,9 @@ def total(job: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize(("virtual", "limit"), [("", 0.0021), (V, 0.002)])
-def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
-    """Under a limit that keeps one microbatch of a stage on each rank, or not that, some stages are, the program is
-    faster for it, keeps the limit, and says which; with room for all activations none is."""
+def test_microbatches_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
+    """Under a limit that keeps one microbatch of a stage on each rank, or not that, a stage recomputes some and keeps
+    others, the program is faster for it, keeps the limit, and says which; with room for all activations none is."""
     made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit {limit}"))
     without, known = parsed(profiled, f"{virtual} --pipeline-memory-limit {limit}"), json.loads(made.certificate)
     if virtual:
@@ -127,12 +133,19 @@ def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit
     else:
         plain = json.loads(made_for(without)[0].certificate)
         assert known["seconds"] < plain["seconds"] and known["bound"] <= plain["bound"]
-    again = sorted({each.stage for row in job.schedule.program.rows for each in row if each.kind is Kind.RECOMPUTE})
-    assert known["recomputed_stages"] == again != []
-    assert f"auto: the stages {' '.join(map(str, again))} are recomputed" in made.lines
+    again: dict[str, list[int]] = {}
+    for each in sorted(chain(*job.schedule.program.rows), key=lambda each: each.microbatch or 0):
+        if each.kind is Kind.RECOMPUTE:
+            again.setdefault(str(each.stage), []).append(each.microbatch)
+    assert known["recomputed_microbatches"] == {stage: ranges_of(again[stage]) for stage in sorted(again)}
+    assert known["recomputed_stages"] == sorted(map(int, again)) and any(0 < len(each) < 8 for each in again.values())
+    assert known["bound_holds_for"]["recomputes"] == "any microbatches of these stages"
+    said = (f"stage {stage} {'all microbatches' if len(again[stage]) == 8 else ranges_of(again[stage])}"
+            for stage in sorted(again))  # fmt: skip
+    assert f"auto: recomputed: {', '.join(said)}" in made.lines
     assert known["bound"] <= known["seconds"] and total(job) <= limit
     made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit 1"))
-    assert "auto: no stage is recomputed" in made.lines and not job.schedule.recompute
+    assert "auto: recomputed: nothing" in made.lines and not job.schedule.recompute
 
 
 def test_no_rank_takes_more_than_the_limit(profiled):
@@ -153,6 +166,25 @@ def test_no_rank_takes_more_than_the_limit(profiled):
     assert total(job) <= limit
     with pytest.raises(ValueError, match=r"--pipeline-memory-limit \S+: rank \d may hold"):
         made_for(parsed(profiled, f"--pipeline-memory-limit {least * 1.0001}"))
+
+
+@pytest.mark.parametrize("virtual", ["", V])
+def test_receives_that_stand_ahead_have_their_room(virtual):
+    """With slow links receives stand several computations ahead. Where the limit leaves room to them, they do, and
+    elsewhere they stand one computation ahead."""
+    ahead = set()
+    for limit in (0.00199, 0.00203, 0.0021, 0.0023):
+        args = parse_args(argv(f"{P2} --pipeline-schedule auto {virtual} --pipeline-memory-limit {limit}"
+                               " --pipeline-recompute --num-layers 4"))  # fmt: skip
+        _, job = made_for(args)
+        stages = range(job.schedule.num_stages)
+        costs = Costs(forward=[1.0 for _ in stages], backward=[2.0 for _ in stages], latency=3.0)
+        problems = measured_problems(job, costs)
+        found = synthesize_fastest(problems, recomputes_some=True, rounds=1)
+        schedule = within_limit(job, MeasuredHere(costs), found).schedule(tied_embeddings=True)
+        assert total(replace(job, program=schedule, schedule=schedule)) <= limit
+        ahead.add(found.receives_ahead)
+    assert max(ahead) > 1
 
 
 @pytest.mark.parametrize(
@@ -295,5 +327,5 @@ def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, t
     losses = [record["lm_loss"] for record in records if "lm_loss" in record]
     assert losses == [record["lm_loss"] for record in whole[-1]["records"] if "lm_loss" in record] and len(losses) == 4
     assert re.search("auto: (under 2bw )?a batch takes", outputs[0]) and "program auto (sha256" in outputs[0]
-    assert ("auto: the stages 0 are recomputed" in outputs[0]) == ("recompute" in extra)
+    assert bool(re.search("auto: recomputed: stage 0 [0-3]", outputs[0])) == ("recompute" in extra)
     assert f"auto: the program is {tmp_path}/saved/pipeline_program.csv, as before" in outputs[1]

@@ -69,7 +69,7 @@ class Pipeline:
     )
     pipeline_recompute: bool = switch(
         "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
-        "of the program. With auto: only where --pipeline-memory-limit leaves no room for what is faster without."
+        "of the program. With auto: those microbatches for which --pipeline-memory-limit leaves no room."
     )
     balance_activations: bool = switch(
         "BPipe: stages s < (p-2)/2 lend saved activations to stage p-1-s while both compute, and no stage holds "
