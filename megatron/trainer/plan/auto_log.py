@@ -30,6 +30,10 @@ def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
     )
     if may_recompute:
         yield _recomputed(best.problem)
+    if best.ways:
+        moved = ", ".join(f"stage {stage} {ranges_of(each)}" for stage, each in best.moved.items())
+        to = "" if best.way is None else {"host": " to the host", "pair": " to the pair rank"}[best.way.name]
+        yield f"{AUTO}: moved{to}: {moved or 'nothing'}"
     named = "no named order keeps the limits"
     if best.named is not None:
         named = f"{best.named[0]} takes {_ms(best.named[1])}"

@@ -29,17 +29,17 @@ from megatron.pipeline.program.weight_policies import WeightPolicy, weight_polic
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize, synthesize_steady
 from megatron.pipeline.synthesis.search import bubble
-from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.planner.synthesis import STAND_INS
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.platform import Platform
+from megatron.trainer.arguments.rules.experts import moved_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
-from megatron.trainer.plan.auto_costs import Assumed, MeasuredHere, costs_of_file
+from megatron.trainer.plan.auto_costs import Assumed, CostsOf, costs_of_file
 from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady, recomputed_microbatches
-from megatron.trainer.plan.auto_problem import problems_of, within_limit
+from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,7 @@ _ASKED = (
     "pipeline_model_parallel_layout", "pipeline_memory_limit", "micro_batch_size", "global_batch_size", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_experts", "seq_length", "fp16", "bf16", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "recompute_modules", "pipeline_recompute", "pipeline_weights",
+    "pipeline_moves",
     "use_distributed_optimizer", "optimizer",
 )  # fmt: skip
 """Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
@@ -75,7 +76,7 @@ def require(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> None
     """Raise ValueError for a job for which no program can be made, as far as flags and the file of costs tell."""
     _stand_ins(args, world_size=world_size, rank=rank)
     if rank == 0 and args.pipeline_profile is not None:
-        costs_of_file(args.pipeline_profile)
+        costs_of_file(args.pipeline_profile, moves=args.pipeline_moves)
 
 
 def make(
@@ -106,7 +107,7 @@ def make(
             return kept
         lines.append(line)
     measures = args.pipeline_profile is None
-    costs_of = Assumed() if measures else costs_of_file(args.pipeline_profile)
+    costs_of = Assumed() if measures else costs_of_file(args.pipeline_profile, moves=args.pipeline_moves)
     problems, configs, refusal = [], {}, None
     for like in likes:
         if problems and like.pipeline_schedule == _WHOLE:
@@ -127,12 +128,12 @@ def make(
             f"{args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
         )
         return MadeProgram(begin.csv, (*lines, line), _certificate(asked, begin), measures=True)
-    weights, seconds = weight_policy(args.pipeline_weights), args.pipeline_synthesis_seconds
+    weights = weight_policy(args.pipeline_weights)
     if weights.drains:
-        best = synthesize_fastest(problems, recomputes_some=args.pipeline_recompute, seconds=seconds)
-        best = within_limit(configs[best.problem.rank_of_stage], costs_of, best)
+        moving = [each for config in configs.values() for each in moving_problems_of(config, costs_of)]
+        best = within_limit(configs, costs_of, search_of(args, problems, moving)())
     else:
-        best = _fastest_steady(problems, weights, seconds)
+        best = _fastest_steady(problems, weights, args.pipeline_synthesis_seconds)
     return MadeProgram(best.csv, (*lines, *_lines(args, best)), _certificate(asked, best, problems))
 
 
@@ -145,13 +146,15 @@ def _fastest_steady(problems: Sequence[Problem], weights: WeightPolicy, seconds:
     return replace(best, bound=bound, bound_from=bound_from)
 
 
-def faster(config: TrainConfig, found: Synthesis, problems: Sequence[Problem]) -> MadeProgram:
+def faster(
+    config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis], problems: Sequence[Problem]
+) -> MadeProgram:
     """Return what a run goes on with for the costs that it has measured.
 
     That is what was found for the problems, or where this is no faster by these costs, the program with which the run
     began.
     """
-    found = within_limit(config, MeasuredHere(found.problem.costs), found)
+    found = within_limit({tuple(config.schedule.rank_of_stage): config}, costs_of, found)
     problem, begun = found.problem, config.made_program
     seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
     now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
@@ -179,6 +182,8 @@ def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, 
         holds = {"recomputed": sets, "recomputes": "all microbatches of one of these sets of stages"}
         if isinstance(found, Synthesis) and (*every,) in sets:
             holds = {"recomputed": [*every], "recomputes": "any microbatches of these stages"}
+            if found.ways:
+                holds["recomputes"] += f"; where activations move, all microbatches of one of these sets: {sets}"
         known["bound_holds_for"] = known["bound_holds_for"] | holds
     return known
 
@@ -234,6 +239,8 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     given = args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_profile is None:
         given = given or 1  # nothing says which of two placements is faster
+    if args.pipeline_moves == "pair":
+        given = 1
     for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
         if given is not None and given != virtual:
             continue
@@ -242,6 +249,8 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
         like.given = tuple(each for each in args.given if each not in OF_AUTO)
         try:
             validate_args(like, world_size=world_size, rank=rank)
+            if args.pipeline_moves != "none":
+                _refuse_moves(like)
         except ValueError as error:
             refusal = refusal or error
         else:
@@ -257,6 +266,16 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     return found
 
 
+def _refuse_moves(like: argparse.Namespace) -> None:
+    """Refuse what activations cannot leave, as the rules of schedules that move them do."""
+    if like.fp8 is not None:
+        raise ValueError(
+            f"--pipeline-moves {like.pipeline_moves} does not go with --fp8-format {like.fp8}: weights in FP8 would be "
+            "moved with activations; leave one of the two out"
+        )
+    moved_activations(argparse.Namespace(**{**vars(like), "moves_activations": True}))
+
+
 def _require_flags(args: argparse.Namespace) -> None:
     named = f"--pipeline-schedule {AUTO}"
     if args.pipeline_program is not None:
@@ -268,6 +287,21 @@ def _require_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{named} puts one stage on each rank, or two in a V, and --num-virtual-stages-per-pipeline-rank is "
             f"{args.num_virtual_stages_per_pipeline_rank}; give 2, or leave it out for the faster of the two"
+        )
+    if args.pipeline_moves != "none" and args.pipeline_memory_limit is None:
+        raise ValueError(
+            f"--pipeline-moves {args.pipeline_moves} lets activations leave a device where they would not fit, and "
+            "nothing says what fits; add --pipeline-memory-limit, or leave it out"
+        )
+    if args.pipeline_moves != "none" and not weight_policy(args.pipeline_weights).drains:
+        raise ValueError(
+            f"--pipeline-weights {args.pipeline_weights} makes a program of batches that overlap, in which nothing "
+            "moves; leave --pipeline-moves out"
+        )
+    if args.pipeline_moves == "pair" and args.num_virtual_stages_per_pipeline_rank == 2:
+        raise ValueError(
+            "--pipeline-moves pair is for one stage on each rank, since in a V the pair stages of each rank lie on the "
+            "rank itself; choose host, or leave --num-virtual-stages-per-pipeline-rank out"
         )
     if args.pipeline_recompute and args.pipeline_memory_limit is None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +10,8 @@ from megatron.pipeline.check import check
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem
+from megatron.pipeline.synthesis import Problem, synthesize
+from megatron.pipeline.synthesis.moved_rows import most_held
 from megatron.pipeline.synthesis.seeds import named_words
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
@@ -92,3 +94,33 @@ def test_the_estimate_is_the_count_along_the_rows(kept: frozenset[Kept], number:
         parts = rank.parts
         found = parts.activations + parts.deferred + parts.workspace
         assert count * (1 - 1e-12) <= found <= count + most * in_a_v + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("placement", "way", "recomputed"),
+    [((0, 1, 2, 3), "host", ()), ((0, 1, 1, 0), "host", (2, 3)), ((0, 1, 2, 3), "pair", ())],
+    ids=["host", "in a V, recomputed", "pair"],
+)  # fmt: skip
+def test_what_moves_counts_as_the_search_counts_it(placement, way, recomputed):
+    """Until it has left, and again from the time when it may begin to come back; on a pair rank in its own size."""
+    layers = (2, 3, 2, 3)
+    saved, _, deferred = activations_of(SHAPE, SETTING).by_stage(layers)
+    inputs = [each if stage in recomputed else 0.0
+              for stage, each in enumerate(activations_of(SHAPE, WHOLE).by_stage(layers)[0])]  # fmt: skip
+    sizes = [inputs[stage] + each if stage in recomputed else each for stage, each in enumerate(saved)]
+    problem = Problem(
+        rank_of_stage=placement, num_microbatches=12, costs=Costs(latency=2.0, swap_out=0.5, evict=0.5), saved=sizes,
+        deferred=deferred, stage_input=inputs, recomputed=frozenset(recomputed), limits=3.2 * max(sizes),
+    )  # fmt: skip
+    found = synthesize(problem, moves=way, rounds=1)
+    assert found.moved
+    demand = demand_of(found.program, check(found.program))
+    assert any(moment.accepted for of_rank in demand.moments for moment in of_rank) == (way == "pair")
+    setting = WHOLE if recomputed else SETTING
+    memory = estimate_memory(SHAPE, setting, TrainingState(), demand, layers=layers)
+    for rank, held in zip(memory, most_held(problem, found.program), strict=True):
+        parts = rank.parts
+        if recomputed:  # with what recomputes make, and the workspace of an I
+            assert held <= parts.activations + parts.deferred + parts.workspace
+        else:
+            assert parts.activations + parts.deferred == pytest.approx(held)
