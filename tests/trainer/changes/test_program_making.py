@@ -181,7 +181,7 @@ def test_a_run_changes_what_it_recomputes(recompute, again):
     ids=["host", "pair"],
 )  # fmt: skip
 def test_a_run_changes_to_one_whose_activations_move(flags, named, moved):
-    """Links are slow, so that a rank should run far ahead, for which it has no room. Bit-equal to what moves nothing."""
+    """Links are slow, so a rank should run far ahead, for which it has no room. Bit-equal to what moves nothing."""
     stages = 4 if V in flags else 2
     costs = Costs(
         forward=[1.0] * stages, backward=[2.0] * stages, backward_input=[1.0] * stages, backward_weight=[1.0] * stages,
