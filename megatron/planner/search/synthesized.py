@@ -7,6 +7,7 @@ says that none of them would be the fastest. Where memory asks for it, they reco
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from megatron.pipeline.check import check
 from megatron.pipeline.program.program import Program
@@ -190,11 +191,12 @@ def _problems(
     # Any microbatches of all stages may be kept, so other sets of stages would only take time.
     sets = [frozenset(), frozenset(range(schedule.num_stages))][: 1 + may_recompute]
     plain = [problem(each, moving=False) for each in sets]
-    moving = [problem(each, moving=True) for each in sets] if ways else []
     problems = [each for each in plain if isinstance(each, Problem)]
     if not problems:
         raise plain[0]
-    return problems, [each for each in moving if isinstance(each, Problem)]
+    # Where activations can move, stages recompute if they do not fit otherwise.
+    moving = (made for each in sets if isinstance(made := problem(each, moving=True), Problem)) if ways else iter(())
+    return problems, list(islice(moving, 1))
 
 
 def sentence(made: Made | None, best: Kept) -> str:
