@@ -5,7 +5,7 @@ activations. `synthesize` searches for the fastest program with the stand-in's p
 fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet. Under
 `--pipeline-recompute` the search also chooses which microbatches of which stages are recomputed. Under
 `--pipeline-weights 2bw` it looks for the shortest period of batches that follow one another, and at that for the least
-memory; a stage then recomputes all microbatches or none.
+memory; a stage then recomputes all microbatches or none. Under `--pipeline-moves` activations may wait elsewhere.
 
 Without a profile there are no costs yet. The job then begins with the fastest named order that keeps the limits, and
 measures itself (`changes/program_making.py`).
