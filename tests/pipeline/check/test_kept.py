@@ -79,7 +79,9 @@ def test_what_is_kept_may_move():
     assert (report.swapped_microbatches, report.peak_on_host, report.peak_saved_microbatches[0]) == ((1, 0), (1, 0), 3)
     assert Program.from_csv(program.to_csv()) == program
     demand = demand_of(program, report)
-    assert (demand.kept_microbatches, demand.recomputed_microbatches) == ((2, 1), (1, 0))
+    assert demand.recomputed_microbatches == (1, 0)
+    assert max(moment.saved[0] for moment in demand.moments[0]) == 3
+    assert max(moment.kept[0] for moment in demand.moments[0]) == 2
 
 
 @pytest.mark.parametrize(
