@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megatron.documents.tables import ranges_of
+
 if TYPE_CHECKING:
     from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 
@@ -61,19 +63,8 @@ def _moves(best: "Synthesis") -> list[tuple[str, str]]:
     if not best.ways:
         return []
     where = "moves" if best.way is None else {"host": "to the host", "pair": "to the pair rank"}[best.way.name]
-    moved = (f"stage {stage}: {_ranges(each)}" for stage, each in best.moved.items())
+    moved = (f"stage {stage}: {ranges_of(each)}" for stage, each in best.moved.items())
     return [(where, "; ".join(moved) or "none is faster")]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, such as 1-5 7."""
-    ranges: list[list[int]] = []
-    for each in numbers:
-        if ranges and each == ranges[-1][-1] + 1:
-            ranges[-1][1:] = [each]
-        else:
-            ranges.append([each])
-    return " ".join("-".join(map(str, each)) for each in ranges)
 
 
 def print_rows(rows: Sequence[tuple[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Printed tables: with lines and colours on a terminal, and plain and uncut in a pipe."""
+"""Printed tables, with lines and colours on a terminal, and plain and uncut in a pipe; and numbers as text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,17 @@ def console(width: int = 10_000, *, highlight: bool = False) -> Console:
 
     plain = not sys.stdout.isatty()
     return Console(width=width if plain else None, no_color=plain or None, highlight=highlight)
+
+
+def ranges_of(numbers: Iterable[int]) -> str:
+    """Ascending numbers as text, such as 1-5 7."""
+    ranges: list[list[int]] = []
+    for each in numbers:
+        if ranges and each == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [each]
+        else:
+            ranges.append([each])
+    return " ".join("-".join(map(str, each)) for each in ranges)
 
 
 def plain_table(

@@ -131,12 +131,15 @@ class Planner:
         layers = (self.model.num_layers // configuration.pipeline,) * configuration.pipeline
         return self.memory_of(configuration, closed_form_demand(least, 1), layers)
 
-    def memory_of(self, configuration: Configuration, demand: Demand, layers: Sequence[int]) -> tuple[RankMemory, ...]:
-        """The memory of each rank for the demand of any program."""
+    def memory_of(
+        self, configuration: Configuration, demand: Demand, layers: Sequence[int], *, recomputes: bool = False
+    ) -> tuple[RankMemory, ...]:
+        """The memory of each rank for the demand of any program. `recomputes`: it recomputes whole stages."""
         software = self.software.of(configuration)
+        setting = software.activation_setting(configuration)
         return estimate_memory(
             self.model,
-            software.activation_setting(configuration),
+            replace(setting, recompute=replace(setting.recompute, whole_stage=True)) if recomputes else setting,
             software.training_state(configuration),
             demand.in_one_buffer if configuration.single_gradient_buffer else demand,
             layers=layers,

@@ -1,20 +1,100 @@
 """The problem of a job's program: its costs, and the memory that weights and buffers leave to activations."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules import Schedule, read_schedule
+from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem
+from megatron.pipeline.synthesis import Problem, Synthesis
+from megatron.pipeline.synthesis.moves import CHOICES, PAIR, ways_of
+from megatron.pipeline.synthesis.moves_bound import bound_with_moves
+from megatron.pipeline.synthesis.problem import ROUNDING, csv_of
+from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
+from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.memory import GIB, RankMemory
 from megatron.planner.memory.recompute import NOTHING, Recompute
 
 STAND_INS = {1: "zb-h1", 2: "zbv"}
 """Number of stages of a rank -> the named schedule that has the stages and the costs of a program with so many."""
+
+
+SecondsOfMoves = Callable[[Sequence[float]], Mapping[str, Sequence[float]]]
+"""Bytes of a microbatch at each stage -> the seconds of its moves, by the names of `Costs`."""
+
+
+def with_moves(demand: Demand, ways: Collection[str]) -> Demand:
+    """Return the demand of a named schedule with what a program made in its place needs to move activations."""
+    every = (True,) * demand.num_ranks
+    return replace(demand, evicts=every, accepts=every if "pair" in ways else demand.accepts)
+
+
+def ways_named(moves: str, rank_of_stage: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of the ways that a choice of moves has for a placement; where stages lie in a V, no pairs."""
+    in_a_v = len(rank_of_stage) > max(rank_of_stage) + 1
+    return tuple(way.name for way in CHOICES[moves] if not (in_a_v and way is PAIR))
+
+
+def fastest_made(
+    problems: Sequence[Problem],
+    moving: Sequence[Problem] = (),
+    *,
+    moves: str = "none",
+    recomputes_some: bool = False,
+    seconds: float,
+) -> tuple[Synthesis, ...]:
+    """Return the fastest program that moves none, and before it one that moves some, if that is faster.
+
+    Args:
+        problems: as for `synthesize_fastest`.
+        moving: the same with less room, since a rank that moves activations needs some of it for that.
+        moves: where these may wait, as for `synthesize`.
+        recomputes_some: as for `synthesize_fastest`. Where activations move, a stage recomputes all microbatches or
+            none.
+        seconds: how long to search in all.
+    """
+    part = seconds / (1 + bool(moving))
+    found = synthesize_fastest(problems, recomputes_some=recomputes_some, seconds=part)
+    if not moving:
+        return (found,)
+    ways = {way for each in moving for way in ways_of(moves, each)}
+    bounds = [bound_with_moves(each, ways_of(moves, each)) for each in moving]
+    bound, bound_from = min((found.bound, found.bound_from), *bounds)
+    found = replace(found, bound=bound, bound_from=bound_from, ways=tuple(sorted(ways, key=lambda way: way.name)))
+    could_win = [
+        each for each, (least, _) in zip(moving, bounds, strict=True) if least < found.seconds * (1 - ROUNDING)
+    ]
+    if not could_win:
+        return (found,)
+    moved = synthesize_fastest(could_win, moves=moves, seconds=part, known=[found])
+    moved = replace(moved, bound=bound, bound_from=bound_from, ways=found.ways)
+    return (moved, found) if moved.way is not None and moved.seconds < found.seconds * (1 - ROUNDING) else (found,)
+
+
+def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:
+    """Return the demand of a named schedule with the receives that any program made in its place may have posted.
+
+    A receive that stands `ahead` computations ahead is there with those of the computations before.
+    """
+    return replace(demand, receives_ahead=tuple(max(each, ahead + 1) for each in demand.receives_ahead))
+
+
+def first_that_fits(found: Sequence[Synthesis], fits: Callable[[Program], bool]) -> Synthesis:
+    """Return the first program that fits, with its receives as far ahead as fits; if none does, the last one."""
+    for each in found:
+        while not (is_fine := fits(each.program)) and each.receives_ahead > 1:
+            ahead = each.receives_ahead - 1
+            program = read_schedule("synthesized", text=csv_of(each.program, ahead)).program
+            seconds = simulate(program, each.problem.costs).makespan
+            each = replace(each, program=program, seconds=seconds, receives_ahead=ahead)
+        if is_fine:
+            break
+    return each
 
 
 def problem_of(
@@ -28,6 +108,7 @@ def problem_of(
     recomputed: frozenset[int] = frozenset(),
     memory: Sequence[RankMemory] | None = None,
     limit: float | None = None,
+    moves: SecondsOfMoves | None = None,
 ) -> Problem:
     """Return the problem whose programs have the stages of a named schedule. Sizes are in GiB.
 
@@ -40,16 +121,24 @@ def problem_of(
         setting: how activations are saved at stages that are not recomputed.
         layers: the number of layers of each stage.
         recomputed: the stages that are recomputed from their input.
-        memory: the memory of each rank under the named schedule.
+        memory: the memory of each rank under the named schedule, for a demand `with_receives`.
         limit: the most GiB that a rank may take; needs `memory`. None: as many microbatches on each rank as there are
             ranks, which 1F1B holds on its first one.
+        moves: what activations that move take; None: they cannot.
 
     Raises:
         ValueError: a rank takes more than the limit without activations, or with those of one microbatch.
     """
     saved, workspace, deferred = activations_of(shape, setting).by_stage(layers)
     inputs, again = _recomputed(shape, setting, layers)
-    saved = [inputs[stage] + again[stage] if stage in recomputed else each for stage, each in enumerate(saved)]
+    if moves is not None:
+        costs = replace(
+            costs, **moves([inputs[stage] if stage in recomputed else each for stage, each in enumerate(saved)])
+        )
+    # Of a recomputed stage any microbatches may be kept, which save no more.
+    saved = [
+        max(each, inputs[stage] + again[stage]) if stage in recomputed else each for stage, each in enumerate(saved)
+    ]
     # What W needs beside saved activations counts from the forward on: more than is held, never less.
     splits = schedule.splits_backward
     whole = (

@@ -249,3 +249,28 @@ def test_the_script_trains_with_a_program_that_is_faster_than_named_schedules(ru
     assert "a program made for" not in notes and not (plan / "auto.csv").exists()
     status, _, error = run(*argv, "--objective", "memory")
     assert status == 1 and "--auto looks for faster programs" in error
+    without = argv[: argv.index("--auto")]
+    status, _, error = run(*without, "--auto-moves", "host")
+    assert status == 1 and "--auto-moves host is for programs; add --auto SECONDS" in error
+
+
+def test_a_program_recomputes_microbatches_where_a_device_asks_for_it(run, tmp_path, monkeypatch):
+    """Named schedules fit if every layer recomputes. In the program one stage recomputes some microbatches, and the
+    script says so; its dry run finds that it fits."""
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.dry_run.dry_run import check_job
+
+    plan = tmp_path / "plan"
+    argv = ["--num-layers", 36, "--hidden-size", 5120, "--num-attention-heads", 40, "--seq-length", 4096,
+            "--vocab-size", 128000, "--global-batch-size", 12, "--cluster", "A100-80", "--nodes", 1,
+            "--gpus-per-node", 4, "--tensor", 1, "--pipeline", 4, "--schedules", "flush,zbv", "--auto", 2,
+            "--json"]  # fmt: skip
+    status, out, _ = run(*argv, "--output", plan)
+    assert status == 0
+    (note,) = (each for each in json.loads(out)["notes"] if "a program made for" in each)
+    assert "faster than the best named schedule" in note and "; it recomputes microbatches of the stages " in note
+    words = stubbed(plan / "best.sh", tmp_path, "--dry-run")
+    assert "--pipeline-recompute" in words and not {"--recompute-granularity"} & {*words}
+    monkeypatch.chdir(plan)
+    result = check_job(parse_args(words[1:]))
+    assert result.verdict.fits and result.args.schedule.recompute

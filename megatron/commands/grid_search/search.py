@@ -88,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--auto", type=command_line.positive, metavar="SECONDS",
                         help="search so long for programs, too, that are faster than the named schedules of the best "
                         "configurations: docs/synthesis.md")  # fmt: skip
+    parser.add_argument("--auto-moves", choices=("none", "host", "pair", "best"), default="none",
+                        help="with --auto: where saved activations of such programs may wait for which a device has no "
+                        "room (default: %(default)s)")  # fmt: skip
     output = parser.add_argument_group("output")
     output.add_argument("--top", type=command_line.count, default=10, metavar="N",
                         help="rows of the table (default: %(default)s)")  # fmt: skip
@@ -102,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             "--auto looks for faster programs, and --objective memory for less memory; leave one of them out"
         )
+    if options.auto is None and options.auto_moves != "none":
+        raise ValueError(f"--auto-moves {options.auto_moves} is for programs; add --auto SECONDS, or leave it out")
     machines = read_cluster(options)
     cluster = machines.cluster
     model = read_model(options, cluster)
@@ -119,7 +124,9 @@ def run(options: argparse.Namespace) -> int:
     if options.auto is not None and outcome.best is not None:
         from megatron.planner.search.synthesized import sentence, synthesized  # other searches start without it
 
-        made = synthesized(outcome.ranking, found.planner_of, seconds=options.auto, refuse=model.job.refusal)
+        made = synthesized(
+            outcome.ranking, found.planner_of, seconds=options.auto, refuse=model.job.refusal, moves=options.auto_moves
+        )
         of_program = sentence(made, outcome.best)
         if made is not None and made.kept.estimate.seconds >= outcome.best.estimate.seconds:
             made = None
@@ -402,7 +409,8 @@ def _write(folder: Path, found: Searched, notes: tuple[str, ...], made: "Made | 
         ]
         best, program = (outcome.best, None) if made is None else (made.kept, PROGRAM)
         script = script_text(
-            job, best, cluster, command=command, others=[*filter(None, others)], program=program
+            job, best, cluster, command=command, others=[*filter(None, others)], program=program,
+            recomputes=made is not None and made.found.program.recompute,
         )  # fmt: skip
         if made is not None:
             write_whole(folder / PROGRAM, made.found.csv)

@@ -37,10 +37,11 @@ def script_text(
     others: Sequence[str] = (),
     topology: str = "topology.yaml",
     program: str | None = None,
+    recomputes: bool = False,
 ) -> str:
     """The script's text. For its head, `command`: that made it; `others`: what there is beside it. `topology`: the
     name of the file beside it that an optimized mapping reads, which `write_topology` writes. `program`: that of the
-    file beside it with a program in place of the schedule."""
+    file beside it with a program in place of the schedule. `recomputes`: this recomputes microbatches."""
     choice, estimate = kept.choice, kept.estimate
     hosts = cluster.gpus_of_hosts
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu
@@ -55,6 +56,8 @@ def script_text(
     )
     delayed = delay_sentence([kept])
     training = [*_others(job), *chosen, *locations.others, *_defaults(job)]
+    if recomputes:
+        training.append(("--pipeline-recompute",))
     if cluster.is_cpu and not any("--distributed-backend" in each for each in training):
         training.append(("--distributed-backend", "gloo"))  # else a dry run counts NCCL's buffers
     what = f"{program} in place of {describe(choice)}" if program else describe(choice)

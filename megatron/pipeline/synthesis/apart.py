@@ -4,37 +4,37 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Generic, TypeVar
 
-from megatron.pipeline.synthesis.problem import Problem
-from megatron.pipeline.synthesis.search import Synthesis
-from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.processes import end_with_parent
+
+Found = TypeVar("Found")
 
 _ASKED, _FOUND, _LOG = "asked", "found", "log"
 
 
-class SearchApart:
+class SearchApart(Generic[Found]):
     """A search that is under way, or over. It ends with this process.
 
     The process has only what this project registers: it does not begin with orders of the user's.
 
     Args:
-        problems: costs and limits, of which the fastest program is searched.
-        seconds: how long to search.
+        search: what finds the result; a function of a module, with arguments that can be pickled.
 
     Raises:
         OSError: the system has no process or no room for one.
     """
 
-    def __init__(self, *problems: Problem, seconds: float) -> None:
+    def __init__(self, search: Callable[[], Found]) -> None:
         self._temporary = TemporaryDirectory(prefix="synthesis-")
         self._folder = Path(self._temporary.name)
         paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
         try:
-            (self._folder / _ASKED).write_bytes(pickle.dumps((problems, seconds)))
+            (self._folder / _ASKED).write_bytes(pickle.dumps(search))
             with open(self._folder / _LOG, "wb") as log:
                 # The process itself asks to end with this one: where this one has threads, no Python may run in a fork.
                 self._process = subprocess.Popen(
@@ -50,7 +50,7 @@ class SearchApart:
     def is_over(self) -> bool:
         return self._process.poll() is not None
 
-    def result(self) -> Synthesis:
+    def result(self) -> Found:
         """Wait for the end, and return what was found.
 
         Raises:
@@ -73,8 +73,7 @@ def _main(folder: Path, parent: int) -> None:
     end_with_parent()
     if os.getppid() != parent:  # which has ended before
         return
-    problems, seconds = pickle.loads((folder / _ASKED).read_bytes())
-    found = pickle.dumps(synthesize_fastest(problems, seconds=seconds))
+    found = pickle.dumps(pickle.loads((folder / _ASKED).read_bytes())())
     (folder / f"{_FOUND}.part").write_bytes(found)
     (folder / f"{_FOUND}.part").rename(folder / _FOUND)
 

@@ -4,20 +4,34 @@ A demand is read from proved programs (`proved_demand`), or computed from the sc
 `schedule_demand` chooses the cheaper of the two that is exact (schedule_demand.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from operator import ge
+from typing import NamedTuple
 
 from megatron.pipeline.program.edges import stages_of
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, MOVES, SWAPS, Instruction, Kind
 
-Moment = tuple[int, ...]
-"""The numbers of microbatches that a rank holds at one time.
 
-The first numbers count, for each stage of the rank in ascending order, the microbatches between F and the end of B or
-I. As many numbers follow, which count for each stage the microbatches between I and the end of W. If the rank
-recomputes, as many again count the microbatches whose activations a stage has recomputed; of a stage that recomputes
-nothing, they say whether a microbatch waits for an I."""
+class Moment(NamedTuple):
+    """The numbers of microbatches that a rank holds at one time, for each of its stages in ascending order.
+
+    Attributes:
+        saved: between F and the end of B or I.
+        deferred: between I and the end of W.
+        recomputed: of these that are saved, recomputed ones behind their R; of a stage that recomputes nothing, whether
+            any is saved. Empty: the rank recomputes nothing.
+        kept: of these that are saved, those that a stage which recomputes others keeps. Empty: there are none.
+        accepted: those of the pair stage. Empty: there are none.
+    """
+
+    saved: tuple[int, ...]
+    deferred: tuple[int, ...]
+    recomputed: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +55,10 @@ class Demand:
         on_host: by rank, microbatches of all its stages whose saved activations are on the host; empty: none.
         boundaries: by rank, if weights live on the host: tensors between stages on the device that wait for another
             stage of the rank or for their recompute; else empty.
-        moments: by rank, if backwards are split: the moments that no other moment dominates in all numbers; else empty.
+        moments: by rank, if backwards are split or the program recomputes only some microbatches: the moments that no
+            other moment dominates in all numbers; else empty.
         num_frozen: the number of frozen stages at the front, which keep only weights.
         unread: by rank, outputs of a frozen stage that the next rank has not read.
-        kept_microbatches: by stage, if the program recomputes only some: microbatches without recompute between their
-            forward and the end of their backward; else empty.
         recomputed_microbatches: by stage, if the program recomputes only some, or several at once: microbatches between
             their recompute and the end of their backward; else empty.
     """
@@ -67,7 +80,6 @@ class Demand:
     moments: tuple[tuple[Moment, ...], ...] = ()
     num_frozen: int = 0
     unread: tuple[int, ...] = ()
-    kept_microbatches: tuple[int, ...] = ()
     recomputed_microbatches: tuple[int, ...] = ()
     repeats_update: bool = False
 
@@ -109,52 +121,96 @@ def _moments_of_both(first: Demand, other: Demand) -> tuple[tuple[Moment, ...], 
         return ()
     found = []
     for rank in range(first.num_ranks):
-        of_rank: list[Moment] = []
-        stages, known = first.stages_of(rank), [each.moments[rank] for each in (first, other) if each.moments]
-        recomputes = any(len(moment) > 2 * len(stages) for moments in known for moment in moments)
+        stages, of_rank = first.stages_of(rank), []
         for each in (first, other):
-            saved = *(each.saved_microbatches[stage] for stage in stages), *(0 for _ in stages)
-            saved += (1,) * len(stages) if recomputes else ()
-            of_rank += each.moments[rank] if each.moments else [saved]
-        found.append(largest_moments(of_rank))
+            saved = tuple(each.saved_microbatches[stage] for stage in stages)
+            of_rank += each.moments[rank] if each.moments else [Moment(saved, (0,) * len(stages))]
+        has = Moment(*(any(numbers) for numbers in zip(*of_rank, strict=True)))
+        found.append(largest_moments(
+            each._replace(
+                recomputed=each.recomputed or (1,) * len(stages) * has.recomputed,
+                kept=each.kept or (0,) * len(stages) * has.kept,
+                accepted=each.accepted or (0,) * len(stages) * has.accepted,
+            )
+            for each in of_rank
+        ))  # fmt: skip
     return tuple(found)
 
 
 def largest_moments(moments: Iterable[Moment]) -> tuple[Moment, ...]:
     """The moments that no other moment dominates in all numbers, in order."""
-    found: list[Moment] = []
-    for moment in sorted(set(moments), key=sum, reverse=True):  # a dominating moment has the larger sum
-        if not any(all(map(ge, other, moment)) for other in found):
-            found.append(moment)
+    found: dict[Moment, tuple[int, ...]] = {}
+    numbers = {moment: tuple(chain.from_iterable(moment)) for moment in moments}
+    for moment in sorted(numbers, key=lambda each: sum(numbers[each]), reverse=True):  # a dominating one has more
+        if not any(all(map(ge, other, numbers[moment])) for other in found.values()):
+            found[moment] = numbers[moment]
     return tuple(sorted(found))
 
 
-def moments_of(row: Iterable[Instruction], stages: Sequence[int]) -> tuple[Moment, ...]:
+def moments_of(
+    row: Iterable[Instruction],
+    stages: Sequence[int],
+    *,
+    keeps: Callable[[int, int], bool] = lambda *_: False,
+    complete: Mapping[int, int] | None = None,
+) -> tuple[Moment, ...]:
     """The `Demand.moments` of the row of a rank with the given stages.
 
-    Activations that a computation frees count until its end. Activations that it leaves count from its end on.
+    Activations that a computation frees count until its end. Activations that it leaves count from its end on. Between
+    what the row has waited for and what it has posted, each number of complete moves is a moment.
+
+    Args:
+        keeps: whether a microbatch of a stage is not recomputed.
+        complete: position -> how many of the row's first moves are complete there; None: it has none.
     """
-    row, count = tuple(row), len(stages)
-    whole = {stage: place for place, stage in enumerate(stages)}
+    row, place = tuple(row), {stage: place for place, stage in enumerate(stages)}
     again = {each.stage: set() for each in row if each.kind is Kind.RECOMPUTE}
-    held, found = [0] * (2 * count), []
+    saved, deferred, kept, accepted = ([0] * len(stages) for _ in range(4))
+    keeps_some = any(each.kind is Kind.FORWARD and each.stage in again and keeps(each.stage, each.microbatch)
+                     for each in row)  # fmt: skip
+    accepts = any(each.kind.row.of_pair for each in row)
+    moves: deque[Instruction] = deque()  # that may be under way
+    num_complete, found = 0, []
 
-    def moment() -> Moment:
-        made = (len(again[stage]) if stage in again else int(held[place] > 0) for stage, place in whole.items())
-        return (*held, *made) if again else tuple(held)
+    def save(each: Instruction, change: int) -> None:
+        saved[place[each.stage]] += change
+        if keeps_some and each.stage in again and keeps(each.stage, each.microbatch):
+            kept[place[each.stage]] += change
 
-    for each in row:
-        if each.kind is Kind.FORWARD:
-            held[whole[each.stage]] += 1
-            continue
-        if each.kind is Kind.RECOMPUTE:
-            again[each.stage].add(each.microbatch)
+    def move(each: Instruction, sign: int = 1) -> None:
+        if each.kind.row.of_pair:
+            accepted[place[each.stage]] += sign * each.kind.row.saved
+        else:
+            save(each, sign * each.kind.row.saved)
+
+    def note() -> None:
+        for number in range(len(moves) + 1):
+            if number:
+                move(moves[number - 1])
+            made = (len(again[stage]) if stage in again else int(saved[at] > 0) for stage, at in place.items())
+            found.append(Moment(
+                tuple(saved), tuple(deferred), tuple(made) if again else (), tuple(kept) if keeps_some else (),
+                tuple(accepted) if accepts else (),
+            ))  # fmt: skip
+        for each in moves:
+            move(each, -1)
+
+    for position, each in enumerate(row):
+        for _ in range(num_complete, (complete or {}).get(position, 0)):
+            move(moves.popleft())
+            num_complete += 1
         begins, ends = each.kind in BEGINS_BACKWARD, each.kind in ENDS_BACKWARD
-        if begins or ends:
-            found.append(moment())
+        if each.kind is Kind.FORWARD:
+            save(each, 1)
+        elif each.kind is Kind.RECOMPUTE:
+            again[each.stage].add(each.microbatch)
+        elif each.kind in MOVES | SWAPS:
+            moves.append(each)
+        if begins or ends or complete:
+            note()
         if begins:
-            held[whole[each.stage]] -= 1
+            save(each, -1)
             again.get(each.stage, set()).discard(each.microbatch)
         if begins != ends:
-            held[whole[each.stage] + count] += 1 if begins else -1
+            deferred[place[each.stage]] += 1 if begins else -1
     return largest_moments(found)

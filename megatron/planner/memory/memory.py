@@ -26,13 +26,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from operator import add, attrgetter, mul
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from megatron.documents.tables import plain_table
 from megatron.pipeline.communicators import Communicator, chain_of_rank, links_of_rank, move_link_of_rank
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.lane_order import Pairs
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand
@@ -53,7 +52,7 @@ from megatron.planner.memory.parameters import (
     stage_matrices,
     stage_parameters,
 )
-from megatron.planner.memory.recompute import NOTHING
+from megatron.planner.memory.saved import saved_on_rank, sizes_of_stages
 from megatron.planner.memory.unquantized import unquantized_matrices
 
 if TYPE_CHECKING:
@@ -214,26 +213,7 @@ def estimate_memory(
     parameters = stage_parameters(shape, setting.tensor, layers, setting.expert_degrees)
     of_experts = stage_expert_parameters(shape, layers, setting.expert_degrees)
     further = shape.further_of_stages(len(layers))
-    saved, workspace, deferred = activations.by_stage(layers)
-    kept_whole = [0.0] * len(layers)  # beside what is counted for a recomputed microbatch
-    if demand.kept_microbatches:
-        plain = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
-        of_plain = activations_of(shape, plain).by_stage(layers)
-        for stage, (number, recomputed) in enumerate(
-            zip(demand.kept_microbatches, demand.recomputed_microbatches, strict=True)
-        ):
-            if recomputed:
-                kept_whole[stage] = number * (of_plain[0][stage] - saved[stage])
-            else:
-                saved[stage], workspace[stage], deferred[stage] = (part[stage] for part in of_plain)
-    # Where some are recomputed, what moves is what is kept.
-    numbers = demand.kept_microbatches or (0,) * len(layers)
-    more = [whole / number if whole else 0.0 for whole, number in zip(kept_whole, numbers, strict=True)]
-    moved = list(map(add, saved, more))
-    again = [0.0] * len(layers)  # the part of the workspace that each recomputed microbatch has
-    if setting.recompute.whole_stage:
-        nothing = activations_of(shape, replace(setting, recompute=NOTHING)).by_stage(layers)[1]
-        again = [more - less for more, less in zip(workspace, nothing, strict=True)]
+    sizes = sizes_of_stages(shape, setting, layers, demand)
     boundary = activations.boundary
     one_layer = activations.workspace(1, is_first=False, is_last=False)  # held by a forward that saves nothing
     embedding = shape.vocabulary_size // setting.tensor * shape.hidden_size
@@ -257,8 +237,8 @@ def estimate_memory(
         sides = _num_sides(stages, demand.rank_of_stage)
         unread = demand.unread[rank] if demand.num_frozen else 0
         trained = [stage for stage in stages if stage >= demand.num_frozen]
-        largest_saved = max((saved[stage] for stage in trained), default=0.0)
-        largest_moved = max((moved[stage] for stage in trained), default=0.0)
+        largest_saved = max((sizes.saved[stage] for stage in trained), default=0.0)
+        largest_moved = max((sizes.moved[stage] for stage in trained), default=0.0)
         moving = largest_moved if demand.evicts[rank] else 0.0
         in_a_forward = one_layer if len(trained) < len(stages) else 0.0
         copies, predicts = 0.0, demand.predicts[rank]
@@ -270,12 +250,7 @@ def estimate_memory(
             copies = state.prediction(count, largest=largest, experts=experts)
             if demand.repeats_update:
                 copies = state.last_update(count, experts=experts)
-        at_once = demand.recomputed_microbatches or (1,) * len(layers)
-        recomputed = [workspace[each] + max(0, at_once[each] - 1) * again[each] for each in trained]
-        whole, between = _saved_on_rank(rank, saved, moved, demand), 0.0
-        if demand.moments:
-            whole, between, *recomputed = _together_on_rank(rank, saved, deferred, workspace, again, demand)
-        whole += sum(kept_whole[stage] for stage in trained)
+        saved = saved_on_rank(rank, sizes, demand)
         step = state.copies_in_step(count, num_versions=versions, experts=experts)
         own_matrices = sum(matrices[stage] for stage in trained)
         iterating = state.muon.bytes_of_step(shape, setting.tensor, setting.expert_degrees) if state.muon else 0.0
@@ -289,9 +264,9 @@ def estimate_memory(
             - step
             + state.kept_state(count)
             + (iterating if versions > 1 else 0.0),
-            activations=whole,
-            deferred=between,
-            workspace=max(copies, in_a_forward, *recomputed),
+            activations=saved.activations,
+            deferred=saved.deferred,
+            workspace=max(copies, in_a_forward, saved.workspace),
             transfers=(demand.receives_ahead[rank] + sides + unread) * boundary * _outputs(shape, stages, further)
             + moving,
             communicators=communicators[rank],
@@ -355,53 +330,6 @@ def _num_sides(stages: Sequence[int], rank_of_stage: Sequence[int]) -> int:
         for stage, others in zip(stages, beside, strict=True)
     ]
     return min(filter(None, sides), default=0)
-
-
-def _saved_on_rank(rank: int, saved: Sequence[float], moved: Sequence[float], demand: Demand) -> float:
-    """Bytes of the microbatches that a rank holds, within the checker's limits for each stage and for the rank.
-
-    Microbatches from the paired rank have the size of its stage. The largest microbatches are counted first.
-    """
-    sizes, pairs = [], Pairs(demand.rank_of_stage, demand.num_frozen)
-    for stage in demand.stages_of(rank):
-        peak = demand.saved_microbatches[stage]
-        sizes.append((saved[stage], min(peak, demand.own_microbatches[stage])))
-        if demand.accepts[rank]:
-            sizes.append((moved[pairs.of_stage(stage)], peak))
-    total, left = 0.0, demand.saved_on_rank[rank]
-    for size, peak in sorted(sizes, reverse=True):
-        taken = min(peak, left)
-        total, left = total + taken * size, left - taken
-    return total
-
-
-def _together_on_rank(
-    rank: int,
-    saved: Sequence[float],
-    deferred: Sequence[float],
-    workspace: Sequence[float],
-    again: Sequence[float],
-    demand: Demand,
-) -> tuple[float, float, float]:
-    """Bytes that wait for an I and for a W, at the moment when their sum is largest, and the increase of the peak by
-    the workspace of an I.
-
-    At a moment when no microbatch of a stage waits for an I, the stage adds no workspace: a W recomputes nothing. So it
-    is with activations that are recomputed, which count from R on.
-    """
-    stages = demand.stages_of(rank)
-    sizes = [saved[stage] for stage in stages], [deferred[stage] for stage in stages]
-    found, totals = [], []
-    for moment in demand.moments[rank]:
-        count = len(stages)
-        numbers = moment[:count], moment[count : 2 * count]
-        held = [sum(map(mul, *each)) for each in zip(numbers, sizes, strict=True)]
-        at_work = [workspace[each] - again[each] for each, number in zip(stages, numbers[0], strict=True) if number]
-        made = zip(stages, moment[2 * count :] or [number > 0 for number in numbers[0]], strict=True)
-        found.append(held)
-        totals.append(sum(held) + sum(number * again[stage] for stage, number in made) + max(at_work, default=0.0))
-    whole, between = max(found, key=sum)
-    return whole, between, max(totals) - whole - between
 
 
 def memory_table(memory: Sequence[RankMemory], *, plain: bool) -> Table:

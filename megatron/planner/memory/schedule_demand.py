@@ -17,13 +17,21 @@ with the same demand as a large one, since a pipeline treats many microbatches a
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import accumulate
 
 from megatron.pipeline.check import CheckReport, check, check_periodic
-from megatron.pipeline.check.row_memory import most_held
 from megatron.pipeline.program.edges import stages_by_rank
-from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
-from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD
+from megatron.pipeline.program.instruction import (
+    BEGINS_BACKWARD,
+    ENDS_BACKWARD,
+    MOVES,
+    SWAPS,
+    Instruction,
+    Kind,
+    Tensor,
+)
+from megatron.pipeline.program.lane_order import DEVICE, RELOADED_AHEAD, MoveOrder, awaited_in_lanes
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import PipelineSchedule, Schedule
 from megatron.pipeline.schedules.interleaved import Interleaved, Relay
@@ -93,7 +101,7 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
     return Demand(
         rank_of_stage=program.rank_of_stage,
         saved_microbatches=report.peak_saved_microbatches,
-        own_microbatches=_own_microbatches(program.rows, program),
+        own_microbatches=_own_microbatches(program),
         saved_on_rank=report.peak_saved_on_rank,
         live_versions=tuple(max(versions[stage] for stage in program.stages_of(rank)) for rank in ranks),
         gradient_buffers=tuple(_gradient_buffers(program, rank) for rank in ranks),
@@ -106,36 +114,42 @@ def demand_of(program: Program, report: CheckReport) -> Demand:
         on_host=report.peak_on_host,
         accepts=tuple(any(evicts) and evicts[program.pairs.of_rank(rank)] for rank in ranks),
         boundaries=report.peak_boundaries_on_rank,
-        moments=tuple(moments_of(program.rows[rank], program.stages_of(rank)) for rank in ranks)
-        if any(report.peak_deferred_microbatches)
+        moments=tuple(
+            moments_of(
+                program.rows[rank],
+                program.stages_of(rank),
+                keeps=lambda stage, microbatch: not program.is_recomputed(stage, microbatch),
+                complete=_complete_moves(program, rank),
+            )
+            for rank in ranks
+        )
+        if any(report.peak_deferred_microbatches) or keeps_some
         else (),
         num_frozen=program.graph.num_frozen,
         unread=tuple(_unread(program, rank) for rank in ranks) if program.graph.num_frozen else (),
-        kept_microbatches=tuple(map(partial(_most_kept, program), range(program.num_stages))) if keeps_some else (),
         recomputed_microbatches=report.peak_recomputed_microbatches
         if keeps_some or max(report.peak_recomputed_microbatches) > 1
         else (),
     )
 
 
-def _most_kept(program: Program, stage: int) -> int:
-    """The most microbatches that a stage holds and does not recompute, without those that are away."""
-    if stage < program.graph.num_frozen:
-        return 0
+def _complete_moves(program: Program, rank: int) -> dict[int, int]:
+    """Position in a row -> how many of the row's first moves, or copies of activations, are complete there."""
+    row = program.rows[rank]
+    if any(each.kind in SWAPS for each in row):
+        number = list(accumulate(each.kind in SWAPS for each in row))
+        lanes = awaited_in_lanes(row, program.rank_of_stage)
+        return {position: max(number[each] for each in needed) for position, needed in lanes.items()}
+    if any(each.kind in MOVES for each in row):
+        order = MoveOrder(num_frozen=program.graph.num_frozen)
+        return {position: order.awaited(each) for position, each in enumerate(row)}
+    return {}
 
-    def change(each: Instruction) -> tuple[int, int]:
-        word = each.kind.row
-        counts = word.saved and each.stage == stage and not word.of_pair
-        number = word.saved if counts and not program.is_recomputed(stage, each.microbatch) else 0
-        return (max(number, 0), max(-number, 0)) if each.kind.is_computation else (number, 0)
 
-    return int(most_held(program.rows[program.rank_of_stage[stage]], program.rank_of_stage, change))
-
-
-def _own_microbatches(rows: Rows, program: Program) -> tuple[int, ...]:
+def _own_microbatches(program: Program) -> tuple[int, ...]:
     held, peaks = [0] * program.num_stages, [0] * program.num_stages
     first_trained = program.graph.num_frozen
-    for instruction in (each for row in rows for each in row):
+    for instruction in (each for row in program.rows for each in row):
         if instruction.kind is Kind.FORWARD and instruction.stage >= first_trained:
             held[instruction.stage] += 1
             peaks[instruction.stage] = max(peaks[instruction.stage], held[instruction.stage])

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
@@ -117,6 +117,20 @@ class FirstPrinciples:
             evict=self._moves(configuration, layers, links, schedule),
             reduce_embed=self._embedding(configuration, links, schedule),
         )  # fmt: skip
+
+    def moves(
+        self, configuration: Configuration, sizes: Sequence[float], ways: Collection[str]
+    ) -> dict[str, list[float]]:
+        """Return the seconds of moves as `CostModel.moves` does."""
+        found = {}
+        if "host" in ways:
+            found["swap_out"] = [each / self._rates.to_host for each in sizes]
+        if "pair" in ways:
+            schedule = configuration.pipeline_schedule(tied_embeddings=self.model.shares_embedding)
+            links = self._links_of(configuration, (1,) * len(sizes), schedule)
+            rates = [self._rates.of_link(links.pairs[rank], links) for rank in schedule.rank_of_stage]
+            found["evict"] = [each / rate for each, rate in zip(sizes, rates, strict=True)]
+        return found
 
     # --- without a pipeline
 

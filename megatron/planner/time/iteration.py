@@ -9,7 +9,7 @@ without an event graph is simulated. A long batch is extrapolated from batches w
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -52,6 +52,20 @@ class CostModel(Protocol):
 
         Raises:
             ValueError: the configuration cannot be predicted, with the reason.
+        """
+        ...
+
+    def moves(
+        self, configuration: Configuration, sizes: Sequence[float], ways: Collection[str]
+    ) -> dict[str, list[float]]:
+        """Return the seconds of moves of saved activations, as `Costs` names them.
+
+        Args:
+            sizes: bytes of a microbatch at each stage.
+            ways: `host`, `pair`: where they may go.
+
+        Raises:
+            ValueError: such moves cannot be predicted, with the reason.
         """
         ...
 

@@ -12,7 +12,7 @@ shares, and repeat. If the share is s_k, and the work would take T_k with k rank
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 
 from megatron.pipeline.program.instruction import BUSY, Instruction
@@ -177,6 +177,18 @@ class ProfiledCosts:
         return settle(
             program, at_work, lambda times: self._table(configuration, layers, times), batches=range(around, around + 1)
         )
+
+    def moves(
+        self, configuration: Configuration, sizes: Sequence[float], ways: Collection[str]
+    ) -> dict[str, list[float]]:
+        """Return the seconds of moves as `CostModel.moves` does, to the host while all processes copy."""
+        found = {}
+        if "host" in ways:
+            for name, direction in (("swap_out", "from device"), ("swap_in", "to device")):
+                found[name] = [self._blocks.copy(direction, each, working=configuration.num_gpus) for each in sizes]
+        if "pair" in ways:
+            found["evict"] = list(map(self._blocks.transfer, sizes))
+        return found
 
     def _refuse(self, configuration: Configuration) -> None:
         if configuration.context > 1 or configuration.expert > 1:

@@ -22,20 +22,26 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis import Problem
 from megatron.pipeline.synthesis.apart import SearchApart
 from megatron.planner.memory.encoder_decoder import activations_of
+from megatron.planner.synthesis import ways_named
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.platform import require_hardware_queues
-from megatron.trainer.arguments.rules.schedule import made_or_read
+from megatron.trainer.arguments.rules.schedule import made_or_read, settled_schedule
 from megatron.trainer.changes.change import collect, end_engine
-from megatron.trainer.changes.times import measured_costs
+from megatron.trainer.changes.times import measure_copies, measured_costs
 from megatron.trainer.plan import auto_program, from_flags
+from megatron.trainer.plan.auto_costs import MeasuredHere
+from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of
 from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up.run import Run, build_engine
 
 MADE = 2
 """Stop request: the program is there. All ranks drain after this batch, and the run goes on."""
+_COPIED_BYTES = 8 << 20
+"""The size of the copy to the host that is measured."""
 _PARTS = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward_input", "W": "backward_weight"}
 
 
@@ -51,6 +57,8 @@ class ProgramInMaking:
         self._num_measured = args.pipeline_measured_batches
         self._measured_at = first + 1 + self._num_measured
         self._search: SearchApart | None = None  # on rank 0
+        self._costs_of: MeasuredHere | None = None
+        self._problems: list[Problem] = []  # that it is for, on rank 0
         self._failure: str | None = None  # of the search, on rank 0
         self._is_made = False
 
@@ -91,16 +99,20 @@ class ProgramInMaking:
     def _begin_to_search(self, run: Run) -> None:
         sent = activations_of(from_flags.architecture(run.args), from_flags.activation_setting(run.args)).boundary
         costs = measured_costs(run.engine, num_batches=self._num_measured, num_bytes=sent)
+        to_host = "host" in ways_named(run.args.pipeline_moves, run.args.schedule.rank_of_stage)
+        self._costs_of = MeasuredHere(costs, *(measure_copies(_COPIED_BYTES) if to_host else ()))
+        copied = f", a copy to the host at {1e-9 / self._costs_of.to_host:.3g} GB/s" if to_host else ""
         transfer = 1000 * (costs.latency + costs.forward_bytes / costs.bandwidth)
         run.reporter.say(
             f"{AUTO}: measured in iterations {run.iteration - self._num_measured + 1} to {run.iteration}, in ms of a "
-            f"microbatch by stage: {', '.join(_described(costs))}, and {transfer:.3g} of a transfer; the search "
-            f"takes up to {run.args.pipeline_synthesis_seconds:g} s, and training goes on"
+            f"microbatch by stage: {', '.join(_described(costs))}, and {transfer:.3g} of a transfer{copied}; the "
+            f"search takes up to {run.args.pipeline_synthesis_seconds:g} s, and training goes on"
         )
         if dist.get_rank() == 0:
             try:
-                problems = auto_program.measured_problems(run.args, costs)
-                self._search = SearchApart(*problems, seconds=run.args.pipeline_synthesis_seconds)
+                self._problems = problems_of(run.args, self._costs_of)
+                moving = moving_problems_of(run.args, self._costs_of)
+                self._search = SearchApart(search_of(run.args, self._problems, moving))
             except (ValueError, OSError) as error:
                 self._failure = str(error)
 
@@ -109,7 +121,7 @@ class ProgramInMaking:
         if self._failure is not None:
             return None, self._failure
         try:
-            return auto_program.faster(args, self._search.result()), None
+            return auto_program.faster(args, self._costs_of, self._search.result(), self._problems), None
         except ValueError as error:
             return None, str(error)
 
@@ -162,6 +174,7 @@ def _with_program(args: TrainConfig, made: MadeProgram) -> TrainConfig:
     program = made_or_read(args)
     assert tuple(program.rank_of_stage) == tuple(args.schedule.rank_of_stage)
     args = replace(args, program=program, schedule=program, pipeline_program_sha256=program.sha256)
+    args = replace(args, moves_activations=settled_schedule(args)[1])
     if args.distributed_backend == "nccl":
         require_hardware_queues(args, os.environ)
     return args

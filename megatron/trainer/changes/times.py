@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import backend
+from megatron.backend.streams import streams_of
 from megatron.elastic.stages import Stages
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.runtime.contract.trace import COMPUTE
@@ -174,6 +175,29 @@ def measure_links(num_bytes: float) -> LinkTimes:
     least, most = _seconds(4), _seconds(size)
     steps = 2 * (num_ranks - 1)
     return LinkTimes(least / steps, max(0.0, most - least) / (steps / num_ranks * size))
+
+
+def measure_copies(num_bytes: int) -> tuple[float, float]:
+    """Measure the seconds of a byte's copy to the host and back, while all ranks copy; those of the slowest rank.
+
+    Collective: every rank must call it. Precondition: the pipeline is drained.
+    """
+    here = torch.zeros(num_bytes, dtype=torch.uint8, device=backend.device())
+    there = streams_of(here.device).host_buffer((num_bytes,), torch.uint8)
+    own = []
+    for target, source in ((there, here), (here, there)):
+        found = []
+        for _ in range(1 + _REPEATS):
+            dist.barrier()
+            begin = time.perf_counter()
+            target.copy_(source)
+            here[0].item()  # waits for a device to finish
+            found.append(time.perf_counter() - begin)
+        own.append(statistics.median(found[1:]) / num_bytes)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own, group=control_group())
+    out, back = map(max, zip(*gathered, strict=True))
+    return out, back
 
 
 def _seconds(num_bytes: int) -> float:

@@ -2,7 +2,7 @@
 job itself."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +22,17 @@ class CostsOf(Protocol):
 
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
         """Return the costs of a job with as many layers on its stages. Raises ValueError if they do not fit the job."""
+
+    def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
+        """Return the seconds of moves of saved activations, by the names of `Costs`.
+
+        Args:
+            ways: `host`, `pair`: where they may go.
+            sizes: bytes of a microbatch at each stage.
+
+        Raises:
+            ValueError: there are no such times.
+        """
 
     def with_vocabulary(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the number of rows of its embedding."""
@@ -43,15 +54,35 @@ class Assumed:
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
         return Costs(forward=list(map(float, layers)), backward=[2.0 * each for each in layers])
 
+    def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
+        raise AssertionError("a job begins without moves")
+
 
 @dataclass(frozen=True)
 class MeasuredHere:
-    """The costs of a job that has measured itself."""
+    """The costs of a job that has measured itself.
+
+    Attributes:
+        costs: those of computations and transfers.
+        to_host, from_host: seconds of a byte's copy.
+    """
 
     costs: Costs
+    to_host: float = 0.0
+    from_host: float = 0.0
 
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
         return self.costs
+
+    def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
+        found = {}
+        if "host" in ways:
+            found["swap_out"], found["swap_in"] = (
+                [each * byte for each in sizes] for byte in (self.to_host, self.from_host)
+            )
+        if "pair" in ways:
+            found["evict"] = [self.costs.latency + each / self.costs.bandwidth for each in sizes]
+        return found
 
     def with_vocabulary(self, config: TrainConfig) -> TrainConfig:
         return config
@@ -79,6 +110,9 @@ class _Measured:
             raise ValueError(f"--pipeline-profile {self.path} has no times of {missing}; measure a run that has them")
         return costs
 
+    def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
+        raise AssertionError("a timeline has no copies")
+
 
 @dataclass(frozen=True)
 class _Profiled:
@@ -88,28 +122,28 @@ class _Profiled:
     profile: Profile
 
     def __call__(self, config: TrainConfig, layers: Sequence[int]) -> Costs:
-        shape = from_flags.architecture(self.with_vocabulary(config))
-        configuration = Configuration(
-            tensor=config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size,
-            data=config.data_parallel_size, virtual=config.virtual_pipeline_model_parallel_size or 1,
-            micro_batch_size=config.micro_batch_size, global_batch_size=config.global_batch_size,
-            recompute=_scope(config), schedule=config.pipeline_schedule, layers=tuple(layers),
-            sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
-            distributed_optimizer=config.use_distributed_optimizer, context=config.context_parallel_size,
-            expert=config.expert_model_parallel_size,
-        )  # fmt: skip
         try:
-            return ProfiledCosts(self.profile, shape, from_flags.software(config)).costs(configuration, layers)
+            return self._costs(config).costs(_configuration(config, layers), layers)
         except ValueError as error:
             raise ValueError(f"--pipeline-profile {self.path}: {error}") from error
+
+    def of_moves(self, config: TrainConfig, ways: Collection[str], sizes: Sequence[float]) -> dict[str, list[float]]:
+        try:
+            return self._costs(config).moves(_configuration(config), sizes, ways)
+        except ValueError as error:
+            raise ValueError(f"--pipeline-profile {self.path}: {error}") from error
+
+    def _costs(self, config: TrainConfig) -> ProfiledCosts:
+        shape = from_flags.architecture(self.with_vocabulary(config))
+        return ProfiledCosts(self.profile, shape, from_flags.software(config))
 
     def with_vocabulary(self, config: TrainConfig) -> TrainConfig:
         rows = shape_of(self.profile, num_layers=1, tensor=config.tensor_model_parallel_size).vocabulary_size
         return replace(config, padded_vocab_size=rows)
 
 
-def costs_of_file(path: str) -> CostsOf:
-    """Return what reads the costs from a file of either kind. Raises ValueError."""
+def costs_of_file(path: str, *, moves: str = "none") -> CostsOf:
+    """Return what reads the costs from a file of either kind. Raises ValueError, also where it has none of `moves`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -120,7 +154,24 @@ def costs_of_file(path: str) -> CostsOf:
         ) from error
     if isinstance(content, dict) and "machine" in content:
         return _Profiled(path, load_profile(path))
+    if moves != "none":
+        raise ValueError(
+            f"--pipeline-moves {moves} needs the times of copies, and --pipeline-profile {path} is a timeline, which "
+            "has none; give a profile of tools/profile_model.py, or leave --pipeline-profile out"
+        )
     return _Measured(path, Timeline.load(path))
+
+
+def _configuration(config: TrainConfig, layers: Sequence[int] | None = None) -> Configuration:
+    return Configuration(
+        tensor=config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size,
+        data=config.data_parallel_size, virtual=config.virtual_pipeline_model_parallel_size or 1,
+        micro_batch_size=config.micro_batch_size, global_batch_size=config.global_batch_size,
+        recompute=_scope(config), schedule=config.pipeline_schedule, layers=layers and tuple(layers),
+        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        distributed_optimizer=config.use_distributed_optimizer, context=config.context_parallel_size,
+        expert=config.expert_model_parallel_size,
+    )  # fmt: skip
 
 
 def _scope(config: TrainConfig) -> RecomputeScope:

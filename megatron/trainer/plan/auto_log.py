@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from megatron.documents.tables import ranges_of
+from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.plan.auto_costs import numbers
@@ -28,6 +30,10 @@ def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
     )
     if may_recompute:
         yield _recomputed(best.problem)
+    if best.ways:
+        moved = ", ".join(f"stage {stage} {ranges_of(each)}" for stage, each in best.moved.items())
+        to = "" if best.way is None else {"host": " to the host", "pair": " to the pair rank"}[best.way.name]
+        yield f"{AUTO}: moved{to}: {moved or 'nothing'}"
     named = "no named order keeps the limits"
     if best.named is not None:
         named = f"{best.named[0]} takes {_ms(best.named[1])}"
@@ -70,6 +76,18 @@ def _stages(problem: Problem) -> str:
     return place + ("" if problem.splits else ", whole backwards")
 
 
+def recomputed_microbatches(problem: Problem) -> dict[int, list[int]]:
+    """Stage -> the microbatches of a batch that it recomputes; stages without any are left out."""
+    kept = {*problem.kept}
+    return {
+        stage: [each for each in range(problem.num_microbatches) if Kept(stage, each) not in kept]
+        for stage in problem.num_recomputed
+    }
+
+
 def _recomputed(problem: Problem) -> str:
-    stages = numbers(sorted(problem.recomputed))
-    return f"{AUTO}: {f'the stages {stages} are' if stages else 'no stage is'} recomputed"
+    parts = (
+        f"stage {stage} {'all microbatches' if len(again) == problem.num_microbatches else ranges_of(again)}"
+        for stage, again in recomputed_microbatches(problem).items()
+    )
+    return f"{AUTO}: recomputed: {', '.join(parts) or 'nothing'}"

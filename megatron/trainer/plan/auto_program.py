@@ -3,8 +3,9 @@
 A stand-in is the same job under a named schedule. It tells the stages, their costs and the memory of everything but
 activations. `synthesize` searches for the fastest program with the stand-in's placement, for each stand-in, and the
 fastest of these is the job's. Rank 0 makes it, and the others read it from the store by which the ranks meet. Under
-`--pipeline-recompute` the search also chooses which stages are recomputed. Under `--pipeline-weights 2bw` it looks for
-the shortest period of batches that follow one another, and at that for the least memory.
+`--pipeline-recompute` the search also chooses which microbatches of which stages are recomputed. Under
+`--pipeline-weights 2bw` it looks for the shortest period of batches that follow one another, and at that for the least
+memory; a stage then recomputes all microbatches or none. Under `--pipeline-moves` activations may wait elsewhere.
 
 Without a profile there are no costs yet. The job then begins with the fastest named order that keeps the limits, and
 measures itself (`changes/program_making.py`).
@@ -23,24 +24,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.documents.files import write_whole
+from megatron.documents.tables import ranges_of
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize, synthesize_steady
 from megatron.pipeline.synthesis.search import bubble
-from megatron.pipeline.synthesis.several import recomputed_sets, synthesize_fastest
-from megatron.planner.memory.memory import estimate_memory
-from megatron.planner.memory.schedule_demand import proved_demand
-from megatron.planner.synthesis import STAND_INS, problem_of
+from megatron.planner.synthesis import STAND_INS
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.arguments.flags.specification import name_of
 from megatron.trainer.arguments.platform import Platform
+from megatron.trainer.arguments.rules.experts import moved_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
-from megatron.trainer.plan import from_flags
-from megatron.trainer.plan.auto_costs import Assumed, CostsOf, MeasuredHere, costs_of_file
-from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady
+from megatron.trainer.plan.auto_costs import Assumed, CostsOf, costs_of_file
+from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady, recomputed_microbatches
+from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +52,7 @@ _ASKED = (
     "pipeline_model_parallel_layout", "pipeline_memory_limit", "micro_batch_size", "global_batch_size", "num_layers",
     "hidden_size", "ffn_hidden_size", "num_experts", "seq_length", "fp16", "bf16", "recompute_granularity",
     "recompute_method", "recompute_num_layers", "recompute_modules", "pipeline_recompute", "pipeline_weights",
+    "pipeline_moves",
     "use_distributed_optimizer", "optimizer",
 )  # fmt: skip
 """Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
@@ -76,7 +76,7 @@ def require(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> None
     """Raise ValueError for a job for which no program can be made, as far as flags and the file of costs tell."""
     _stand_ins(args, world_size=world_size, rank=rank)
     if rank == 0 and args.pipeline_profile is not None:
-        costs_of_file(args.pipeline_profile)
+        costs_of_file(args.pipeline_profile, moves=args.pipeline_moves)
 
 
 def make(
@@ -107,14 +107,16 @@ def make(
             return kept
         lines.append(line)
     measures = args.pipeline_profile is None
-    costs_of = Assumed() if measures else costs_of_file(args.pipeline_profile)
-    problems, refusal = [], None
+    costs_of = Assumed() if measures else costs_of_file(args.pipeline_profile, moves=args.pipeline_moves)
+    problems, configs, refusal = [], {}, None
     for like in likes:
         if problems and like.pipeline_schedule == _WHOLE:
             break
         try:
             resolve_platform(like, platform)
-            problems += _problems(settled(like), costs_of)
+            config = settled(like)
+            problems += problems_of(config, costs_of)
+            configs[tuple(config.schedule.rank_of_stage)] = config
         except ValueError as error:
             refusal = refusal or error
     if not problems:
@@ -126,12 +128,13 @@ def make(
             f"{args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
         )
         return MadeProgram(begin.csv, (*lines, line), _certificate(asked, begin), measures=True)
-    weights, seconds = weight_policy(args.pipeline_weights), args.pipeline_synthesis_seconds
+    weights = weight_policy(args.pipeline_weights)
     if weights.drains:
-        best = synthesize_fastest(problems, seconds=seconds)
+        moving = [each for config in configs.values() for each in moving_problems_of(config, costs_of)]
+        best = within_limit(configs, costs_of, search_of(args, problems, moving)())
     else:
-        best = _fastest_steady(problems, weights, seconds)
-    return MadeProgram(best.csv, (*lines, *_lines(args, best)), _certificate(asked, best))
+        best = _fastest_steady(problems, weights, args.pipeline_synthesis_seconds)
+    return MadeProgram(best.csv, (*lines, *_lines(args, best)), _certificate(asked, best, problems))
 
 
 def _fastest_steady(problems: Sequence[Problem], weights: WeightPolicy, seconds: float) -> Steady:
@@ -143,43 +146,45 @@ def _fastest_steady(problems: Sequence[Problem], weights: WeightPolicy, seconds:
     return replace(best, bound=bound, bound_from=bound_from)
 
 
-def measured_problems(config: TrainConfig, costs: Costs) -> list[Problem]:
-    """Return the problems of a run that has measured itself: the stages and limits of what it runs, with these costs.
-
-    There are several where it may recompute. Raises ValueError.
-    """
-    return _problems(config, MeasuredHere(costs))
-
-
-def faster(config: TrainConfig, found: Synthesis) -> MadeProgram:
+def faster(
+    config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis], problems: Sequence[Problem]
+) -> MadeProgram:
     """Return what a run goes on with for the costs that it has measured.
 
-    That is what was found, or where this is no faster by these costs, the program with which the run began.
+    That is what was found for the problems, or where this is no faster by these costs, the program with which the run
+    began.
     """
+    found = within_limit({tuple(config.schedule.rank_of_stage): config}, costs_of, found)
     problem, begun = found.problem, config.made_program
     seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
     now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
     if found.seconds < seconds * (1 - _ROUNDING):
         lines = (*_lines(config, found), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
-        return MadeProgram(found.csv, lines, _certificate(was["asked"], found))
+        return MadeProgram(found.csv, lines, _certificate(was["asked"], found, problems))
     about = ("bound", "bound_from", "bound_holds_for", "best_registered_order")
-    known = _known(was["asked"], found)
+    known = _known(found, problems)
     known = was | {name: known[name] for name in about} | {"seconds": seconds, "bubble": bubble(problem, seconds)}
     line = f"{AUTO}: {now}; no faster one was found, and none takes less than {1000 * found.bound:.4g} ms, so it stays"
     return MadeProgram(begun.csv, (line,), json.dumps(known, indent=1) + "\n")
 
 
-def _certificate(asked: dict[str, object], found: Synthesis | Steady) -> str:
-    known = {"asked": asked, "recomputed_stages": sorted(found.problem.recomputed)} | _known(asked, found)
-    return json.dumps(known, indent=1) + "\n"
+def _certificate(asked: dict[str, object], found: Synthesis | Steady, problems: Sequence[Problem] = ()) -> str:
+    again = {stage: ranges_of(each) for stage, each in recomputed_microbatches(found.problem).items()}
+    known = {"asked": asked, "recomputed_stages": [*again], "recomputed_microbatches": again}
+    return json.dumps(known | _known(found, problems), indent=1) + "\n"
 
 
-def _known(asked: dict[str, object], found: Synthesis | Steady) -> dict[str, object]:
-    """Return the certificate of what was found; where stages may be recomputed, its bound holds for each choice."""
-    known = found.certificate()
-    if asked[name_of("pipeline_recompute")]:
-        sets = [sorted(each) for each in recomputed_sets(found.problem.rank_of_stage)]
-        known["bound_holds_for"] = known["bound_holds_for"] | {"recomputed": sets}
+def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, object]:
+    """Return the certificate of what was found; its bound holds for all problems that were searched."""
+    known, every = found.certificate(), range(found.problem.num_stages)
+    sets = sorted({tuple(sorted(each.recomputed)) for each in problems if each.num_stages == len(every)})
+    if len(sets) > 1:
+        holds = {"recomputed": sets, "recomputes": "all microbatches of one of these sets of stages"}
+        if isinstance(found, Synthesis) and (*every,) in sets:
+            holds = {"recomputed": [*every], "recomputes": "any microbatches of these stages"}
+            if found.ways:
+                holds["recomputes"] += f"; where activations move, all microbatches of one of these sets: {sets}"
+        known["bound_holds_for"] = known["bound_holds_for"] | holds
     return known
 
 
@@ -234,6 +239,8 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     given = args.num_virtual_stages_per_pipeline_rank
     if args.pipeline_profile is None:
         given = given or 1  # nothing says which of two placements is faster
+    if args.pipeline_moves == "pair":
+        given = 1
     for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
         if given is not None and given != virtual:
             continue
@@ -242,6 +249,8 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
         like.given = tuple(each for each in args.given if each not in OF_AUTO)
         try:
             validate_args(like, world_size=world_size, rank=rank)
+            if args.pipeline_moves != "none":
+                _refuse_moves(like)
         except ValueError as error:
             refusal = refusal or error
         else:
@@ -257,6 +266,16 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     return found
 
 
+def _refuse_moves(like: argparse.Namespace) -> None:
+    """Refuse what activations cannot leave, as the rules of schedules that move them do."""
+    if like.fp8 is not None:
+        raise ValueError(
+            f"--pipeline-moves {like.pipeline_moves} does not go with --fp8-format {like.fp8}: weights in FP8 would be "
+            "moved with activations; leave one of the two out"
+        )
+    moved_activations(argparse.Namespace(**{**vars(like), "moves_activations": True}))
+
+
 def _require_flags(args: argparse.Namespace) -> None:
     named = f"--pipeline-schedule {AUTO}"
     if args.pipeline_program is not None:
@@ -268,6 +287,21 @@ def _require_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"{named} puts one stage on each rank, or two in a V, and --num-virtual-stages-per-pipeline-rank is "
             f"{args.num_virtual_stages_per_pipeline_rank}; give 2, or leave it out for the faster of the two"
+        )
+    if args.pipeline_moves != "none" and args.pipeline_memory_limit is None:
+        raise ValueError(
+            f"--pipeline-moves {args.pipeline_moves} lets activations leave a device where they would not fit, and "
+            "nothing says what fits; add --pipeline-memory-limit, or leave it out"
+        )
+    if args.pipeline_moves != "none" and not weight_policy(args.pipeline_weights).drains:
+        raise ValueError(
+            f"--pipeline-weights {args.pipeline_weights} makes a program of batches that overlap, in which nothing "
+            "moves; leave --pipeline-moves out"
+        )
+    if args.pipeline_moves == "pair" and args.num_virtual_stages_per_pipeline_rank == 2:
+        raise ValueError(
+            "--pipeline-moves pair is for one stage on each rank, since in a V the pair stages of each rank lie on the "
+            "rank itself; choose host, or leave --num-virtual-stages-per-pipeline-rank out"
         )
     if args.pipeline_recompute and args.pipeline_memory_limit is None:
         raise ValueError(
@@ -284,50 +318,6 @@ def _require_flags(args: argparse.Namespace) -> None:
             f"--pipeline-measured-batches {args.pipeline_measured_batches} is for a job that measures its own costs, "
             f"and --pipeline-profile {args.pipeline_profile} has them; leave out one of the two"
         )
-
-
-# --- the problem
-
-
-def _problems(config: TrainConfig, costs_of: CostsOf) -> list[Problem]:
-    """Return the problems that have a stand-in's placement: one, or one for each set of stages that may be recomputed.
-
-    Sizes are in GiB. Raises ValueError where none of them fits the limit.
-    """
-    from megatron.trainer.models.core_config import transformer_config  # imports torch
-
-    config = costs_of.with_vocabulary(config)
-    layers = from_flags.layers_of_stages(transformer_config(replace(config, **from_flags.WITHOUT_ENGINE)))
-    (num_microbatches,) = set(config.batch_sizes.all_num_microbatches())
-    shape, setting = from_flags.architecture(config), from_flags.activation_setting(config)
-    setting = replace(setting, recompute=replace(setting.recompute, whole_stage=False))
-    schedule, limit = config.schedule, config.pipeline_memory_limit
-    memory = None
-    if limit is not None:
-        demand, weights = proved_demand(schedule, num_microbatches), weight_policy(config.pipeline_weights)
-        if not weights.drains:
-            demand = replace(
-                demand, live_versions=(weights.max_live_versions(0, schedule.num_stages),) * schedule.num_ranks,
-                gradient_buffers=(weights.max_gradient_buffers,) * schedule.num_ranks,
-            )  # fmt: skip
-        memory = estimate_memory(
-            shape, setting, from_flags.training_state(config), demand, layers=layers,
-            counts_communicators=from_flags.uses_nccl(config),
-        )  # fmt: skip
-    costs, problems, refusal = costs_of(config, layers), [], None
-    for recomputed in recomputed_sets(schedule.rank_of_stage) if config.pipeline_recompute else (frozenset(),):
-        try:
-            problems.append(problem_of(
-                schedule, num_microbatches, costs, shape, setting, layers, recomputed=recomputed, memory=memory,
-                limit=limit,
-            ))  # fmt: skip
-        except ValueError as error:
-            refusal = error
-    if problems:
-        return problems
-    if limit is None:
-        raise refusal
-    raise ValueError(f"--pipeline-memory-limit {limit:g}: {refusal}") from refusal
 
 
 # --- what is kept and said

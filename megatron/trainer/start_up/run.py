@@ -152,7 +152,8 @@ def setup_model_and_optimizer(
     with locally():  # behind a collective, with which it begins
         optimizer = build_optimizer(args, trained or chunks, on_host=on_host)
         scheduler = core_config.param_scheduler(args, optimizer)
-    counts = args.moves_activations or args.log_saved_activations
+    may_move = args.made_program is not None and args.pipeline_moves != "none"  # the program to come, too
+    counts = args.moves_activations or may_move or args.log_saved_activations
     memory, deferred_bytes = ActivationMemory(backend.device()) if counts else None, DeferredBytes()
     options = {
         "loss_names": program.loss_names(args),

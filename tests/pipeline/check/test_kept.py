@@ -12,6 +12,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.simulate import Costs, simulate
+from megatron.planner.memory.demand import Moment
 from megatron.planner.memory.schedule_demand import demand_of
 from tests.draws import draws
 from tests.pipeline.brought_programs import KEPT, KEPT_AND_EVICTIONS
@@ -31,7 +32,8 @@ def test_the_smallest_program():
     report = check(program)
     assert (report.peak_saved_microbatches, report.peak_recomputed_microbatches) == ((3, 1), (1, 0))
     demand = demand_of(program, report)
-    assert (demand.kept_microbatches, demand.recomputed_microbatches) == ((2, 1), (1, 0))
+    assert demand.recomputed_microbatches == (1, 0)
+    assert demand.moments == ((Moment((2,), (0,), (1,), (1,)), Moment((3,), (0,), (0,), (2,))), (Moment((1,), (0,)),))
     assert simulate(program, Costs(forward=1.0, backward=2.0, recompute=5.0)).busy(0) == 3 * (1 + 2) + 5
     assert Program.from_csv(program.to_csv()) == program
 
@@ -77,7 +79,9 @@ def test_what_is_kept_may_move():
     assert (report.swapped_microbatches, report.peak_on_host, report.peak_saved_microbatches[0]) == ((1, 0), (1, 0), 3)
     assert Program.from_csv(program.to_csv()) == program
     demand = demand_of(program, report)
-    assert (demand.kept_microbatches, demand.recomputed_microbatches) == ((2, 1), (1, 0))
+    assert demand.recomputed_microbatches == (1, 0)
+    assert max(moment.saved[0] for moment in demand.moments[0]) == 3
+    assert max(moment.kept[0] for moment in demand.moments[0]) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What waits for W: its bytes, and the moment at which a rank holds most."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -13,7 +14,7 @@ from megatron.pipeline.schedules import ORDERS, Schedule
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
 from megatron.planner import Activations, ActivationSetting, Architecture, demand_of
-from megatron.planner.memory.demand import largest_moments, moments_of, most
+from megatron.planner.memory.demand import Moment, largest_moments, moments_of, most
 from megatron.planner.memory.memory import estimate_memory
 from megatron.planner.memory.parameters import TrainingState
 from megatron.planner.memory.recompute import Recompute, RecomputeScope
@@ -140,11 +141,17 @@ def test_the_closed_form_is_that_of_proved_programs(name: str):
                     assert values[1] == values[0], (p, m, field.name)
 
 
+def moment(numbers: Sequence[int]) -> Moment:
+    """Of a rank with one stage."""
+    return Moment(*((each,) for each in numbers))
+
+
 def test_moments():
     """Only what no other moment exceeds is kept; a run of several programs has the moments of all."""
-    assert largest_moments([(1, 0), (2, 0), (1, 1), (2, 0), (0, 1)]) == ((1, 1), (2, 0))
+    assert largest_moments(map(moment, ([1, 0], [2, 0], [1, 1], [2, 0], [0, 1]))) == (moment((1, 1)), moment((2, 0)))
     split, plain = (proved_demand(Schedule.preset(name, num_stages=2), 6) for name in ("zb-h1", "flush"))
-    assert split.moments == (((1, 1), (2, 0)), ((0, 2), (1, 1))) and plain.moments == ()
+    assert split.moments == ((moment((1, 1)), moment((2, 0))), (moment((0, 2)), moment((1, 1))))
+    assert plain.moments == ()
     assert most([split, plain]).moments == most([plain, split]).moments == split.moments
     assert most([plain, plain]).moments == ()
 
@@ -158,7 +165,7 @@ def test_moments():
 )
 def test_recomputed_activations_count_from_their_recompute_on(row, expected):
     """A W beside which nothing is recomputed holds none of them; two that are recomputed at once count twice."""
-    assert moments_of(map(Instruction.parse, row.split()), (0,)) == expected
+    assert moments_of(map(Instruction.parse, row.split()), (0,)) == tuple(map(moment, expected))
     for name in ("zb-h1", "zbv"):
         schedule = replace(schedule_of(name, 2), recompute=True)
         assert closed_form_demand(schedule, 6).moments == proved_demand(schedule, 6).moments

@@ -19,6 +19,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.trainer import arguments
 from megatron.trainer.changes import program_making
 from megatron.trainer.plan import auto_program
+from megatron.trainer.plan.auto_costs import MeasuredHere
 from tests.reliability import launch
 from tests.trainer.arguments.command_line import CPU, argv
 from tests.trainer.run import run_case
@@ -79,8 +80,8 @@ def test_what_was_made_with_a_profile_stays_without_one(tmp_path):
 
 
 def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
-    """`train_case` of a job that begins with what `make` says, and takes its costs to be `costs`; the search is over
-    when the batch behind the measured ones begins. Also returns what it has measured."""
+    """`train_case` of a job that begins with what `make` says, and takes its costs to be `costs`, with moves; the
+    search is over when the batch behind the measured ones begins. Also returns what it has measured."""
     parse, measure, measured = arguments.parse_args, program_making.measured_costs, []
 
     def parsed(*words, **keywords):
@@ -90,6 +91,11 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
     def measuring(engine, **options) -> Costs:
         measured.append(measure(engine, **options))
         return costs
+
+    class Costly(MeasuredHere):
+        def of_moves(self, config, ways, sizes):
+            assert (self.to_host > 0) == (self.from_host > 0) == ("host" in ways)
+            return {name: getattr(costs, name) for name in ("swap_out", "swap_in", "evict")}
 
     class Awaited(program_making.SearchApart):
         @property
@@ -102,6 +108,7 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
     with (
         mock.patch.object(arguments, "parse_args", parsed),
         mock.patch.object(program_making, "measured_costs", measuring),
+        mock.patch.object(program_making, "MeasuredHere", Costly),
         mock.patch.object(program_making, "SearchApart", Awaited),
     ):
         found = run_case.train_case(watch=f"{__name__}:watched", **options)
@@ -142,10 +149,15 @@ def test_losses_are_those_of_flush_through_the_change(tmp_path):
     assert measured == other and 0 < measured.latency < 1  # seconds
 
 
-def test_a_run_changes_which_stages_it_recomputes():
-    """It begins with recomputes on rank 0, where memory is short, and measures them. They turn out to take long, so it
-    goes on without, in less memory; the losses are those of a run that recomputes nothing."""
-    costs = replace(UNEVEN, recompute=[9.0, 2.0, 1.0, 9.0])
+@pytest.mark.parametrize(
+    ("recompute", "again"),
+    [([9.0, 2.0, 1.0, 9.0], "nothing"), ([0.25] * 4, "stage 0 (0-2|0-1 3|0 2-3|1-3)")], ids=["long", "short"],
+)  # fmt: skip
+def test_a_run_changes_what_it_recomputes(recompute, again):
+    """It begins with recomputes on rank 0, where memory is short, and measures them. Where they turn out to take long,
+    it goes on without, in less memory; where they are short, it keeps one microbatch of the first stage and all of the
+    others. The losses are those of a run that recomputes nothing."""
+    costs = replace(UNEVEN, recompute=recompute)
     ranks = changing(f"{V} {RECOMPUTES} --distributed-backend gloo", costs=costs)
     expected = run_case.train(2, f"{SAME} {V} --pipeline-schedule zbv")
     assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 6
@@ -155,8 +167,35 @@ def test_a_run_changes_which_stages_it_recomputes():
     was = [again != once for again, once in zip(measured.recompute, measured.forward, strict=True)]
     assert was == [True, False, False, True] and min(measured.recompute) > 0
     lines = "\n".join(ranks[-1]["lines"])
-    assert "auto: from iteration 5 on the program is sha256" in lines and "auto: no stage is recomputed" in lines
+    assert "auto: from iteration 5 on the program is sha256" in lines
+    assert re.search(f"auto: recomputed: {again}$", lines, re.MULTILINE)
     assert "that of zbv, with which the job began, takes" in lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "named", "moved"),
+    [
+        (f"{V} --pipeline-moves host --pipeline-memory-limit 0.00076", f"{V} --pipeline-schedule zbv", "host: stage 0"),
+        ("--pipeline-moves pair --pipeline-memory-limit 0.0009", "", "pair rank: stage 0"),
+    ],
+    ids=["host", "pair"],
+)  # fmt: skip
+def test_a_run_changes_to_one_whose_activations_move(flags, named, moved):
+    """Links are slow, so a rank should run far ahead, for which it has no room. Bit-equal to what moves nothing."""
+    stages = 4 if V in flags else 2
+    costs = Costs(
+        forward=[1.0] * stages, backward=[2.0] * stages, backward_input=[1.0] * stages, backward_weight=[1.0] * stages,
+        latency=3.0 if V in flags else 6.0, swap_out=0.1, evict=0.1,
+    )  # fmt: skip
+    batches = "--global-batch-size 8 --distributed-backend gloo"
+    ranks = changing(f"{flags} {batches} --pipeline-synthesis-seconds 2 --log-saved-activations", costs=costs)
+    expected = run_case.train(2, f"{SAME} {batches} {named}")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 6
+    for rank, same in zip(ranks, expected, strict=True):
+        assert rank["gradients"] == same["gradients"] and len(rank["gradients"]) == 6
+    lines = "\n".join(ranks[-1]["lines"])
+    assert "auto: from iteration 5 on the program is sha256" in lines and f"auto: moved to the {moved} " in lines
+    assert ("a copy to the host at" in lines) == ("host" in flags)
 
 
 @pytest.mark.parametrize("fails", [False, True])

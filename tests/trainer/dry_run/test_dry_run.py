@@ -393,7 +393,8 @@ def test_provisional_weights_are_named(dry):
 
 
 def test_microbatches_that_a_program_keeps_count_whole(dry, tmp_path):
-    """Stage 0 holds three microbatches, of which it recomputes one; stage 1 recomputes none."""
+    """Stage 0 holds three microbatches, of which it recomputes one, when another one has ended; stage 1 recomputes
+    none."""
     flags = (
         "--pipeline-model-parallel-size 2 --global-batch-size 8 --untie-embeddings-and-output-weights --dry-run 4 "
         f"--pipeline-program {tmp_path}/program.csv"
@@ -405,7 +406,7 @@ def test_microbatches_that_a_program_keeps_count_whole(dry, tmp_path):
 
     plain, kept = memory(TORCH, ""), memory(KEPT, " --pipeline-recompute")
     assert kept[0]["activations_bytes"] == pytest.approx(plain[0]["activations_bytes"] * 2 / 3)
-    assert kept[0]["workspace_bytes"] >= plain[0]["activations_bytes"] / 3
+    assert kept[0]["workspace_bytes"] == plain[0]["workspace_bytes"]
     assert kept[1] == plain[1]
     moved = memory(KEPT_AND_SWAPS, " --pipeline-recompute")
     whole = plain[0]["activations_bytes"] / 3

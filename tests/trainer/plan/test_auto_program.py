@@ -3,8 +3,10 @@
 import json
 import re
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -14,16 +16,21 @@ from megatron import backend
 
 backend.install()  # before anything imports megatron.core
 
+from megatron.documents.tables import ranges_of
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.planner.memory.memory import GIB, estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.trainer import arguments
 from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.plan import auto_program, from_flags
+from megatron.trainer.plan.auto_costs import MeasuredHere
+from megatron.trainer.plan.auto_log import lines_of
+from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
 from tests.planner.profiles import profile
 from tests.reliability import launch
 from tests.trainer.arguments.command_line import CPU, argv
@@ -116,9 +123,9 @@ def total(job: TrainConfig) -> float:
 
 
 @pytest.mark.parametrize(("virtual", "limit"), [("", 0.0021), (V, 0.002)])
-def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
-    """Under a limit that keeps one microbatch of a stage on each rank, or not that, some stages are, the program is
-    faster for it, keeps the limit, and says which; with room for all activations none is."""
+def test_microbatches_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit):
+    """Under a limit that keeps one microbatch of a stage on each rank, or not that, a stage recomputes some and keeps
+    others, the program is faster for it, keeps the limit, and says which; with room for all activations none is."""
     made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit {limit}"))
     without, known = parsed(profiled, f"{virtual} --pipeline-memory-limit {limit}"), json.loads(made.certificate)
     if virtual:
@@ -127,12 +134,19 @@ def test_stages_are_recomputed_where_memory_asks_for_it(profiled, virtual, limit
     else:
         plain = json.loads(made_for(without)[0].certificate)
         assert known["seconds"] < plain["seconds"] and known["bound"] <= plain["bound"]
-    again = sorted({each.stage for row in job.schedule.program.rows for each in row if each.kind is Kind.RECOMPUTE})
-    assert known["recomputed_stages"] == again != []
-    assert f"auto: the stages {' '.join(map(str, again))} are recomputed" in made.lines
+    again: dict[str, list[int]] = {}
+    for each in sorted(chain(*job.schedule.program.rows), key=lambda each: each.microbatch or 0):
+        if each.kind is Kind.RECOMPUTE:
+            again.setdefault(str(each.stage), []).append(each.microbatch)
+    assert known["recomputed_microbatches"] == {stage: ranges_of(again[stage]) for stage in sorted(again)}
+    assert known["recomputed_stages"] == sorted(map(int, again)) and any(0 < len(each) < 8 for each in again.values())
+    assert known["bound_holds_for"]["recomputes"] == "any microbatches of these stages"
+    said = (f"stage {stage} {'all microbatches' if len(again[stage]) == 8 else ranges_of(again[stage])}"
+            for stage in sorted(again))  # fmt: skip
+    assert f"auto: recomputed: {', '.join(said)}" in made.lines
     assert known["bound"] <= known["seconds"] and total(job) <= limit
     made, job = made_for(parsed(profiled, f"{virtual} --pipeline-recompute --pipeline-memory-limit 1"))
-    assert "auto: no stage is recomputed" in made.lines and not job.schedule.recompute
+    assert "auto: recomputed: nothing" in made.lines and not job.schedule.recompute
 
 
 def test_no_rank_takes_more_than_the_limit(profiled):
@@ -155,11 +169,72 @@ def test_no_rank_takes_more_than_the_limit(profiled):
         made_for(parsed(profiled, f"--pipeline-memory-limit {least * 1.0001}"))
 
 
+class Copied(MeasuredHere):
+    """Costs with short copies."""
+
+    def of_moves(self, config, ways, sizes):
+        return {name: [0.1 for _ in sizes] for name in ("swap_out", "evict")}
+
+
+@pytest.mark.parametrize(
+    ("moves", "virtual", "short"), [("host", "", 0.003), ("host", V, 0.0027), ("pair", "", 0.0035)]
+)
+def test_activations_move_where_memory_asks_for_it(moves, virtual, short):
+    """With slow links a rank should run far ahead, for which it has no room. What moves makes it faster, it keeps the
+    limit with what is on its way, and the log and the certificate say what it is; with room for all, nothing moves."""
+    for limit, is_short in ((short, True), (1, False)):
+        args = parse_args(argv(f"{P2} --pipeline-schedule auto {virtual} --pipeline-memory-limit {limit} --num-layers 4"
+                               f" --pipeline-moves {moves} --pipeline-synthesis-seconds 1"))  # fmt: skip
+        _, job = made_for(args)
+        stages = [1.0] * job.schedule.num_stages
+        costs = Costs(forward=stages, backward=[2.0] * len(stages), latency=6.0)
+        costs_of, configs = Copied(costs), {tuple(job.schedule.rank_of_stage): job}
+        problems, moving = problems_of(job, costs_of), moving_problems_of(job, costs_of)
+        found = search_of(job, problems, moving)()
+        best = within_limit(configs, costs_of, found)
+        schedule = best.schedule(tied_embeddings=True)
+        assert total(replace(job, program=schedule, schedule=schedule)) <= limit
+        assert (best.way is not None) == bool(best.moved) == (len(found) == 2) == is_short
+        lines = list(lines_of(best, may_recompute=False))
+        if is_short:
+            assert best is found[0] and best.seconds < found[1].seconds
+            assert f"auto: moved to the {'host' if moves == 'host' else 'pair rank'}: stage 0 " in "\n".join(lines)
+            assert best.certificate()["moves"]["microbatches_of_stage"] == best.moved
+        else:
+            assert "auto: moved: nothing" in lines
+
+
+@pytest.mark.parametrize("virtual", ["", V])
+def test_receives_that_stand_ahead_have_their_room(virtual):
+    """With slow links receives stand several computations ahead. Where the limit leaves room to them, they do, and
+    elsewhere they stand one computation ahead."""
+    ahead = set()
+    for limit in (0.00199, 0.00203, 0.0021, 0.0023):
+        args = parse_args(argv(f"{P2} --pipeline-schedule auto {virtual} --pipeline-memory-limit {limit}"
+                               " --pipeline-recompute --num-layers 4"))  # fmt: skip
+        _, job = made_for(args)
+        stages = range(job.schedule.num_stages)
+        costs = Costs(forward=[1.0 for _ in stages], backward=[2.0 for _ in stages], latency=3.0)
+        costs_of, configs = MeasuredHere(costs), {tuple(job.schedule.rank_of_stage): job}
+        found = synthesize_fastest(problems_of(job, costs_of), recomputes_some=True, rounds=1)
+        schedule = within_limit(configs, costs_of, [found]).schedule(tied_embeddings=True)
+        assert total(replace(job, program=schedule, schedule=schedule)) <= limit
+        ahead.add(found.receives_ahead)
+    assert max(ahead) > 1
+
+
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
         ("--pipeline-model-parallel-size 1", "is for a pipeline; give --pipeline-model-parallel-size 2 or more"),
         ("--pipeline-recompute", "nothing says what fits; add --pipeline-memory-limit, or leave it out"),
+        ("--pipeline-moves host", "nothing says what fits; add --pipeline-memory-limit, or leave it out"),
+        (f"--pipeline-moves pair --pipeline-memory-limit 1 {V}", "in a V the pair stages of each rank lie on the rank"),
+        ("--pipeline-moves host --pipeline-memory-limit 1 --pipeline-weights 2bw", "overlap, in which nothing moves"),
+        (
+            "--pipeline-moves host --pipeline-memory-limit 1 --num-experts 2 --moe-token-dispatcher-type alltoall",
+            "what experts save is of another size in each microbatch",
+        ),
         ("--pipeline-weights 2bw --2bw-single-gradient-buffer", "needs --pipeline-schedule 2bw"),
         ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
         ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
@@ -178,6 +253,8 @@ def test_costs_have_to_fit(profiled, measured, tmp_path):
     """None that can be read, one of another model, one of other ranks, and one beside a wish to measure."""
     with pytest.raises(ValueError, match="--pipeline-measured-batches 3 is for a job that measures its own costs"):
         auto_program.require(parsed(profiled, "--pipeline-measured-batches 3"), world_size=2)
+    with pytest.raises(ValueError, match="is a timeline, which has none; give a profile of"):
+        auto_program.require(parsed(measured, "--pipeline-moves host --pipeline-memory-limit 1"), world_size=2)
     with pytest.raises(ValueError, match="cannot be read"):
         auto_program.require(parsed(tmp_path / "nowhere.json"), world_size=2)
     with pytest.raises(ValueError, match=r"profile.json: the profile is of a model with hidden_size 64, not 32"):
@@ -295,5 +372,5 @@ def test_a_job_trains_what_flush_trains_and_goes_on_with_its_program(measured, t
     losses = [record["lm_loss"] for record in records if "lm_loss" in record]
     assert losses == [record["lm_loss"] for record in whole[-1]["records"] if "lm_loss" in record] and len(losses) == 4
     assert re.search("auto: (under 2bw )?a batch takes", outputs[0]) and "program auto (sha256" in outputs[0]
-    assert ("auto: the stages 0 are recomputed" in outputs[0]) == ("recompute" in extra)
+    assert bool(re.search("auto: recomputed: stage 0 ", outputs[0])) == ("recompute" in extra)
     assert f"auto: the program is {tmp_path}/saved/pipeline_program.csv, as before" in outputs[1]

@@ -69,7 +69,13 @@ class Pipeline:
     )
     pipeline_recompute: bool = switch(
         "Keep only a stage's input per microbatch and recompute its forward before its backward, as instructions "
-        "of the program. With auto: only where --pipeline-memory-limit leaves no room for what is faster without."
+        "of the program. With auto: those microbatches for which --pipeline-memory-limit leaves no room."
+    )
+    pipeline_moves: str = option(
+        "none",
+        "With auto and --pipeline-memory-limit: where saved activations may wait for which the limit leaves no room: "
+        "on the host, on the other rank of a pair (stages s and p-1-s), or on the best of these. docs/synthesis.md.",
+        choices=("none", "host", "pair", "best"),
     )
     balance_activations: bool = switch(
         "BPipe: stages s < (p-2)/2 lend saved activations to stage p-1-s while both compute, and no stage holds "

@@ -45,7 +45,7 @@ _SAYS_ITSELF = {
 
 OF_AUTO = (
     "pipeline_profile", "pipeline_memory_limit", "pipeline_synthesis_seconds", "pipeline_measured_batches",
-    "pipeline_weights",
+    "pipeline_weights", "pipeline_moves",
 )  # fmt: skip
 """Destinations of flags that only `auto` reads."""
 
