@@ -1,6 +1,6 @@
 """A GPT with a large head on two cores: `--pipeline-schedule auto` beside every named schedule that keeps its memory.
 
-    python benchmarks/auto_gpt.py                   # about 10 minutes on two quiet cores; a table
+    python benchmarks/auto_gpt.py                   # about 12 minutes on two quiet cores; a table
     python benchmarks/auto_gpt.py --json auto.json  # also the time of every iteration
 
 Two processes of one thread train a GPT of 8 layers (hidden size 512, sequences of 128) whose head costs as much as two
@@ -24,7 +24,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -98,16 +100,16 @@ def total(rank: dict[str, float]) -> float:
     return rank["total_bytes"] - rank["communicators_bytes"]
 
 
-def within(limit: float) -> Iterator[Contender]:
-    """Yield each named schedule that keeps a limit in bytes, with as little recomputed as that takes."""
-    for schedule, (placement, _) in NAMED.items():
-        flags = ["--pipeline-schedule", schedule]
-        if len(placement) > 2:
-            flags += ["--num-virtual-stages-per-pipeline-rank", "2"]
-        for recomputed, layers, more in recomputes(LAYERS // len(placement)):
-            if max(map(total, memory(flags + more))) <= limit:
-                yield Contender(schedule, recomputed, layers, flags + more)
-                break
+def within(limit: float, schedule: str) -> Contender | None:
+    """Return a named schedule that keeps a limit in bytes, with as little recomputed as that takes; None if none does."""
+    placement, _ = NAMED[schedule]
+    flags = ["--pipeline-schedule", schedule]
+    if len(placement) > 2:
+        flags += ["--num-virtual-stages-per-pipeline-rank", "2"]
+    for recomputed, layers, more in recomputes(LAYERS // len(placement)):
+        if max(map(total, memory(flags + more))) <= limit:
+            return Contender(schedule, recomputed, layers, flags + more)
+    return None
 
 
 def run(contender: Contender, iterations: int, last: int) -> str:
@@ -145,13 +147,14 @@ def simulated(contender: Contender, measured: dict[str, list[float]], transfer: 
 def main(arguments: list[str] | None = None) -> int:
     parser = common.parser_of(__doc__, json="write the limit and the seconds of every round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=16, help="of each run")
-    parser.add_argument("--last", type=int, default=8, help="of these are counted")
+    parser.add_argument("--iterations", type=int, default=14, help="of each run")
+    parser.add_argument("--last", type=int, default=6, help="of these are counted")
     options = parser.parse_args(arguments)
     common.set_environment()
     first = memory(["--pipeline-schedule", "flush"])[0]
     limit = total(first) - LESS * first["activations_bytes"]
-    named = list(within(limit))
+    with ThreadPoolExecutor(2) as pool:
+        named = list(filter(None, pool.map(partial(within, limit), NAMED)))
     flags = ["--pipeline-schedule", "auto", "--pipeline-recompute", "--pipeline-measured-batches", "3"]
     flags += ["--pipeline-synthesis-seconds", "5", "--pipeline-memory-limit", f"{limit / GIB:.6f}"]
     auto = Contender("auto", "as it chooses", 0, flags)

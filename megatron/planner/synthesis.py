@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.program import Program
@@ -10,9 +11,8 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, Synthesis
 from megatron.pipeline.synthesis.moves import CHOICES, PAIR, ways_of
-from megatron.pipeline.synthesis.moves_bound import bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, csv_of
-from megatron.pipeline.synthesis.several import synthesize_fastest
+from megatron.pipeline.synthesis.several import bound_of, synthesize_fastest
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand
@@ -47,6 +47,7 @@ def fastest_made(
     moves: str = "none",
     recomputes_some: bool = False,
     seconds: float,
+    rounds: int | None = None,
 ) -> tuple[Synthesis, ...]:
     """Return the fastest program that moves none, and before it one that moves some, if that is faster.
 
@@ -54,16 +55,18 @@ def fastest_made(
         problems: as for `synthesize_fastest`.
         moving: the same with less room, since a rank that moves activations needs some of it for that.
         moves: where these may wait, as for `synthesize`.
-        recomputes_some: as for `synthesize_fastest`. Where activations move, a stage recomputes all microbatches or
-            none.
+        recomputes_some: as for `synthesize_fastest`.
         seconds: how long to search in all.
+        rounds: as for `synthesize`.
     """
-    part = seconds / (1 + bool(moving))
-    found = synthesize_fastest(problems, recomputes_some=recomputes_some, seconds=part)
+    search = partial(
+        synthesize_fastest, recomputes_some=recomputes_some, seconds=seconds / (1 + bool(moving)), rounds=rounds
+    )
+    found = search(problems)
     if not moving:
         return (found,)
     ways = {way for each in moving for way in ways_of(moves, each)}
-    bounds = [bound_with_moves(each, ways_of(moves, each)) for each in moving]
+    bounds = [bound_of(each, moves=moves, recomputes_some=recomputes_some) for each in moving]
     bound, bound_from = min((found.bound, found.bound_from), *bounds)
     found = replace(found, bound=bound, bound_from=bound_from, ways=tuple(sorted(ways, key=lambda way: way.name)))
     could_win = [
@@ -71,7 +74,7 @@ def fastest_made(
     ]
     if not could_win:
         return (found,)
-    moved = synthesize_fastest(could_win, moves=moves, seconds=part, known=[found])
+    moved = search(could_win, moves=moves, known=[found])
     moved = replace(moved, bound=bound, bound_from=bound_from, ways=found.ways)
     return (moved, found) if moved.way is not None and moved.seconds < found.seconds * (1 - ROUNDING) else (found,)
 
@@ -132,9 +135,11 @@ def problem_of(
     saved, workspace, deferred = activations_of(shape, setting).by_stage(layers)
     inputs, again = _recomputed(shape, setting, layers)
     if moves is not None:
-        costs = replace(
-            costs, **moves([inputs[stage] if stage in recomputed else each for stage, each in enumerate(saved)])
-        )
+        # Where all stages recompute, some microbatches may be kept, and then only these move.
+        moved = saved if len(recomputed) == len(saved) else [
+            inputs[stage] if stage in recomputed else each for stage, each in enumerate(saved)
+        ]  # fmt: skip
+        costs = replace(costs, **moves(moved))
     # Of a recomputed stage any microbatches may be kept, which save no more.
     saved = [
         max(each, inputs[stage] + again[stage]) if stage in recomputed else each for stage, each in enumerate(saved)

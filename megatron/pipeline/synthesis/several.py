@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron.pipeline.synthesis.bound import bound_of_any_recompute
+from megatron.pipeline.synthesis.bound import bound_of_any_recompute, lower_bound
 from megatron.pipeline.synthesis.keep import synthesize_keeping
 from megatron.pipeline.synthesis.moves import ways_of
-from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
+from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice, bound_with_moves
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
 
@@ -57,8 +57,7 @@ def synthesize_fastest(
     for each in problems:
         found = search(each, rounds=0, known=[other.words for other in known if _is_alike(other.problem, each)])
         if recomputes_some and _keeps(each):
-            ways = ways_of(moves, each)
-            bound, bound_from = bound_of_any_choice(each, ways) if ways else bound_of_any_recompute(each)
+            bound, bound_from = bound_of(each, moves=moves, recomputes_some=True)
             found = replace(found, bound=bound, bound_from=bound_from)
         begun.append(found)
     bound, bound_from = min((each.bound, each.bound_from) for each in begun)
@@ -74,6 +73,15 @@ def synthesize_fastest(
                 done=lambda part, number=number: done((number + part) / len(found)),
             )  # fmt: skip
     return replace(min(found, key=lambda each: each.seconds), bound=bound, bound_from=bound_from)
+
+
+def bound_of(problem: Problem, *, moves: str = "none", recomputes_some: bool = False) -> tuple[float, str]:
+    """Return the bound in seconds over the programs that `synthesize_fastest` may find for a problem, and what it comes
+    from."""
+    ways = ways_of(moves, problem)
+    if recomputes_some and _keeps(problem):
+        return bound_of_any_choice(problem, ways) if ways else bound_of_any_recompute(problem)
+    return bound_with_moves(problem, ways) if ways else lower_bound(problem)
 
 
 def _keeps(problem: Problem) -> bool:

@@ -14,9 +14,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis import Problem, Synthesis
-from megatron.pipeline.synthesis.bound import bound_of_any_recompute, lower_bound
-from megatron.pipeline.synthesis.moves import ways_of
-from megatron.pipeline.synthesis.moves_bound import bound_with_moves
+from megatron.pipeline.synthesis.several import bound_of
 from megatron.planner.job.configuration import DEFAULTS, Configuration
 from megatron.planner.job.estimate import LOST, Verdict
 from megatron.planner.memory.memory import RankMemory
@@ -129,11 +127,8 @@ def _made(
     except ValueError:  # too few layers, a schedule that does not accept the batch, or no room
         return None
     recomputes_some = len(problems) > 1
-    bounds = [
-        (bound_of_any_recompute if recomputes_some and len(each.recomputed) == each.num_stages else lower_bound)(each)
-        for each in problems
-    ]
-    bounds += [bound_with_moves(each, ways_of(moves, each)) for each in moving]
+    bounds = [bound_of(each, recomputes_some=recomputes_some) for each in problems]
+    bounds += [bound_of(each, moves=moves, recomputes_some=recomputes_some) for each in moving]
     if min(bounds)[0] >= fastest:
         return None
 

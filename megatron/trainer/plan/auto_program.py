@@ -182,8 +182,6 @@ def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, 
         holds = {"recomputed": sets, "recomputes": "all microbatches of one of these sets of stages"}
         if isinstance(found, Synthesis) and (*every,) in sets:
             holds = {"recomputed": [*every], "recomputes": "any microbatches of these stages"}
-            if found.ways:
-                holds["recomputes"] += f"; where activations move, all microbatches of one of these sets: {sets}"
         known["bound_holds_for"] = known["bound_holds_for"] | holds
     return known
 

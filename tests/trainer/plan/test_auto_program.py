@@ -21,9 +21,11 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.synthesis import Problem
 from megatron.pipeline.synthesis.several import synthesize_fastest
 from megatron.planner.memory.memory import GIB, estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
+from megatron.planner.synthesis import fastest_made
 from megatron.trainer import arguments
 from megatron.trainer.arguments import parse_args, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -202,6 +204,39 @@ def test_activations_move_where_memory_asks_for_it(moves, virtual, short):
             assert best.certificate()["moves"]["microbatches_of_stage"] == best.moved
         else:
             assert "auto: moved: nothing" in lines
+
+
+def test_one_search_decides_what_is_recomputed_and_what_moves():
+    """With room for two microbatches of four stages, a program that recomputes some and moves others is faster than
+    one that recomputes alone. Its bound is the least of both searches."""
+    same = [1.0] * 4
+    costs = Costs(forward=same, backward=[2.0] * 4, recompute=same, swap_out=same, swap_in=same)
+    problems = [
+        Problem(
+            rank_of_stage=(0, 1, 2, 3), num_microbatches=12, costs=costs, saved=4.0, stage_input=0.5, limits=9.0,
+            recomputed=frozenset(recomputed),
+        )
+        for recomputed in ((), range(4))
+    ]  # fmt: skip
+    both, alone = fastest_made(problems, problems, moves="host", recomputes_some=True, seconds=0.0, rounds=1)
+    assert both.recomputed and both.moved and alone.recomputed and not alone.moved
+    assert both.bound == alone.bound <= both.seconds < alone.seconds
+    assert all(not set(both.recomputed.get(stage, ())) & set(moved) for stage, moved in both.moved.items())
+
+
+def test_what_moves_has_the_size_of_what_is_kept():
+    """Where every stage may keep some microbatches, those move, in full; where a stage recomputes all, inputs do."""
+
+    class OfSize(MeasuredHere):
+        def of_moves(self, config, ways, sizes):
+            return {"swap_out": [*sizes]}
+
+    args = f"{P2} --pipeline-schedule auto --pipeline-memory-limit 1 --num-layers 4 --pipeline-moves host"
+    _, job = made_for(parse_args(argv(f"{args} --pipeline-recompute")))
+    problems = moving_problems_of(job, OfSize(Costs(forward=[1.0, 1.0], backward=[2.0, 2.0])))
+    sizes = {tuple(sorted(each.recomputed)): each.costs.seconds(2)[Kind.SWAP_OUT] for each in problems}
+    assert {*sizes} == {(), (0,), (1,), (0, 1)} and sizes[0, 1] == sizes[()]
+    assert sizes[0,][0] < sizes[()][0] and sizes[0,][1] == sizes[()][1]
 
 
 @pytest.mark.parametrize("virtual", ["", V])
