@@ -15,17 +15,18 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from megatron.pipeline.check import row_memory
+from megatron.pipeline.check.memory import Held
 from megatron.pipeline.program.instruction import (
     BEGINS_BACKWARD,
     COMPUTATIONS,
     MOVES,
+    SWAPS,
     USES_SAVED,
     Instruction,
     Kind,
     Row,
 )
-from megatron.pipeline.program.lane_order import Pairs
+from megatron.pipeline.program.lane_order import MoveOrder, Pairs, awaited_in_lanes
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis.moves import PAIR, Way, may_move, moved_size, pair_ranks
@@ -142,16 +143,24 @@ def most_held(problem: Problem, program: Program) -> tuple[float, ...]:
 
 def held_by(problem: Problem, row: Row) -> float:
     """Return the most that a row may hold."""
-    pairs = Pairs(problem.rank_of_stage)
-
-    def change(each: Instruction) -> tuple[float, float]:
+    pairs, order, held = Pairs(problem.rank_of_stage), MoveOrder(), Held()
+    lanes = awaited_in_lanes(row, problem.rank_of_stage) if any(each.kind in SWAPS for each in row) else {}
+    peak, num_moves, number_at = 0.0, 0, []
+    for position, each in enumerate(row):
+        complete = max((number_at[other] for other in lanes.get(position, ())), default=order.awaited(each))
         if each.kind in COMPUTATIONS:
+            held.complete(complete)
             queue = problem.number_of[each.kind, each.stage]
-            return problem.takes_at[queue][each.microbatch], problem.gives[queue]
-        stage = pairs.of_stage(each.stage) if each.kind.row.of_pair else each.stage
-        return each.kind.row.saved * moved_size(problem, stage), 0.0
-
-    return row_memory.most_held(row, problem.rank_of_stage, change)
+            held.own += problem.takes_at[queue][each.microbatch]
+            peak = max(peak, held.most)
+            held.own -= problem.gives[queue]
+        elif each.kind in MOVES | SWAPS:
+            stage = pairs.of_stage(each.stage) if each.kind.row.of_pair else each.stage
+            held.request(each.kind.row.saved * moved_size(problem, stage), num_moves)
+            num_moves += 1
+            peak = max(peak, held.most)
+        number_at.append(num_moves)
+    return peak
 
 
 class _Row:
