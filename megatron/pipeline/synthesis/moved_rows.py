@@ -178,7 +178,6 @@ class _Row:
         self._problem, self._way, self._row, self._most, self._ahead = problem, way, list(row), most, ahead
         self._sizes = [moved_size(problem, stage) for stage in range(problem.num_stages)]
         self._held, self._num_forwards = 0.0, [0] * problem.num_stages
-        self._need_room = (Kind.FORWARD, Kind.RECOMPUTE) if problem.kept else (Kind.FORWARD,)
         self._can_leave: set[_Saved] = set()
         self._away: set[_Saved] = set()
         self._made: list[Instruction] = []
@@ -249,11 +248,14 @@ class _Row:
             self._made.append(Instruction(self._way.back, *item))
         return True
 
+    def _needs_room(self, kind: Kind) -> bool:
+        return kind is Kind.FORWARD or (kind is Kind.RECOMPUTE and bool(self._problem.kept))
+
     def _make_room(self, place: int) -> bool:
         """Make room for forwards to come, and for recomputes if microbatches are kept. Returns whether the next
         computation has some."""
         for other in range(place + 1, min(place + self._ahead.out, len(self._row) - 1) + 1):
-            if self._row[other].kind in self._need_room:
+            if self._needs_room(self._row[other].kind):
                 lacks = self._most_until(place, other) - self._most
                 if lacks > 0 and not self._send_away(place, lacks, other) and other == place + 1:
                     return False
