@@ -1,6 +1,6 @@
 """A GPT with a large head on two cores: `--pipeline-schedule auto` beside every named schedule that keeps its memory.
 
-    python benchmarks/auto_gpt.py                   # about 12 minutes on two quiet cores; a table
+    python benchmarks/auto_gpt.py                   # about 15 minutes on two quiet cores; a table
     python benchmarks/auto_gpt.py --json auto.json  # also the time of every iteration
 
 Two processes of one thread train a GPT of 8 layers (hidden size 512, sequences of 128) whose head costs as much as two
