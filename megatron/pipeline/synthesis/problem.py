@@ -181,12 +181,18 @@ class Problem:
         )
 
     @cached_property
+    def recomputed_microbatches(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the microbatches that it recomputes; stages without any are left out."""
+        found = {
+            stage: tuple(each for each in range(self.num_microbatches) if not self.keeps(stage, each))
+            for stage in sorted(self.recomputed)
+        }
+        return {stage: each for stage, each in found.items() if each}
+
+    @cached_property
     def num_recomputed(self) -> dict[int, int]:
         """Stage -> the number of its microbatches that are recomputed; stages without any are left out."""
-        numbers = dict.fromkeys(sorted(self.recomputed), self.num_microbatches)
-        for each in self._keeps_some:
-            numbers[each.stage] -= 1
-        return {stage: number for stage, number in numbers.items() if number}
+        return {stage: len(each) for stage, each in self.recomputed_microbatches.items()}
 
     @cached_property
     def _keeps_some(self) -> frozenset[Kept]:

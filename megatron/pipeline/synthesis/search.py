@@ -79,11 +79,7 @@ class Synthesis:
     @property
     def recomputed(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the microbatches that it recomputes; stages without any are left out."""
-        microbatches = range(self.problem.num_microbatches)
-        return {
-            stage: tuple(each for each in microbatches if not self.problem.keeps(stage, each))
-            for stage in self.problem.num_recomputed
-        }
+        return self.problem.recomputed_microbatches
 
     @property
     def bubble(self) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from megatron.documents.tables import ranges_of
-from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.plan.auto_costs import numbers
@@ -76,18 +75,9 @@ def _stages(problem: Problem) -> str:
     return place + ("" if problem.splits else ", whole backwards")
 
 
-def recomputed_microbatches(problem: Problem) -> dict[int, list[int]]:
-    """Stage -> the microbatches of a batch that it recomputes; stages without any are left out."""
-    kept = {*problem.kept}
-    return {
-        stage: [each for each in range(problem.num_microbatches) if Kept(stage, each) not in kept]
-        for stage in problem.num_recomputed
-    }
-
-
 def _recomputed(problem: Problem) -> str:
     parts = (
         f"stage {stage} {'all microbatches' if len(again) == problem.num_microbatches else ranges_of(again)}"
-        for stage, again in recomputed_microbatches(problem).items()
+        for stage, again in problem.recomputed_microbatches.items()
     )
     return f"{AUTO}: recomputed: {', '.join(parts) or 'nothing'}"

@@ -38,7 +38,7 @@ from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.experts import moved_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan.auto_costs import Assumed, CostsOf, costs_of_file
-from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady, recomputed_microbatches
+from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady
 from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def faster(
 
 
 def _certificate(asked: dict[str, object], found: Synthesis | Steady, problems: Sequence[Problem] = ()) -> str:
-    again = {stage: ranges_of(each) for stage, each in recomputed_microbatches(found.problem).items()}
+    again = {stage: ranges_of(each) for stage, each in found.problem.recomputed_microbatches.items()}
     known = {"asked": asked, "recomputed_stages": [*again], "recomputed_microbatches": again}
     return json.dumps(known | _known(found, problems), indent=1) + "\n"
 
