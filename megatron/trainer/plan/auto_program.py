@@ -18,7 +18,7 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,7 +159,7 @@ def better(
         is_better, other = found.seconds < seconds * (1 - _ROUNDING), "no faster one"
     now = f"{now} {1000 * seconds:.4g} ms"
     if is_better:
-        lines = (*_lines(config, found), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
+        lines = (*_lines(config, found), f"{AUTO}: {now}, {max(0.0, seconds / found.seconds - 1):.1%} more")
         return MadeProgram(found.csv, lines, _certificate(was["asked"], found, problems))
     known = _known(found, problems)
     known = was | {name: known[name] for name in ("bound", "bound_from", "bound_holds_for", *about)}

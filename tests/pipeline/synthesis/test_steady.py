@@ -63,13 +63,15 @@ def test_less_memory_takes_a_longer_period():
 
 def test_more_room_is_not_slower():
     """Just below what 1F1B holds, no pattern is near the full rate."""
-    four, three, two = (synthesize_steady(problem((0, 1, 2, 3), 8, limits=limit), rounds=1) for limit in (4.0, 3.0, 2.0))
+    four, three, two = (
+        synthesize_steady(problem((0, 1, 2, 3), 8, limits=limit), rounds=1) for limit in (4.0, 3.0, 2.0)
+    )
     assert four.seconds < three.seconds < two.seconds and three.begun_with == "a repeating pattern"
     assert max(three.held) <= 3
 
 
 def test_a_beginning_is_the_registered_order_that_holds_least_or_a_pattern():
-    """Not zb-h1, which holds four microbatches on each rank; and within the limit, in less time than one after another."""
+    """Not zb-h1, which holds four on each rank; and within a limit, in less time than one microbatch after another."""
     found = begin_steady(problem((0, 1, 2, 3), 8))
     assert (found.begun_with, found.held, found.seconds) == ("1f1b", (4.0, 3.0, 2.0, 1.0), 24.0)
     found = begin_steady(problem((0, 1, 2, 3), 8, limits=2.0))
