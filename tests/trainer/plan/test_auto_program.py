@@ -102,6 +102,8 @@ def test_under_2bw_the_rows_repeat_at_the_rate_of_the_busiest_rank(profiled, vir
     assert known["asked"]["--pipeline-weights"] == known["bound_holds_for"]["weights"] == "2bw"
     assert made.lines[0].startswith("auto: under 2bw a batch takes") and "from the work of rank" in made.lines[0]
     assert total(job) <= limit
+    begun, first = made_for(parse_args(argv(f"{P2} --pipeline-schedule auto --num-layers 4 {flags}")))
+    assert begun.measures and first.schedule.weights == job.schedule.weights and total(first) <= limit
     with pytest.raises(ValueError, match="GiB without activations; raise the limit"):
         made_for(parsed(profiled, f"{virtual} --pipeline-weights 2bw --pipeline-memory-limit 0.0021"))
 
