@@ -6,10 +6,11 @@ from functools import partial
 
 from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem, Synthesis
+from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize_steady
 from megatron.pipeline.synthesis.moves import CHOICES, PAIR, ways_of
 from megatron.pipeline.synthesis.problem import ROUNDING, csv_of
 from megatron.pipeline.synthesis.several import bound_of, synthesize_fastest
@@ -23,6 +24,8 @@ from megatron.planner.memory.recompute import NOTHING, Recompute
 STAND_INS = {1: "zb-h1", 2: "zbv"}
 """Number of stages of a rank -> the named schedule that has the stages and the costs of a program with so many."""
 
+AS_SHORT = 1.001
+"""Where batches follow one another, how much longer one may take than the shortest where a program holds less."""
 
 SecondsOfMoves = Callable[[Sequence[float]], Mapping[str, Sequence[float]]]
 """Bytes of a microbatch at each stage -> the seconds of its moves, by the names of `Costs`."""
@@ -77,6 +80,26 @@ def fastest_made(
     moved = search(could_win, moves=moves, known=[found])
     moved = replace(moved, bound=bound, bound_from=bound_from, ways=found.ways)
     return (moved, found) if moved.way is not None and moved.seconds < found.seconds * (1 - ROUNDING) else (found,)
+
+
+def fastest_steady(problems: Sequence[Problem], *, weights: str, seconds: float) -> Steady:
+    """Return the `leanest` of the programs that are found for the problems, with a bound that holds for all of these.
+
+    Args:
+        problems: costs and limits.
+        weights: the name of a policy whose pipelines do not drain.
+        seconds: how long to search in all.
+    """
+    policy, each_has = weight_policy(weights), seconds / len(problems)
+    found = [synthesize_steady(each, weights=policy, seconds=each_has) for each in problems]
+    bound, bound_from = min((each.bound, each.bound_from) for each in found)
+    return replace(leanest(found), bound=bound, bound_from=bound_from)
+
+
+def leanest(found: Sequence[Steady]) -> Steady:
+    """Return of the programs with the shortest batches the one whose fullest rank holds least."""
+    least = min(each.seconds for each in found)
+    return min((each for each in found if each.seconds <= least * AS_SHORT), key=lambda each: each.fullness)
 
 
 def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:

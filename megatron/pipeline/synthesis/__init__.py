@@ -9,6 +9,8 @@ batches that follow one another without a drain.
 from megatron.pipeline.synthesis.keep import synthesize_keeping
 from megatron.pipeline.synthesis.problem import Problem
 from megatron.pipeline.synthesis.search import Synthesis, synthesize
-from megatron.pipeline.synthesis.steady import Steady, synthesize_steady
+from megatron.pipeline.synthesis.steady import Steady, begin_steady, synthesize_steady
 
-__all__ = ["Problem", "Steady", "Synthesis", "synthesize", "synthesize_keeping", "synthesize_steady"]
+__all__ = [
+    "Problem", "Steady", "Synthesis", "begin_steady", "synthesize", "synthesize_keeping", "synthesize_steady",
+]  # fmt: skip

@@ -14,7 +14,7 @@ import hashlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +33,9 @@ _ATTEMPTS = 1_000  # of a round
 _PARENTS = 8
 _AT_RANDOM = 0.2  # the part of attempts that change no parent
 _PERIODS = 1.0, 1.0, 1.0, 1.01, 1.02, 1.05, 1.1, 1.2
+_STEP = 1.02  # of periods in turn
 _STRICTLY = 1e-6
+_NAMED = 3  # batches of a registered order: the second one starts when the pipeline is full
 _AFTER = 3  # batches behind the first whose pattern is whole: two that are alike, and one that drains
 
 
@@ -52,6 +54,7 @@ class Steady:
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.
         least_held: for each rank, less than which it cannot hold at this period.
         named: the most that a rank holds under each registered order that has the placement and does not drain.
+        begun_with: the registered order that it is, or what else.
         rounds: the number of rounds of each process.
         seed: the seed of the search.
     """
@@ -66,13 +69,14 @@ class Steady:
     held: tuple[float, ...]
     least_held: tuple[float, ...]
     named: dict[str, float]
+    begun_with: str
     rounds: tuple[int, ...]
     seed: int
 
     @property
     def fullness(self) -> float:
         """The most that a rank holds, as a part of its limit; or as it is where nothing limits it."""
-        return max(each / scale for each, scale in zip(self.held, _scales(self.problem), strict=True))
+        return fullness_of(self.problem, self.held)
 
     @property
     def csv(self) -> str:
@@ -91,6 +95,7 @@ class Steady:
             "receives_ahead": self.receives_ahead,
             "least_held_at_this_period": self.least_held,
             "registered_orders_hold": self.named,
+            "begun_with": self.begun_with,
             "rounds": self.rounds,
             "seed": self.seed,
             "csv_sha256": hashlib.sha256(self.csv.encode()).hexdigest(),
@@ -128,11 +133,51 @@ def synthesize_steady(
         raise ValueError(
             "where batches follow one another all microbatches are alike: recompute all microbatches of a stage or none"
         )
-    bound, bound_from = _least_period(problem)
+    bound, _ = _least_period(problem)
     search = partial(_search, problem, bound, seconds, rounds, done)
     results = map_forked(search, [seed + 1_000_003 * each for each in range(processes)], processes)
     best = min((each for each, _ in results), key=lambda each: each.score)
     words, num_batches = _words(problem, best)
+    numbers = tuple(number for _, number in results)
+    return _made(
+        problem, weights, words, num_batches, period=best.waits.period, begun_with=best.name, rounds=numbers, seed=seed
+    )  # fmt: skip
+
+
+def begin_steady(problem: Problem, *, weights: WeightPolicy = TWO_BW) -> Steady:
+    """Return the registered order that holds least of those that keep the limits; if none does, what one round finds.
+
+    Raises ValueError as `synthesize_steady` does.
+    """
+    named = [
+        (fullness_of(problem, _held(problem, words)), name, words)
+        for name, words in named_words(problem, weights.name, _NAMED)
+        if all(map(problem.is_in_order, words, range(problem.num_ranks)))
+    ]
+    if not named:
+        return synthesize_steady(problem, weights=weights, rounds=1)
+    _, name, words = min(named)
+    return _made(problem, weights, words, _NAMED, begun_with=name)
+
+
+def fullness_of(problem: Problem, held: Sequence[float]) -> float:
+    """Return the most of what ranks hold, as parts of their limits; or as it is where nothing limits it."""
+    return max(each / scale for each, scale in zip(held, _scales(problem), strict=True))
+
+
+def _made(
+    problem: Problem,
+    weights: WeightPolicy,
+    words: Words,
+    num_batches: int,
+    *,
+    begun_with: str,
+    period: float | None = None,
+    rounds: tuple[int, ...] = (0,),
+    seed: int = 0,
+) -> Steady:
+    """Return the program of words, and what is known of it. `period`: None if it is as simulated."""
+    bound, bound_from = _least_period(problem)
     bare, timed = problem.program(words, weights, num_batches), []
     for ahead in problem.receives_ahead:
         program = ProgramSchedule.of(bare, name="synthesized", receives_ahead=ahead).program  # proved for any number
@@ -140,20 +185,26 @@ def synthesize_steady(
         timed.append((round(seconds_of_batch / bound, 9), ahead, seconds_of_batch, program))
     _, ahead, seconds_of_batch, program = min(timed, key=lambda each: each[:2])
     m = problem.num_microbatches
+    period = seconds_of_batch / m if period is None else period
     return Steady(
         problem=problem,
         program=program,
-        period=best.waits.period,
+        period=period,
         receives_ahead=ahead,
         seconds=seconds_of_batch,
         bound=bound * m,
         bound_from=bound_from,
-        held=tuple(problem.most_held(rank, word) for rank, word in enumerate(words)),
-        least_held=tuple(_least_held(problem, rank, best.waits.period) for rank in range(problem.num_ranks)),
+        held=_held(problem, words),
+        least_held=tuple(_least_held(problem, rank, period) for rank in range(problem.num_ranks)),
         named=dict(_named(problem, weights)),
-        rounds=tuple(number for _, number in results),
+        begun_with=begun_with,
+        rounds=rounds,
         seed=seed,
     )
+
+
+def _held(problem: Problem, words: Words) -> tuple[float, ...]:
+    return tuple(problem.most_held(rank, word) for rank, word in enumerate(words))
 
 
 # --- bounds
@@ -198,8 +249,8 @@ def _least_held(problem: Problem, rank: int, period: float) -> float:
 
 def _named(problem: Problem, weights: WeightPolicy) -> Iterator[tuple[str, float]]:
     """Yield the registered orders that have the placement and do not drain, each with the most that a rank holds."""
-    for name, words in named_words(problem, weights.name, 3):
-        yield name, max(problem.most_held(rank, word) for rank, word in enumerate(words))
+    for name, words in named_words(problem, weights.name, _NAMED):
+        yield name, max(_held(problem, words))
 
 
 # --- the search
@@ -211,12 +262,14 @@ class _Found:
 
     Attributes:
         score: less is better: what exceeds a limit, the period, what the fullest rank holds, all of them, the latency.
+        name: what it is.
     """
 
     score: tuple[float, ...]
     waits: Waits
     offsets: list[float]
     held: list[float]
+    name: str = "a repeating pattern"
 
 
 def _search(
@@ -245,7 +298,22 @@ def _search(
         if parents and _is_least(problem, bound, parents[0]):
             break
     kept = [each for each in parents if not each.score[0] and _keeps(problem, each)]
-    return min([*kept, _one_after_another(problem, patterns)], key=lambda each: each.score[1:]), number
+    return min([*kept, *_without_waits(problem, patterns, least)], key=lambda each: each.score[1:]), number
+
+
+def _without_waits(problem: Problem, patterns: Patterns, least: float) -> Iterator[_Found]:
+    """Yield the pattern without waits that has the least period at which it keeps the limits, in small steps from
+    `least` on; and the one that keeps all limits, in which a microbatch leaves before the next one begins."""
+    last, none, period = _one_after_another(problem, patterns), (0.0,) * 2 * problem.num_stages, least
+    while period < last.waits.period:
+        waits = Waits(period, none, none)
+        offsets = patterns.offsets(waits, moves=False)
+        made = None if offsets is None else _judged(problem, patterns, waits, offsets)
+        if made is not None and not made.score[0] and _keeps(problem, made):
+            yield made
+            break
+        period *= _STEP
+    yield last
 
 
 def _one_after_another(problem: Problem, patterns: Patterns) -> _Found:
@@ -261,7 +329,7 @@ def _one_after_another(problem: Problem, patterns: Patterns) -> _Found:
     # A little longer, so that computations that take no time do not meet those of the next microbatch.
     found = _judged(problem, patterns, Waits(1.01 * now, (), ()), offsets)
     assert found is not None and _keeps(problem, found)
-    return found
+    return replace(found, name="one microbatch after another")
 
 
 def _judged(problem: Problem, patterns: Patterns, waits: Waits, offsets: list[float]) -> _Found | None:

@@ -5,7 +5,9 @@ goes on. When the search is over, rank 0 sends a bit with the norm reduction of 
 report of the same batch, drain behind it, get the rows, prove them, and go on with them from the next batch on.
 
 The stages stay where they are, and so do model and optimizer; only the engine is a new one. Every stage adds up its
-gradients in the same order under both programs, so the losses are those of a run that never changed.
+gradients in the same order under both programs, so the losses are those of a run that never changed. Under 2bw the
+update keeps both versions of the weights: the drain has made the newest, and the next batch computes with the one
+before, as it would without a drain.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ class ProgramInMaking:
         if self._failure is not None:
             return None, self._failure
         try:
-            return auto_program.faster(args, self._costs_of, self._search.result(), self._problems), None
+            return auto_program.better(args, self._costs_of, self._search.result(), self._problems), None
         except ValueError as error:
             return None, str(error)
 

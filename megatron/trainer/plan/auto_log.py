@@ -8,10 +8,11 @@ from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.plan.auto_costs import numbers
 
 
-def beginning(begin: Synthesis) -> str:
+def beginning(begin: Synthesis | Steady) -> str:
     """Return a phrase about the program with which a job begins."""
     stages = numbers(sorted(begin.problem.recomputed))
-    return begins_with(begin.begun_with) + (f" with recomputes at stages {stages}" if stages else "")
+    name = begins_with(begin.begun_with) + (f" with recomputes at stages {stages}" if stages else "")
+    return name if isinstance(begin, Synthesis) else f"{name} under {begin.program.weights.name}"
 
 
 def begins_with(name: str) -> str:

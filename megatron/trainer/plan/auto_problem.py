@@ -8,7 +8,7 @@ from megatron.pipeline.check import check
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem, Synthesis
+from megatron.pipeline.synthesis import Problem, Steady, Synthesis, begin_steady, synthesize
 from megatron.pipeline.synthesis.several import recomputed_sets
 from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import GIB, RankMemory, estimate_memory
@@ -16,7 +16,9 @@ from megatron.planner.memory.schedule_demand import demand_of, proved_demand
 from megatron.planner.synthesis import (
     SecondsOfMoves,
     fastest_made,
+    fastest_steady,
     first_that_fits,
+    leanest,
     problem_of,
     ways_named,
     with_moves,
@@ -103,10 +105,21 @@ def _problems(
     return problems
 
 
+def first_of(weights: WeightPolicy, problems: Sequence[Problem]) -> Synthesis | Steady:
+    """Return the program with which a job begins that has not measured itself."""
+    if weights.drains:
+        return min((synthesize(each, rounds=0) for each in problems), key=lambda each: each.seconds)
+    return leanest([begin_steady(each, weights=weights) for each in problems])
+
+
 def search_of(
     config: TrainConfig, problems: Sequence[Problem], moving: Sequence[Problem]
-) -> Callable[[], tuple[Synthesis, ...]]:
-    """Return the search that a job's flags ask for (`fastest_made`)."""
+) -> Callable[[], tuple[Synthesis, ...] | Steady]:
+    """Return the search that a job's flags ask for (`fastest_made`, `fastest_steady`)."""
+    if not _weights(config).drains:
+        return partial(
+            fastest_steady, problems, weights=config.pipeline_weights, seconds=config.pipeline_synthesis_seconds
+        )
     return partial(
         fastest_made, problems, moving, moves=config.pipeline_moves, recomputes_some=config.pipeline_recompute,
         seconds=config.pipeline_synthesis_seconds,

@@ -7,8 +7,8 @@ fastest of these is the job's. Rank 0 makes it, and the others read it from the 
 `--pipeline-weights 2bw` it looks for the shortest period of batches that follow one another, and at that for the least
 memory; a stage then recomputes all microbatches or none. Under `--pipeline-moves` activations may wait elsewhere.
 
-Without a profile there are no costs yet. The job then begins with the fastest named order that keeps the limits, and
-measures itself (`changes/program_making.py`).
+Without a profile there are no costs yet. The job then begins with a named order that keeps the limits, and measures
+itself (`changes/program_making.py`).
 
 A program that was made for a job stands beside its checkpoints (`FILE`, `CERTIFICATE`), and a run that resumes keeps it
 where it asks for the same.
@@ -18,18 +18,19 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.documents.files import write_whole
 from megatron.documents.tables import ranges_of
-from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
+from megatron.pipeline.program.weight_policies import weight_policy
 from megatron.pipeline.simulate import simulate
-from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize, synthesize_steady
+from megatron.pipeline.synthesis import Problem, Steady, Synthesis
 from megatron.pipeline.synthesis.search import bubble
-from megatron.planner.synthesis import STAND_INS
+from megatron.pipeline.synthesis.steady import fullness_of
+from megatron.planner.synthesis import AS_SHORT, STAND_INS
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
@@ -39,7 +40,7 @@ from megatron.trainer.arguments.rules.experts import moved_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
 from megatron.trainer.plan.auto_costs import Assumed, CostsOf, costs_of_file
 from megatron.trainer.plan.auto_log import beginning, begins_with, lines_of, lines_of_steady
-from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of, within_limit
+from megatron.trainer.plan.auto_problem import first_of, moving_problems_of, problems_of, search_of, within_limit
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,6 @@ _ASKED = (
 """Destinations of the flags that decide stages, costs and memory: where they change, a program is made anew."""
 _PROFILE = "the content of --pipeline-profile"
 _KEY = "program/auto"
-_AS_SHORT = 1.001
-"""Under 2bw, how much longer a batch may take than the shortest where a program holds less."""
 _ROUNDING = 1e-6
 """The part of a batch's time by which a program has to be faster."""
 
@@ -121,51 +120,51 @@ def make(
             refusal = refusal or error
     if not problems:
         raise refusal
+    weights = weight_policy(args.pipeline_weights)
     if measures:
-        begin = min((synthesize(each, rounds=0) for each in problems), key=lambda each: each.seconds)
+        begin = first_of(weights, problems)
         line = (
             f"{AUTO}: without --pipeline-profile the job begins with {beginning(begin)}, measures its batches 2 to "
             f"{args.pipeline_measured_batches + 1}, and searches for a faster program while it goes on"
         )
         return MadeProgram(begin.csv, (*lines, line), _certificate(asked, begin), measures=True)
-    weights = weight_policy(args.pipeline_weights)
+    moving = [each for config in configs.values() for each in moving_problems_of(config, costs_of)]
+    best = search_of(args, problems, moving)()
     if weights.drains:
-        moving = [each for config in configs.values() for each in moving_problems_of(config, costs_of)]
-        best = within_limit(configs, costs_of, search_of(args, problems, moving)())
-    else:
-        best = _fastest_steady(problems, weights, args.pipeline_synthesis_seconds)
+        best = within_limit(configs, costs_of, best)
     return MadeProgram(best.csv, (*lines, *_lines(args, best)), _certificate(asked, best, problems))
 
 
-def _fastest_steady(problems: Sequence[Problem], weights: WeightPolicy, seconds: float) -> Steady:
-    """Return of the programs with the shortest batches the one whose fullest rank holds least."""
-    found = [synthesize_steady(each, weights=weights, seconds=seconds / len(problems)) for each in problems]
-    least = min(each.seconds for each in found)
-    best = min((each for each in found if each.seconds <= least * _AS_SHORT), key=lambda each: each.fullness)
-    bound, bound_from = min((each.bound, each.bound_from) for each in found)
-    return replace(best, bound=bound, bound_from=bound_from)
-
-
-def faster(
-    config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis], problems: Sequence[Problem]
+def better(
+    config: TrainConfig, costs_of: CostsOf, found: Sequence[Synthesis] | Steady, problems: Sequence[Problem]
 ) -> MadeProgram:
     """Return what a run goes on with for the costs that it has measured.
 
-    That is what was found for the problems, or where this is no faster by these costs, the program with which the run
-    began.
+    That is what was found for the problems, or where this is no better by these costs, the program with which the run
+    began. Better is faster; and where batches follow one another, also as fast in less memory.
     """
-    found = within_limit({tuple(config.schedule.rank_of_stage): config}, costs_of, found)
-    problem, begun = found.problem, config.made_program
-    seconds, was = simulate(config.schedule.program, problem.costs).makespan, json.loads(begun.certificate)
-    now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes {1000 * seconds:.4g} ms"
-    if found.seconds < seconds * (1 - _ROUNDING):
-        lines = (*_lines(config, found), f"{AUTO}: {now}, {seconds / found.seconds - 1:.1%} more")
+    begun, was = config.made_program, json.loads(config.made_program.certificate)
+    now = f"that of {begins_with(was['begun_with'])}, with which the job began, takes"
+    if isinstance(found, Steady):
+        seconds = simulate(config.schedule.program, found.problem.costs).steady_time_per_batch()
+        parts, held = {"period_of_a_microbatch": seconds / found.problem.num_microbatches}, max(was["held"])
+        is_leaner = found.fullness < fullness_of(found.problem, was["held"]) * (1 - _ROUNDING)
+        is_better = found.seconds < seconds * (AS_SHORT if is_leaner else 1 / AS_SHORT)
+        about = ("registered_orders_hold", "least_held_at_this_period")
+        now, other = f"{now} up to {held:.3g} GiB on a rank and", "none that is faster or as fast in less memory"
+    else:
+        found = within_limit({tuple(config.schedule.rank_of_stage): config}, costs_of, found)
+        seconds = simulate(config.schedule.program, found.problem.costs).makespan
+        parts, about = {"bubble": bubble(found.problem, seconds)}, ("best_registered_order",)
+        is_better, other = found.seconds < seconds * (1 - _ROUNDING), "no faster one"
+    now = f"{now} {1000 * seconds:.4g} ms"
+    if is_better:
+        lines = (*_lines(config, found), f"{AUTO}: {now}, {max(0.0, seconds / found.seconds - 1):.1%} more")
         return MadeProgram(found.csv, lines, _certificate(was["asked"], found, problems))
-    about = ("bound", "bound_from", "bound_holds_for", "best_registered_order")
     known = _known(found, problems)
-    known = was | {name: known[name] for name in about} | {"seconds": seconds, "bubble": bubble(problem, seconds)}
-    line = f"{AUTO}: {now}; no faster one was found, and none takes less than {1000 * found.bound:.4g} ms, so it stays"
-    return MadeProgram(begun.csv, (line,), json.dumps(known, indent=1) + "\n")
+    known = was | {name: known[name] for name in ("bound", "bound_from", "bound_holds_for", *about)}
+    line = f"{AUTO}: {now}; {other} was found, and none takes less than {1000 * found.bound:.4g} ms, so it stays"
+    return MadeProgram(begun.csv, (line,), json.dumps(known | parts | {"seconds": seconds}, indent=1) + "\n")
 
 
 def _certificate(asked: dict[str, object], found: Synthesis | Steady, problems: Sequence[Problem] = ()) -> str:
@@ -305,11 +304,6 @@ def _require_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--pipeline-recompute lets {named} recompute the stages whose activations would not fit, and nothing says "
             "what fits; add --pipeline-memory-limit, or leave it out"
-        )
-    if args.pipeline_profile is None and not weight_policy(args.pipeline_weights).drains:
-        raise ValueError(
-            f"--pipeline-weights {args.pipeline_weights} needs the costs of a --pipeline-profile, since a job that "
-            "measures itself begins with batches that drain; give one, or leave it out"
         )
     if args.pipeline_profile is not None and "pipeline_measured_batches" in args.given:
         raise ValueError(

@@ -12,7 +12,7 @@ from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.schedules.program_schedule import read_schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis import Problem, synthesize_steady
+from megatron.pipeline.synthesis import Problem, begin_steady, synthesize_steady
 from tests.pipeline.synthesis.made_up import problems
 
 
@@ -59,6 +59,24 @@ def test_less_memory_takes_a_longer_period():
     assert 24.0 < found.bound <= found.seconds * (1 + 1e-9)
     assert "room" in found.bound_from
     assert found.certificate()["bound_holds_for"]["limits"] == [1.0] * 4
+
+
+def test_more_room_is_not_slower():
+    """Just below what 1F1B holds, no pattern is near the full rate."""
+    four, three, two = (
+        synthesize_steady(problem((0, 1, 2, 3), 8, limits=limit), rounds=1) for limit in (4.0, 3.0, 2.0)
+    )
+    assert four.seconds < three.seconds < two.seconds and three.begun_with == "a repeating pattern"
+    assert max(three.held) <= 3
+
+
+def test_a_beginning_is_the_registered_order_that_holds_least_or_a_pattern():
+    """Not zb-h1, which holds four on each rank; and within a limit, in less time than one microbatch after another."""
+    found = begin_steady(problem((0, 1, 2, 3), 8))
+    assert (found.begun_with, found.held, found.seconds) == ("1f1b", (4.0, 3.0, 2.0, 1.0), 24.0)
+    found = begin_steady(problem((0, 1, 2, 3), 8, limits=2.0))
+    assert found.begun_with == "a repeating pattern" and max(found.held) <= 2 and found.seconds < 72
+    assert begin_steady(problem(v(4, 2), 8, stages_of_rank=2)).seconds == pytest.approx(24.0)
 
 
 def test_whole_backwards_and_recompute_have_patterns_too():

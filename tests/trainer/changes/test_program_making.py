@@ -3,23 +3,27 @@
 import json
 import re
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron import backend
 
 backend.install()  # before anything imports megatron.core
 
-from megatron.pipeline.program.instruction import COMPUTATIONS
+from megatron.pipeline.program.instruction import COMPUTATIONS, Kind
 from megatron.pipeline.schedules import Schedule, read_schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.trainer import arguments
+from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes import program_making
 from megatron.trainer.plan import auto_program
 from megatron.trainer.plan.auto_costs import MeasuredHere
+from megatron.trainer.plan.auto_problem import problems_of, search_of
 from tests.reliability import launch
 from tests.trainer.arguments.command_line import CPU, argv
 from tests.trainer.run import run_case
@@ -28,6 +32,7 @@ P2 = "--pipeline-model-parallel-size 2 --distributed-backend gloo"
 AUTO = "--pipeline-schedule auto --pipeline-measured-batches 2"
 V = "--num-virtual-stages-per-pipeline-rank 2"
 SAME = "--global-batch-size 4 --clip-grad 0.5 --hidden-dropout 0.1 --num-layers 4"
+W2 = "--pipeline-weights 2bw"
 RECOMPUTES = "--pipeline-recompute --pipeline-memory-limit 0.00064"
 UNEVEN = Costs(
     forward=[1.0, 2.0, 1.0, 1.0], backward=[3.5, 3.0, 2.5, 3.5], backward_input=[3.0, 2.0, 0.5, 3.0],
@@ -35,6 +40,8 @@ UNEVEN = Costs(
 )  # fmt: skip
 """With these, two stages on each rank in a V take 38 under zbv, and 37 under what a search finds."""
 EVEN = Costs(forward=[1.0, 1.0], backward=[2.0, 2.0], backward_input=[1.0, 1.0], backward_weight=[1.0, 1.0])
+HEAVY = Costs(forward=[1.0, 3.0], backward=[2.0, 6.0], backward_input=[1.0, 3.0], backward_weight=[1.0, 3.0])
+"""With these, rank 0 of 1F1B holds two microbatches, and is as fast with one: 9 a microbatch, which rank 1 computes."""
 
 
 def begun(extra: str = "") -> auto_program.MadeProgram:
@@ -62,6 +69,22 @@ def test_a_job_begins_with_the_fastest_named_order(extra, name):
         f"auto: without --pipeline-profile the job begins with {name}, measures its batches 2 to 3, and searches for "
         "a faster program while it goes on",
     )
+
+
+def test_under_2bw_a_job_begins_with_its_order_or_with_a_pattern():
+    """In halves, so that these are measured; two stages in a V have no named order, and follow one another all the
+    same."""
+    rows, whole = read_schedule("begun", text=begun(W2).csv).program, Schedule.preset("2bw", num_stages=2)
+    halves = {Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+    assert computations(rows) == [
+        [(kind, stage, number) for each, stage, number in row for kind in halves.get(each, (each,))]
+        for row in computations(whole.build([8] * 3))
+    ]
+    for extra, name in (("", "1f1b"), (V, "a repeating pattern")):
+        made = begun(f"{W2} {extra}")
+        assert made.measures and f"the job begins with {name} under 2bw, measures its batches 2 to 3" in made.lines[0]
+        schedule = read_schedule("begun", text=made.csv)
+        assert schedule.weights.name == "2bw" and not schedule.drains_between_periods
 
 
 def test_what_was_made_with_a_profile_stays_without_one(tmp_path):
@@ -214,22 +237,125 @@ def test_a_run_goes_on_as_it_began_where_nothing_is_faster(tmp_path, fails):
         assert known["seconds"] == known["bound"] == 13 and known["begun_with"] == "zb-h1"
 
 
-def test_a_killed_job_goes_on_with_its_program(tmp_path):
+def assert_same(ranks: list[dict], expected: list[dict], *, num_batches: int) -> None:
+    """Losses, the gradients of each batch, and the weights at the end, to the last bit."""
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == num_batches
+    for rank, same in zip(ranks, expected, strict=True):
+        assert rank["gradients"] == same["gradients"] and len(rank["gradients"]) == num_batches
+        assert all(torch.equal(rank["weights"][name], each) for name, each in same["weights"].items())
+
+
+def test_2bw_keeps_both_versions_through_the_change(tmp_path):
+    """A change behind iteration 5, where a checkpoint is saved, too: the next batch computes with the weights without
+    the update of the fifth, like a run of 2bw that nothing disturbs. Who resumes there takes the program again."""
+    saves = f"--save {tmp_path} --save-interval 5 --train-iters 8"
+    ranks = changing(f"{W2} {saves} --async-save", costs=HEAVY)
+    expected = run_case.train(2, f"{SAME} --pipeline-schedule 2bw --train-iters 8")
+    assert_same(ranks, expected, num_batches=8)
+    lines = "\n".join(ranks[-1]["lines"])
+    (digest,) = {each for rank in ranks for each in rank["watched"][:2]}
+    assert f"auto: from iteration 6 on the program is sha256 {digest[:12]}" in lines
+    assert "checkpoint of iteration 5" in lines and "measured in iterations 2 to 3" in lines
+    assert "that of 1f1b, with which the job began, takes" in lines and "0.0% more" in lines
+    known = json.loads((tmp_path / auto_program.CERTIFICATE).read_text())
+    assert known["held"][0] == pytest.approx(known["registered_orders_hold"]["1f1b"] / 2) and known["seconds"] == 36
+    (measured,), (other,) = (rank["measured"] for rank in ranks)
+    assert measured == other and all(min(each) > 0 for each in (measured.backward_input, measured.backward_weight))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    again = changing(f"{W2} {saves} --load {tmp_path}", costs=HEAVY)
+    assert {each for rank in again for each in rank["watched"][:2]} == {digest}
+    assert again[-1]["losses"] == {number: expected[-1]["losses"][number] for number in (6, 7, 8)}
+    for rank, same in zip(again, expected, strict=True):
+        assert rank["gradients"] == same["gradients"][5:]
+
+
+@pytest.mark.full
+def test_2bw_changes_stages_in_a_v():
+    """To rows that are faster by the costs; bit-equal to 2bw in one process."""
+    free = "--clip-grad 0 --untie-embeddings-and-output-weights --train-iters 7"
+    ranks = changing(f"{V} {W2} {free}", costs=UNEVEN)
+    expected = run_case.train(1, f"{SAME} --pipeline-schedule 2bw {free}")
+    assert ranks[-1]["losses"] == expected[-1]["losses"] and len(ranks[-1]["losses"]) == 7
+    weights = run_case.joined_weights(ranks)
+    assert all(torch.equal(weights[name], each) for name, each in expected[0]["weights"].items())
+    lines = "\n".join(ranks[-1]["lines"])
+    assert "auto: from iteration 6 on the program is sha256" in lines
+    assert "that of a repeating pattern, with which the job began, takes" in lines
+
+
+@pytest.mark.full
+def test_2bw_changes_what_it_recomputes():
+    """It begins with recomputes, where memory is short for equal layers, and measures them. With a heavy last stage it
+    goes on without: each rank holds one microbatch, and rank 1 is always busy. Bit-equal to 2bw, with its gradients."""
+    limit = "--pipeline-memory-limit 0.0008 --distributed-backend gloo --train-iters 7"
+    ranks = changing(f"{W2} --pipeline-recompute {limit}", costs=HEAVY)
+    assert_same(ranks, run_case.train(2, f"{SAME} --pipeline-schedule 2bw --train-iters 7"), num_batches=7)
+    (measured, _) = (rank["measured"][0] for rank in ranks)
+    assert all(again != once for again, once in zip(measured.recompute, measured.forward, strict=True))
+    lines = ranks[-1]["lines"]
+    assert any(line.startswith("auto: from iteration 6 on the program is sha256") for line in lines)
+    assert "auto: recomputed: nothing" in lines
+    assert [rank["saved_microbatches"] for rank in ranks] == [{0: 1}, {1: 1}]
+
+
+@pytest.mark.parametrize(
+    ("extra", "costs", "said"),
+    [
+        ("", EVEN, "2.4e+04 ms; none that is faster or as fast in less memory was found, and none takes less than "
+                   "2.4e+04 ms, so it stays"),
+        ("", HEAVY, "that of 1f1b, with which the job began, takes up to 0.000645 GiB on a rank and 7.2e+04 ms, 0.0% "
+                    "more"),
+        (V, UNEVEN, "GiB on a rank and 8e+04 ms, 11.1% more"),
+    ],
+    ids=["neither", "leaner", "faster"],
+)  # fmt: skip
+def test_under_2bw_a_program_is_better_that_is_faster_or_leaner(extra, costs, said):
+    """With even costs 1F1B is at both bounds; with a heavy last stage it is no slower than half of its memory."""
+    args = arguments.parse_args(argv(f"{P2} {AUTO} {W2} --num-layers 4 --pipeline-synthesis-seconds 0.5 {extra}"))
+    first = auto_program.make(args, world_size=2, platform=CPU)
+    args = auto_program.with_program(args, first)
+    arguments.validate_args(args, world_size=2)
+    config, costs_of = TrainConfig.of(args, padded_vocab_size=128), MeasuredHere(costs)
+    problems = problems_of(config, costs_of)
+    best = auto_program.better(config, costs_of, search_of(config, problems, [])(), problems)
+    known, was = json.loads(best.certificate), json.loads(first.certificate)
+    assert best.lines[-1].endswith(said) and known["asked"] == was["asked"] and not best.measures
+    assert (best.csv == first.csv) == ("stays" in said)
+    program = read_schedule("best", text=best.csv).program
+    assert known["bound"] <= known["seconds"] == simulate(program, costs).steady_time_per_batch()
+    assert (known["held"][0] == was["held"][0] / 2) == (costs is HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"), [("", ""), pytest.param(W2, "--pipeline-schedule 2bw", marks=pytest.mark.full)]
+)  # fmt: skip
+def test_a_killed_job_goes_on_with_its_program(tmp_path, weights, named):
     """Started by a launcher, and killed some batches after the change: it begins with the program that stands beside
-    its checkpoints, and its losses are those of a run of flush that nothing has disturbed."""
+    its checkpoints, and its losses are those of a named schedule that nothing has disturbed. Under 2bw it is killed
+    once before the change, too, and measures again."""
     flags = ["--num-layers", "4", "--train-iters", "2000"]
     auto = ["--pipeline-schedule", "auto", "--pipeline-measured-batches", "1", "--pipeline-synthesis-seconds", "0.1"]
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     command = launch.training_command(
-        2, *flags, *auto, "--save", saved, "--load", saved, "--save-interval", "10", "--metrics-file", metrics
-    )
-    with launch.Job(command, directory=tmp_path) as job:
-        job.wait_until((saved / auto_program.CERTIFICATE).exists)
-        launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + 11)
-        for process in job.workers().values():
-            launch.kill(process, signal.SIGKILL)
-        first = job.wait()
-    assert first.status != 0 and not first.leftovers
+        2, *flags, *auto, *weights.split(), "--save", saved, "--load", saved, "--save-interval", "10",
+        "--metrics-file", metrics,
+    )  # fmt: skip
+
+    def killed(extra: list[str], condition: Callable[[], bool], later: int) -> launch.Outcome:
+        with launch.Job([*command, *extra], directory=tmp_path) as job:
+            job.wait_until(condition)
+            launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + later)
+            for process in job.workers().values():
+                launch.kill(process, signal.SIGKILL)
+            outcome = job.wait()
+        assert outcome.status != 0 and not outcome.leftovers
+        return outcome
+
+    if weights:
+        before = killed(["--pipeline-synthesis-seconds", "600"], (saved / "iter_0000010").exists, 3)
+        assert "measured in iterations 2 to 2" in before.output and "auto: from iteration" not in before.output
+        assert not (saved / auto_program.CERTIFICATE).exists()
+    first = killed([], (saved / auto_program.CERTIFICATE).exists, 11)
     last = max(launch.metrics(metrics)) + 3
     with launch.Job([*command, "--exit-interval", str(last)], directory=tmp_path) as job:
         second = job.wait()
@@ -238,7 +364,8 @@ def test_a_killed_job_goes_on_with_its_program(tmp_path):
     assert re.findall(r"program auto \(sha256 (\w+)", second.output) == [changed[0] if changed else begun]
     assert f"auto: the program is {saved}/pipeline_program.csv, as before" in second.output
     assert "measures its batches" not in second.output
-    flush = run_case.train(
-        2, base=" ".join([*launch.TINY, *flags]), flags=" ".join([*launch.SYNTHETIC, "--exit-interval", str(last)])
-    )
-    assert launch.losses(metrics) == flush[-1]["losses"] and len(launch.losses(metrics)) == last
+    same = run_case.train(
+        2, base=" ".join([*launch.TINY, *flags]),
+        flags=" ".join([*launch.SYNTHETIC, named, "--exit-interval", str(last)]),
+    )  # fmt: skip
+    assert launch.losses(metrics) == same[-1]["losses"] and len(launch.losses(metrics)) == last

@@ -102,6 +102,8 @@ def test_under_2bw_the_rows_repeat_at_the_rate_of_the_busiest_rank(profiled, vir
     assert known["asked"]["--pipeline-weights"] == known["bound_holds_for"]["weights"] == "2bw"
     assert made.lines[0].startswith("auto: under 2bw a batch takes") and "from the work of rank" in made.lines[0]
     assert total(job) <= limit
+    begun, first = made_for(parse_args(argv(f"{P2} --pipeline-schedule auto --num-layers 4 {flags}")))
+    assert begun.measures and first.schedule.weights == job.schedule.weights and total(first) <= limit
     with pytest.raises(ValueError, match="GiB without activations; raise the limit"):
         made_for(parsed(profiled, f"{virtual} --pipeline-weights 2bw --pipeline-memory-limit 0.0021"))
 
@@ -271,6 +273,8 @@ def test_receives_that_stand_ahead_have_their_room(virtual):
             "what experts save is of another size in each microbatch",
         ),
         ("--pipeline-weights 2bw --2bw-single-gradient-buffer", "needs --pipeline-schedule 2bw"),
+        ("--pipeline-weights 2bw --2bw-provisional stage", "auto says which weights each computation uses; leave"),
+        ("--pipeline-weights 2bw --2bw-error-feedback", "auto says which weights each computation uses; leave one"),
         ("--pipeline-program rows.csv", "makes a program, and --pipeline-program rows.csv is one"),
         ("--num-virtual-stages-per-pipeline-rank 3", "is 3; give 2, or leave it out"),
         ("--pipeline-memory-limit -1", "--pipeline-memory-limit -1.0 must be greater than 0"),
@@ -303,9 +307,6 @@ def test_its_flags_are_for_it_alone(profiled):
         validate_args(parse_args(argv(f"{P2} --pipeline-memory-limit 4")), world_size=2)
     with pytest.raises(ValueError, match="--pipeline-weights is for --pipeline-schedule auto"):
         validate_args(parse_args(argv(f"{P2} --pipeline-weights 2bw")), world_size=2)
-    without = parse_args(argv(f"{P2} --pipeline-schedule auto --pipeline-weights 2bw"))
-    with pytest.raises(ValueError, match="2bw needs the costs of a --pipeline-profile"):
-        auto_program.require(without, world_size=2)
     with pytest.raises(ValueError, match="makes a program when a training or its --dry-run starts"):
         validate_args(parsed(profiled), world_size=2)
 

@@ -33,7 +33,7 @@ class Pipeline:
     pipeline_weights: str = option(
         "flush",
         "With auto: which weights a batch uses. flush: the newest, since batches drain, exact. 2bw: those of the batch "
-        "before, as --pipeline-schedule 2bw does, without drains; needs --pipeline-profile.",
+        "before, as --pipeline-schedule 2bw does, without drains.",
         choices=("flush", "2bw"),
     )
     pipeline_profile: str | None = option(
