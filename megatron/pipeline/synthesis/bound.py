@@ -12,7 +12,7 @@ Four relaxations, each of one rank or of the path; the bound is the greatest.
   holds; behind its last forward, at most the backwards of what it may hold. Both waits are at least the path of a
   microbatch to the end of the pipeline and back.
 - **Room.** What the microbatches of a rank hold over time, each at least from its forward to the end of its path back,
-  fits under the limit of the rank.
+  fits under the limit of the rank. A rank that holds one size only holds whole ones.
 """
 
 import heapq
@@ -168,14 +168,17 @@ class Turns:
     def _most_in_flight(self, stage: int) -> int:
         """The most microbatches between forward and I (or B) that the limit of the stage's rank allows at the stage.
 
-        Each of them still has its I, and then the rank holds one microbatch whole.
+        Each of them still has its I, and then the rank holds one microbatch whole. Each is also held at the stages
+        before on the rank, since its gradient has not come to these.
         """
         problem = self._problem
-        taken, whole = problem.takes[problem.number_of[Kind.FORWARD, stage]], problem.saved_sizes[stage]
-        room = problem.limit_of(problem.rank_of_stage[stage])
-        if math.isinf(room) or not taken:
+        whole, rank = problem.saved_sizes[stage], problem.rank_of_stage[stage]
+        own = [each for each, at in enumerate(problem.rank_of_stage[: stage + 1]) if at == rank]
+        *before, taken = (problem.takes[problem.number_of[Kind.FORWARD, each]] for each in own)
+        room = problem.room_of(rank)
+        if math.isinf(room) or not taken + sum(before):
             return problem.num_microbatches
-        return 1 + max(0, math.floor((room - whole) / taken * (1 + ROUNDING) + ROUNDING))
+        return 1 + max(0, math.floor((room - whole - sum(before)) / (taken + sum(before)) * (1 + ROUNDING) + ROUNDING))
 
     def _together(self, queue: int, *, after: bool) -> float:
         """Seconds that a rank computes for each microbatch up to a queue's end, or (`after`) from its start on."""
@@ -315,7 +318,7 @@ class Waits:
 
 def _fill_and_drain(problem: Problem, rank: int) -> float:
     """The bound from the first wait of a rank for a gradient and its wait behind its last forward."""
-    limit, m = problem.limit_of(rank), problem.num_microbatches
+    limit, m = problem.room_of(rank), problem.num_microbatches
     if math.isinf(limit):
         return 0.0
     waits = Waits.of(problem, rank)
@@ -346,9 +349,19 @@ def held_over_time(problem: Problem, rank: int, stage: int | None = None) -> flo
 
 
 def _room(problem: Problem, rank: int) -> float:
-    """The bound from what the microbatches of a rank hold over time."""
-    limit = problem.limit_of(rank)
+    """The bound from what the microbatches of a rank hold over time.
+
+    Behind the last I or B of the rank's first stage, the last gradient still has its way to stage 0. In this time the
+    rank holds nothing but what its W wait for, and computes one of them at a time.
+    """
+    limit = problem.room_of(rank)
     if math.isinf(limit):
         return 0.0
-    forwards, _ = own_places(problem, rank)
-    return path_seconds(problem, 0, forwards[0]) + problem.num_microbatches * held_over_time(problem, rank) / limit
+    forwards, backwards = own_places(problem, rank)
+    end, last = len(problem.path) - 1, problem.path[backwards[-1]]
+    before = path_seconds(problem, 0, forwards[0])
+    behind = path_seconds(problem, backwards[-1], end) + problem.seconds[problem.path[end]] - problem.seconds[last]
+    stages = [stage for stage, at in enumerate(problem.rank_of_stage) if at == rank]
+    spared = max(problem.deferred_sizes[each] for each in stages) * behind if problem.splits else 0.0
+    needs = problem.num_microbatches * held_over_time(problem, rank)
+    return before + behind + max(0.0, needs - spared) / limit

@@ -264,6 +264,19 @@ class Problem:
     def limit_of(self, rank: int) -> float:
         return float(self.limits[rank] if isinstance(self.limits, Sequence) else self.limits)
 
+    def room_of(self, rank: int) -> float:
+        """The most that a rank can hold within its limit, in whole microbatches where it holds one size only."""
+        limit, size = self.limit_of(rank), self.only_size(rank)
+        if math.isinf(limit) or not size:
+            return limit
+        return math.floor(limit / size * (1 + ROUNDING)) * size
+
+    def only_size(self, rank: int) -> float | None:
+        """The only size that a rank holds of a microbatch at a stage, from its forward to its end; None: it has more."""
+        own = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        sizes = {sizes[stage] for stage in own for sizes in (self.saved_sizes, self.deferred_sizes)}
+        return None if len(sizes) > 1 or self.recomputed.intersection(own) else min(sizes)
+
     @cached_property
     def takes(self) -> tuple[float, ...]:
         """What a computation of each queue holds more from its start on; the mean where some microbatches are kept."""

@@ -215,7 +215,7 @@ def _least_period(problem: Problem) -> tuple[float, str]:
     found = []
     for rank in range(problem.num_ranks):
         found.append((problem.work(rank) / problem.num_microbatches, f"the work of rank {rank}"))
-        found.append((held_over_time(problem, rank) / problem.limit_of(rank), f"the room of rank {rank} over time"))
+        found.append((held_over_time(problem, rank) / problem.room_of(rank), f"the room of rank {rank} over time"))
     # From the first forward of a batch to that of the batch after the next, on stage 0: its other forwards, and the way
     # of its last microbatch.
     m, forward = problem.num_microbatches, problem.seconds[problem.path[0]]
@@ -237,12 +237,8 @@ def _least_held(problem: Problem, rank: int, period: float) -> float:
 
     On the average over time it holds `held_over_time` / period. Where it holds one size only, it holds whole ones.
     """
-    least = held_over_time(problem, rank) / period
-    own = [stage for stage, at in enumerate(problem.rank_of_stage) if at == rank]
-    sizes = {problem.saved_sizes[stage] for stage in own}
-    is_whole = all(problem.deferred_sizes[each] == problem.saved_sizes[each] for each in own)
-    if len(sizes) == 1 and is_whole and not problem.recomputed.intersection(own):
-        (size,) = sizes
+    least, size = held_over_time(problem, rank) / period, problem.only_size(rank)
+    if size:
         least = math.ceil(least / size * (1 - ROUNDING)) * size
     return max(least, problem.least_limits[rank])
 
