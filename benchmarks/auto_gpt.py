@@ -101,7 +101,7 @@ def total(rank: dict[str, float]) -> float:
 
 
 def within(limit: float, schedule: str) -> Contender | None:
-    """Return a named schedule that keeps a limit in bytes, with as little recomputed as that takes; None if none does."""
+    """Return a named schedule that keeps a limit in bytes with the least recomputes; None if none does."""
     placement, _ = NAMED[schedule]
     flags = ["--pipeline-schedule", schedule]
     if len(placement) > 2:
