@@ -272,7 +272,7 @@ class Problem:
         return math.floor(limit / size * (1 + ROUNDING)) * size
 
     def only_size(self, rank: int) -> float | None:
-        """The only size that a rank holds of a microbatch at a stage, from its forward to its end; None: it has more."""
+        """The only size in which a rank holds microbatches at its stages; None: it holds several."""
         own = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
         sizes = {sizes[stage] for stage in own for sizes in (self.saved_sizes, self.deferred_sizes)}
         return None if len(sizes) > 1 or self.recomputed.intersection(own) else min(sizes)
