@@ -24,6 +24,7 @@ from megatron.pipeline.schedules import Schedule
 
 WARM_UP = {"flush": 2, "2bw": 3, "2bw provisional": 3}
 """The number of untimed first batches: they allocate memory, and under 2bw its segments repeat after them."""
+CLIP_GRAD = 1.0
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -72,7 +73,7 @@ def chunk_with_optimizer(
     wrapped = Float16Module(gpt.config, gpt) if is_narrow else gpt
     chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
     options = OptimizerConfig(
-        optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=is_narrow, params_dtype=dtype
+        optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=CLIP_GRAD, bf16=is_narrow, params_dtype=dtype
     )
     return chunk, get_megatron_optimizer(options, [chunk])
 

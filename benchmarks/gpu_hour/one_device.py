@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.result import Result, seconds_of
-from benchmarks.gpu_ranks import Contender, chunk_with_optimizer, data, forward_step, timed
+from benchmarks.gpu_ranks import CLIP_GRAD, Contender, chunk_with_optimizer, data, forward_step, timed
 from megatron import backend
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
@@ -41,7 +41,7 @@ def sizes(result: Result) -> dict[str, dict]:
 
 
 class Loop:
-    """A plain torch loop over the module and the optimizer of the engine's stage.
+    """A plain torch loop over the module and the optimizer of the engine's stage, which waits for nothing.
 
     `delay`: 1: gradients are those at the weights before the newest, as under 2bw. `dtype`, `config`: as for
     `chunk_with_optimizer`.
@@ -52,7 +52,7 @@ class Loop:
     ) -> None:
         self.name = name
         self.chunk, self.optimizer = chunk_with_optimizer(model, 1, dtype=dtype, **config)
-        self.step, self.data = forward_step(model, backend.device()), data(model, backend.device())
+        self.forward_step, self.data = forward_step(model, backend.device()), data(model, backend.device())
         self._model, self._recorded = model, []
         self._older = [each.detach().clone() for each in self.chunk.parameters()] if delay else None
 
@@ -62,16 +62,25 @@ class Loop:
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._recorded.append(torch.stack(list(self.microbatches(num_microbatches))))
-        self.optimizer.step()
+        self.step()
         self._older = newest
 
     def microbatches(self, num_microbatches: int) -> Iterator[Tensor]:
         """Run the forwards and backwards of a batch, and yield their losses."""
         for _ in range(num_microbatches):
-            losses, loss_function = self.step(self.data, self.chunk)
+            losses, loss_function = self.forward_step(self.data, self.chunk)
             loss, numbers = loss_function(losses)
             (loss / num_microbatches).backward()
             yield numbers["lm loss"]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip on the device, with the sums in the engine's order, and step."""
+        self.optimizer.prepare_grads()
+        gradients = [each.grad for each in self.optimizer.get_parameters()]
+        norm = torch.stack(torch._foreach_norm(gradients)).double().square().sum().sqrt()
+        torch._foreach_mul_(gradients, (CLIP_GRAD / (norm + 1e-6)).clamp(max=1.0).float())
+        self.optimizer.step_with_ready_grads()
 
     def finish(self) -> None:
         """Nothing is in flight between batches."""
@@ -102,10 +111,15 @@ class MegatronCore(Loop):
     def microbatches(self, num_microbatches: int) -> Iterator[Tensor]:
         """Run the forwards and backwards of a batch, and yield their losses."""
         numbers = forward_backward_no_pipelining(
-            forward_step_func=self.step, data_iterator=self.data, model=[self.chunk], num_microbatches=num_microbatches,
-            seq_length=self._model["seq_length"], micro_batch_size=self._model["micro_batch_size"],
+            forward_step_func=self.forward_step, data_iterator=self.data, model=[self.chunk],
+            num_microbatches=num_microbatches, seq_length=self._model["seq_length"],
+            micro_batch_size=self._model["micro_batch_size"],
         )  # fmt: skip
         yield from (each["lm loss"] for each in numbers)
+
+    def step(self) -> None:
+        """Clip and step by megatron.core, which without Apex and Transformer Engine waits for each parameter's norm."""
+        self.optimizer.step()
 
 
 def engine(name: str, model: dict) -> Contender:

@@ -1,7 +1,9 @@
 """One stage on one device: the engine beside a plain torch loop and megatron.core's own schedule.
 
 All train the same GPT of megatron.core layers in BF16, from the same weights and on the same data, with the same
-optimizer. First their losses are compared: those of `flush` with the loop's and with megatron.core's, and those of
+optimizer. The loop clips gradients on the device and waits for nothing; the engine's step waits for the norm, under
+`2bw` of the batch before; megatron.core, without Apex and Transformer Engine, waits for the norm of each parameter.
+First their losses are compared: those of `flush` with the loop's and with megatron.core's, and those of
 `2bw` with a loop whose gradients are taken one version late. Then they take turns in rounds. A time is of wall clock
 between two idle devices, over batches with their steps.
 

@@ -48,8 +48,10 @@ def in_plain_layers(model: dict) -> dict:
     class InTF32(Loop):
         def run(self, num_microbatches: int) -> None:
             torch.set_float32_matmul_precision("high")
-            super().run(num_microbatches)
-            torch.set_float32_matmul_precision("highest")
+            try:
+                super().run(num_microbatches)
+            finally:
+                torch.set_float32_matmul_precision("highest")
 
     bf16 = Loop("bf16", model)
     others = Loop("fp32", model, dtype=torch.float32), InTF32("tf32", model, dtype=torch.float32)

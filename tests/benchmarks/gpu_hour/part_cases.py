@@ -1,0 +1,69 @@
+"""Rehearsals of the parts that train on one device, in the processes of `tests.workers`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from argparse import Namespace
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from benchmarks.gpu_hour.process import begin
+from benchmarks.gpu_hour.result import Result
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def rehearse(part: str, *, exhausts: tuple[str, ...] = ()) -> dict:
+    """The file that a rehearsal leaves. `exhausts`: functions of the part that find no memory for the small size."""
+    begin()
+    module = import_module(f"benchmarks.gpu_hour.{part}")
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
+        for name in exhausts:
+            whole = getattr(module, name)
+
+            def with_much_memory(result, size, *arguments, whole=whole):
+                if size == "small":
+                    raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+                return whole(result, size, *arguments)
+
+            patches.enter_context(mock.patch.object(module, name, with_much_memory))
+        path = Path(folder) / "found.json"
+        result = Result(Namespace(json=path, rehearse=True))
+        module.run(result)
+        found = json.loads(path.read_text())
+        assert found == result.content, "the last measurement was not written"
+        return found
+
+
+def start_of_precisions() -> dict[str, float]:
+    """Precision -> how far its weights are from BF16's before the first step."""
+    begin()
+    from benchmarks.gpu_hour.one_device import TINY
+    from benchmarks.gpu_hour.precision import in_plain_layers
+
+    made = in_plain_layers({**TINY["small"], "vocab_size": 64})
+    weights = {name: list(each.chunk.parameters()) for name, each in made.items()}
+    return {
+        name: max((a.float() - b.float()).abs().max().item() for a, b in zip(each, weights["bf16"], strict=True))
+        for name, each in weights.items()
+    }
+
+
+def fused_with_torchs_product() -> dict:
+    """A rehearsal of `fused` where a CPU has the product that only a GPU has, called as torch's schema says."""
+
+    def addmm(buffer, left, right, out_dtype, beta=1, alpha=1, *, out):
+        assert out_dtype is torch.float32 and out is buffer
+        return out.add_(left.float() @ right.float())
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CPU")
+    try:
+        return rehearse("fused")
+    finally:
+        library._destroy()
