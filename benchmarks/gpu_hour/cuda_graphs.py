@@ -87,7 +87,7 @@ def _input(*shape: int) -> torch.Tensor:
 
 
 def measure(result: Result, size: str, kind: str, module, input: torch.Tensor, forward) -> None:
-    from benchmarks.gpu_hour.one_device import alternated, extent, ratios, shown
+    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, ratios, shown
 
     leaves = [input, *module.parameters()]
     for each in leaves:  # a graph adds to gradients that have a place
@@ -106,7 +106,7 @@ def measure(result: Result, size: str, kind: str, module, input: torch.Tensor, f
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        result.add(f"{size} layers of {kind} cannot be captured: {str(error).splitlines()[0]}")
+        result.add(f"{size} layers of {kind} cannot be captured: {first_sentence(error)}")
         return
     difference = largest_difference(gradients_of(plain, leaves), gradients_of(graph, leaves))
     calls = {"eager": microbatch, "plain": plain, "graph": graph}

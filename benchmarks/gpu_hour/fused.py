@@ -114,7 +114,7 @@ def accumulations() -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
 
 def measure_accumulation(result: Result, size: str, model: dict) -> None:
     """The weight gradients of a layer's four products."""
-    from benchmarks.gpu_hour.one_device import alternated, extent, ratios, shown
+    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, ratios, shown
 
     tokens = model["micro_batch_size"] * model["seq_length"]
     generator = torch.Generator(backend.device()).manual_seed(1)
@@ -138,7 +138,7 @@ def measure_accumulation(result: Result, size: str, model: dict) -> None:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a release or a device that has no such product
-            result.add(f"Weight gradients of {size} layers: no {name} here ({str(error).splitlines()[0]})")
+            result.add(f"Weight gradients of {size} layers: no {name} here ({first_sentence(error)})")
             continue
         calls[name], sums[name] = of_layer, [buffer.clone() for buffer, _, _ in operands]
     seconds = alternated(calls, **extent(result, rounds=7, count=10))

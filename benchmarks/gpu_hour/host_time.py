@@ -38,8 +38,8 @@ SLEEP_S = 1.0
 def run(result: Result) -> None:
     from benchmarks.gpu_hour import one_device
 
-    full = one_device.extent(result, rounds=7, num_batches=20)
-    with contenders_of(SMALL) as contenders:
+    sizes, full = one_device.sizes(result), one_device.extent(result, rounds=7, num_batches=20)
+    with contenders_of(sizes["small"] if result.content["rehearsal"] else SMALL) as contenders:
         measure_batches(result, contenders, **full)
         for name in ("flush", "2bw"):
             measure_executor(result, contenders[name], full["num_batches"])
@@ -47,7 +47,6 @@ def run(result: Result) -> None:
             count_waits(result, contenders[name])
         for name in NAMES:
             measure_lead_of_a_sleep(result, contenders[name])
-    sizes = one_device.sizes(result)
     for size in [*sizes][1:]:
         with one_device.may_not_fit(result, f"{size} layers"), contenders_of(sizes[size]) as contenders:
             measure_lead(result, size, contenders)

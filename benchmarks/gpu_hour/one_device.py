@@ -186,8 +186,13 @@ def may_not_fit(result: Result, what: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        result.add(f"{what}: out of memory, so there are no figures ({str(error).splitlines()[0]})")
+        result.add(f"{what}: out of memory, so there are no figures ({first_sentence(error)})")
     free()
+
+
+def first_sentence(error: Exception) -> str:
+    """What an error of torch says, without its long explanations."""
+    return str(error).splitlines()[0].split(". ")[0]
 
 
 def free() -> None:

@@ -95,7 +95,7 @@ def measure(result: Result, size: str, whose: str, contenders: dict, model: dict
 
 def measure_products(result: Result, size: str, model: dict) -> None:
     """The four products of a layer's forward."""
-    from benchmarks.gpu_hour.one_device import alternated, extent, ratios, shown
+    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, ratios, shown
 
     width, tokens = model["hidden_size"], model["micro_batch_size"] * model["seq_length"]
     shapes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
@@ -118,7 +118,7 @@ def measure_products(result: Result, size: str, model: dict) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # a card or a build without these products
-        result.add(f"torch has no FP8 product here: {str(error).splitlines()[0]}")
+        result.add(f"torch has no FP8 product here: {first_sentence(error)}")
         return
     calls = {"bf16": in_bf16, "fp8": in_fp8, "fp8_with_casts": with_casts}
     seconds = alternated(calls, **extent(result, rounds=5, count=20))
