@@ -159,10 +159,10 @@ def measure_accumulation(result: Result, size: str, model: dict) -> None:
 
 def measure_training(result: Result, size: str, model: dict) -> None:
     """A GPT with and without Apex's accumulation, by a plain loop."""
-    from benchmarks.gpu_hour.one_device import Loop, extent, ratios, trained
+    from benchmarks.gpu_hour.one_device import Loop, extent, num_microbatches, ratios, trained
 
     loops = {name: Loop(name, model, gradient_accumulation_fusion=name == "fused") for name in ("plain", "fused")}
-    seconds = trained(loops, 8, **extent(result, rounds=5, batches=4))
+    seconds = trained(loops, num_microbatches(result), **extent(result, rounds=5, batches=4))
     gain, losses = ratios(seconds, "plain", "fused"), {name: each.losses for name, each in loops.items()}
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     result.add(

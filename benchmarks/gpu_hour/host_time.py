@@ -39,21 +39,22 @@ def run(result: Result) -> None:
     from benchmarks.gpu_hour import one_device
 
     sizes, full = one_device.sizes(result), one_device.extent(result, rounds=7, num_batches=20)
-    with contenders_of(sizes["small"] if result.content["rehearsal"] else SMALL) as contenders:
-        measure_batches(result, contenders, **full)
+    number = one_device.num_microbatches(result)
+    with contenders_of(sizes["small"] if result.content["rehearsal"] else SMALL, number) as contenders:
+        measure_batches(result, contenders, number, **full)
         for name in ("flush", "2bw"):
-            measure_executor(result, contenders[name], full["num_batches"])
+            measure_executor(result, contenders[name], number, full["num_batches"])
         for name in NAMES:
-            count_waits(result, contenders[name])
+            count_waits(result, contenders[name], number)
         for name in NAMES:
             measure_lead_of_a_sleep(result, contenders[name])
     for size in [*sizes][1:]:
-        with one_device.may_not_fit(result, f"{size} layers"), contenders_of(sizes[size]) as contenders:
-            measure_lead(result, size, contenders)
+        with one_device.may_not_fit(result, f"{size} layers"), contenders_of(sizes[size], number) as contenders:
+            measure_lead(result, size, contenders, number)
 
 
 @contextmanager
-def contenders_of(model: dict) -> Iterator[dict]:
+def contenders_of(model: dict, num_microbatches: int) -> Iterator[dict]:
     """Name -> contender, each of which has trained three batches and is between batches."""
     from benchmarks.gpu_hour.one_device import Loop, engine
 
@@ -63,13 +64,13 @@ def contenders_of(model: dict) -> Iterator[dict]:
         }
         for contender in contenders.values():
             for _ in range(3):
-                contender.run(8)
+                contender.run(num_microbatches)
         yield contenders
         for contender in contenders.values():
             contender.finish()
 
 
-def measure_batches(result: Result, contenders: dict, *, rounds: int, num_batches: int) -> None:
+def measure_batches(result: Result, contenders: dict, num_microbatches: int, *, rounds: int, num_batches: int) -> None:
     """Until the host has returned from a batch, on the mean over some: wall clock, and CPU time of this thread."""
     from benchmarks.gpu_hour.one_device import orders, shown
 
@@ -79,12 +80,12 @@ def measure_batches(result: Result, contenders: dict, *, rounds: int, num_batche
             backend.synchronize()
             started, started_cpu = time.perf_counter(), time.thread_time()
             for _ in range(num_batches):
-                contenders[name].run(8)
+                contenders[name].run(num_microbatches)
             wall[name].append((time.perf_counter() - started) / num_batches)
             cpu[name].append((time.thread_time() - started_cpu) / num_batches)
     for what, seconds in (("wall clock", wall), ("CPU time of the computing thread", cpu)):
         result.add(
-            f"Host's ms of a batch of 8 microbatches through one small layer, {what}: {shown(seconds, 2, 1e3)}",
+            f"Host's ms of {num_microbatches} microbatches through one small layer, {what}: {shown(seconds, 2, 1e3)}",
             **{f"{name}_host_{what.split()[0].lower()}_seconds_per_batch": each for name, each in seconds.items()},
         )
 
@@ -108,7 +109,7 @@ def noting(contender, note: Callable[[str, float, float], None]) -> Iterator[Non
         yield
 
 
-def measure_executor(result: Result, contender, num_batches: int) -> None:
+def measure_executor(result: Result, contender, num_microbatches: int, num_batches: int) -> None:
     """The executor's own CPU time per instruction, and the wall clock of the calls that it makes."""
     wall: dict[str, list[float]] = defaultdict(list)
     inside = []
@@ -122,7 +123,7 @@ def measure_executor(result: Result, contender, num_batches: int) -> None:
     with noting(contender, note):
         started = time.thread_time()
         for _ in range(num_batches):
-            contender.run(8)
+            contender.run(num_microbatches)
         own = time.thread_time() - started - sum(inside)
     own /= contender.engine.num_instructions_executed - before
     calls = ", ".join(f"a {name} {1e6 * median(each):.0f}" for name, each in wall.items())
@@ -134,14 +135,14 @@ def measure_executor(result: Result, contender, num_batches: int) -> None:
     )
 
 
-def count_waits(result: Result, contender) -> None:
+def count_waits(result: Result, contender, num_microbatches: int) -> None:
     """torch's calls that wait for the device, of the thread that computes; torch does not know those of events."""
     from tests.pipeline.runtime.cuda.host_cases import synchronizing_calls
 
     own = threading.current_thread().name
     with synchronizing_calls() if backend.is_cuda() else nullcontext([]) as waits:
         for _ in range(3):
-            contender.run(8)
+            contender.run(num_microbatches)
     places = sorted({place for thread, place in waits if thread == own})
     count = sum(thread == own for thread, _ in waits)
     result.add(
@@ -178,14 +179,14 @@ def measure_lead_of_a_sleep(result: Result, contender) -> None:
     )
 
 
-def measure_lead(result: Result, size: str, contenders: dict) -> None:
+def measure_lead(result: Result, size: str, contenders: dict, num_microbatches: int) -> None:
     """How long the device works on when the host has returned from the last of three batches."""
     lead, whole = {}, {}
     for name, contender in contenders.items():
         backend.synchronize()
         started = time.perf_counter()
         for _ in range(3):
-            contender.run(8)
+            contender.run(num_microbatches)
         returned = time.perf_counter()
         backend.synchronize()
         lead[name], whole[name] = time.perf_counter() - returned, time.perf_counter() - started

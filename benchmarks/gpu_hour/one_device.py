@@ -146,6 +146,11 @@ def extent(result: Result, **full: int) -> dict[str, int]:
     return {name: 2 if name == "rounds" else 1 for name in full} if result.content["rehearsal"] else full
 
 
+def num_microbatches(result: Result) -> int:
+    """The microbatches of a batch."""
+    return 2 if result.content["rehearsal"] else 8
+
+
 def orders(names: Iterable[str], num_rounds: int) -> Iterator[list[str]]:
     """A random order of the names, reversed in every other round."""
     shuffled = random.Random(0).sample(list(names), len(list(names)))

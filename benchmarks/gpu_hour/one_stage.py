@@ -21,7 +21,6 @@ from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.process import main
 from benchmarks.gpu_hour.result import Result
 
-NUM_MICROBATCHES = 8
 COMPARED = 4
 """Batches whose losses are compared."""
 PAIRS = (("flush", "loop"), ("megatron.core", "loop"), ("2bw", "loop, one late"))
@@ -45,13 +44,13 @@ def run(result: Result) -> None:
 
 def measure_losses(result: Result, size: str, model: dict) -> None:
     """Train some batches by each, one after the other, and compare."""
-    from benchmarks.gpu_hour.one_device import free
+    from benchmarks.gpu_hour.one_device import free, num_microbatches
 
     losses = {}
     for name in ("flush", "2bw", "loop", "loop, one late", "megatron.core"):
         with closing(contender_of(name, model)) as contender:
             for _ in range(COMPARED):
-                contender.run(NUM_MICROBATCHES)
+                contender.run(num_microbatches(result))
             contender.finish()
             losses[name] = contender.losses
         del contender
@@ -70,14 +69,14 @@ def measure_losses(result: Result, size: str, model: dict) -> None:
 
 
 def measure_times(result: Result, size: str, model: dict, rate: float) -> None:
-    from benchmarks.gpu_hour.one_device import extent, flops_per_token, ratios, shown, trained
+    from benchmarks.gpu_hour.one_device import extent, flops_per_token, num_microbatches, ratios, shown, trained
 
     with ExitStack() as made:
         names = ("flush", "2bw", "loop", "megatron.core")
         contenders = {name: made.enter_context(closing(contender_of(name, model))) for name in names}
-        seconds = trained(contenders, NUM_MICROBATCHES, **extent(result, rounds=5, batches=2))
+        seconds = trained(contenders, num_microbatches(result), **extent(result, rounds=5, batches=2))
         del contenders
-    tokens = NUM_MICROBATCHES * model["micro_batch_size"] * model["seq_length"]
+    tokens = num_microbatches(result) * model["micro_batch_size"] * model["seq_length"]
     speeds = {name: [tokens / each for each in times] for name, times in seconds.items()}
     flops = {name: median(each) * flops_per_token(model) for name, each in speeds.items()}
     found = {f"{name} over {other}": ratios(seconds, name, other) for name, other in RATIOS}

@@ -28,7 +28,8 @@ def main(description: str, run: Callable[[Result], None], arguments: Sequence[st
 
 
 def begin() -> None:
-    """Make megatron.core importable, and this process a rank alone: over NCCL on a GPU, over gloo on a CPU."""
+    """Make megatron.core importable, and this process a rank alone: over NCCL on a GPU, over gloo on a CPU. Later
+    calls are no-ops."""
     backend.install()
     from megatron.core import parallel_state
 
@@ -40,4 +41,5 @@ def begin() -> None:
         dist.init_process_group(
             backend.process_group_backend(), store=store, rank=0, world_size=1, timeout=timedelta(minutes=5)
         )
-    parallel_state.initialize_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()

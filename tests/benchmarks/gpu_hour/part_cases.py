@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import tempfile
+import threading
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -38,6 +41,32 @@ def rehearse(part: str, *, exhausts: tuple[str, ...] = ()) -> dict:
         found = json.loads(path.read_text())
         assert found == result.content, "the last measurement was not written"
         return found
+
+
+def stage_without_memory() -> tuple[dict, int, list[str]]:
+    """A rehearsal of `one_stage` in which an engine finds no memory in the middle of a batch of the small size: the
+    file, the engines that are still there, and the names of their threads."""
+    begin()
+    from benchmarks.gpu_hour import one_stage
+    from megatron.pipeline.runtime.engine import PipelineEngine
+    from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
+
+    measure, forward, calls = one_stage.measure_times, MegatronStage.forward, itertools.count()
+
+    def without_memory(stage, microbatch, input):
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return forward(stage, microbatch, input)
+
+    def measure_small(result, size, *arguments):
+        with mock.patch.object(MegatronStage, "forward", without_memory) if size == "small" else nullcontext():
+            measure(result, size, *arguments)
+
+    with mock.patch.object(one_stage, "measure_times", measure_small):
+        found = rehearse("one_stage")
+    gc.collect()
+    engines = sum(isinstance(each, PipelineEngine) for each in gc.get_objects())
+    return found, engines, [each.name for each in threading.enumerate() if each.name.startswith("pipeline")]
 
 
 def start_of_precisions() -> dict[str, float]:

@@ -43,6 +43,7 @@ def test_a_cast_fills_the_range_and_keeps_the_scale():
     assert ((narrow.float() * back - tensor).norm() / tensor.norm()).item() < 0.04
 
 
+@pytest.mark.full
 def test_with_transformer_engine_its_layers_train_in_fp8():
     """Two losses are near each other and not the same."""
     [found] = workers.run(1, f"{CASES}:rehearse", part="precision", device="engine")
