@@ -102,8 +102,8 @@ def accumulations() -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
     """Name -> function that adds output_grad.T @ input to an FP32 buffer."""
     found: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
         "plain": lambda buffer, input, output_grad: buffer.add_(output_grad.t() @ input),
-        "addmm": lambda buffer, input, output_grad: torch.ops.aten.addmm.dtype_out(
-            buffer, output_grad.t(), input, torch.float32, out=buffer
+        "addmm": lambda buffer, input, output_grad: torch.addmm(
+            buffer, output_grad.t(), input, out_dtype=torch.float32, out=buffer
         ),
     }
     with suppress(ImportError):
