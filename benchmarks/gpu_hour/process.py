@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ def main(description: str, run: Callable[[Result], None], arguments: Sequence[st
         raise SystemExit("error: no CUDA device is there; give --rehearse to see on a CPU that the part runs")
     torch.manual_seed(1234)
     begin()
+    gc.freeze()  # as in training: a collection that looks at all of torch takes longer than a microbatch
     run(Result(args))
     dist.destroy_process_group()
 
