@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import sys
 import tempfile
 import threading
 from argparse import Namespace
 from contextlib import ExitStack, nullcontext
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import torch
 
 from benchmarks.gpu_hour.process import begin
 from benchmarks.gpu_hour.result import Result
+from tests.pipeline.runtime.stages.megatron import fused_accumulation
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -81,6 +85,26 @@ def start_of_precisions() -> dict[str, float]:
         name: max((a.float() - b.float()).abs().max().item() for a, b in zip(each, weights["bf16"], strict=True))
         for name, each in weights.items()
     }
+
+
+def fused_with_apex() -> dict:
+    """A rehearsal of `fused` where a stand-in of Apex is installed: its accumulation, and its Adam by torch's."""
+
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, params, lr, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True,
+                     weight_decay=0.0, amsgrad=False, set_grad_none=True, capturable=False,
+                     master_weights=False):  # fmt: skip
+            assert adam_w_mode and bias_correction
+            super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    optimizers = ModuleType("apex.optimizers")
+    optimizers.FusedAdam = FusedAdam
+    with fused_accumulation.stand_in() as kernel:
+        module = ModuleType("fused_weight_gradient_mlp_cuda")
+        module.__spec__, module.wgrad_gemm_accum_fp32 = ModuleSpec(module.__name__, None), kernel.wgrad_gemm_accum_fp32
+        modules = {module.__name__: module, "apex": ModuleType("apex"), "apex.optimizers": optimizers}
+        with mock.patch.dict(sys.modules, modules):
+            return rehearse("fused") | {"num_calls": kernel.num_calls}
 
 
 def fused_with_torchs_product() -> dict:

@@ -38,6 +38,22 @@ def test_a_product_that_adds_has_the_sums_of_both_steps():
     assert len(found["figures"]["small_accumulation_ratio_of_plain_over_addmm"]) == 2
 
 
+def test_with_apex_its_kernels_are_measured():
+    """Its Adam, its accumulation, which in the stand-in has torch's bits, and a GPT that trains with it: one call for
+    each linear layer of each backward."""
+    [found] = workers.run(1, f"{CASES}:fused_with_apex")
+    figures = found["figures"]
+    assert figures["large_adam_largest_difference_of_apex"] == 0.0
+    assert figures["large_accumulation_largest_difference_of_apex"] == 0.0
+    assert len(figures["large_training_ratio_of_plain_over_fused"]) == 2
+    assert figures["large_training_largest_difference"] == 0.0
+    linears = (1 * 4 + 1) + (2 * 4 + 1)  # of the two sizes, output layers included
+    assert (
+        found["num_calls"] == linears * 6 * 2 + 2 * 4 * 5
+    )  # batches of two microbatches; a layer's products five times
+    assert not any("not installed" in line for line in found["lines"])
+
+
 def test_without_memory_for_one_size_the_others_go_on():
     [found] = workers.run(1, f"{CASES}:rehearse", part="fused", exhausts=("measure_adam",))
     assert any(line.startswith("Adam on small layers: out of memory") for line in found["lines"])
