@@ -50,7 +50,7 @@ def test_with_apex_its_kernels_are_measured():
     linears = (1 * 4 + 1) + (2 * 4 + 1)  # of the two sizes, output layers included
     assert (
         found["num_calls"] == linears * 6 * 2 + 2 * 4 * 5
-    )  # batches of two microbatches; a layer's products five times
+    )  # microbatches; a layer five times
     assert not any("not installed" in line for line in found["lines"])
 
 
