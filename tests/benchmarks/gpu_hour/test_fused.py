@@ -48,9 +48,7 @@ def test_with_apex_its_kernels_are_measured():
     assert len(figures["large_training_ratio_of_plain_over_fused"]) == 2
     assert figures["large_training_largest_difference"] == 0.0
     linears = (1 * 4 + 1) + (2 * 4 + 1)  # of the two sizes, output layers included
-    assert (
-        found["num_calls"] == linears * 6 * 2 + 2 * 4 * 5
-    )  # microbatches; a layer five times
+    assert found["num_calls"] == linears * 6 * 2 + 2 * 4 * 5  # microbatches; a layer five times
     assert not any("not installed" in line for line in found["lines"])
 
 
