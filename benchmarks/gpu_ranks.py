@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from benchmarks.common.gpt import gpt_stage, mean_loss
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -23,6 +24,7 @@ from megatron.pipeline.schedules import Schedule
 
 WARM_UP = {"flush": 2, "2bw": 3, "2bw provisional": 3}
 """The number of untimed first batches: they allocate memory, and under 2bw its segments repeat after them."""
+CLIP_GRAD = 1.0
 TIMEOUT = timedelta(minutes=5)
 
 
@@ -35,43 +37,48 @@ class Contender:
         stages, rank = dist.get_world_size(), dist.get_rank()
         preset, _, predicts = name.partition(" ")
         schedule = Schedule.preset(preset, num_stages=stages, predict=bool(predicts))
-        chunk = _chunk(model, stages)
-        config = OptimizerConfig(
-            optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=1.0, bf16=True, params_dtype=torch.bfloat16
-        )
-        optimizer = get_megatron_optimizer(config, [chunk])
-        self._update = MegatronWeightUpdate(
+        chunk, optimizer = chunk_with_optimizer(model, stages)
+        self.update = MegatronWeightUpdate(
             [chunk], optimizer, weights=schedule.weights, num_stages=stages, stage=rank, timeout=TIMEOUT
         )
-        stage = MegatronStage(
-            chunk, _forward_step(model, device), self._update, seq_length=model["seq_length"],
-            micro_batch_size=model["micro_batch_size"], data_iterator=_data(model, device),
+        self.stage = MegatronStage(
+            chunk, forward_step(model, device), self.update, seq_length=model["seq_length"],
+            micro_batch_size=model["micro_batch_size"], data_iterator=data(model, device),
         )  # fmt: skip
-        self._engine = PipelineEngine(
-            schedule, stage, self._update, backend=backend_name, device=device, timeout=TIMEOUT
+        self.engine = PipelineEngine(
+            schedule, self.stage, self.update, backend=backend_name, device=device, timeout=TIMEOUT
         )
 
     def run(self, num_microbatches: int) -> None:
-        reports = self._engine.run_batch(num_microbatches, num_microbatches * self._micro_batch_size)
+        reports = self.engine.run_batch(num_microbatches, num_microbatches * self._micro_batch_size)
         self.losses += [report.losses["lm loss"] for report in reports]
 
     def finish(self) -> None:
-        self.losses += [report.losses["lm loss"] for report in self._engine.drain()]
+        self.losses += [report.losses["lm loss"] for report in self.engine.drain()]
 
     def close(self) -> None:
-        self._engine.close()
-        self._update.close()
+        self.engine.close()
+        self.update.close()
 
 
-def _chunk(model: dict, num_stages: int) -> DistributedDataParallel:
-    """Build this rank's stage in BF16 with FP32 gradients."""
+def chunk_with_optimizer(
+    model: dict, num_stages: int, *, dtype: torch.dtype = torch.bfloat16, **config: Any
+) -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """Build this rank's stage in BF16 or FP32, with FP32 gradients, and its Adam. `config`: as for `gpt_stage`."""
     extent = {name: model[name] for name in ("hidden_size", "heads", "vocab_size", "seq_length")}
-    gpt = gpt_stage(num_layers=num_stages * model["layers"], num_stages=num_stages, dtype=torch.bfloat16, **extent)
-    wrapped = Float16Module(gpt.config, gpt.to(backend.device()))
-    return DistributedDataParallel(gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+    gpt = gpt_stage(
+        num_layers=num_stages * model["layers"], num_stages=num_stages, dtype=dtype, **extent, **config
+    ).to(backend.device())  # fmt: skip
+    is_narrow = dtype is torch.bfloat16
+    wrapped = Float16Module(gpt.config, gpt) if is_narrow else gpt
+    chunk = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
+    options = OptimizerConfig(
+        optimizer="adam", lr=1e-4, weight_decay=0.01, clip_grad=CLIP_GRAD, bf16=is_narrow, params_dtype=dtype
+    )
+    return chunk, get_megatron_optimizer(options, [chunk])
 
 
-def _data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
+def data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
     """An endless iterator over the tokens of microbatches, [micro_batch_size, seq_length + 1]: eight, made in
     advance."""
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +86,7 @@ def _data(model: dict, device: torch.device) -> Iterator[torch.Tensor]:
     return itertools.cycle(torch.randint(model["vocab_size"], shape, generator=generator).to(device))
 
 
-def _forward_step(model: dict, device: torch.device):
+def forward_step(model: dict, device: torch.device):
     """A forward step in Megatron-LM's form, in which nothing waits for the device."""
     positions = torch.arange(model["seq_length"], device=device).expand(model["micro_batch_size"], -1)
     is_last = parallel_state.is_pipeline_last_stage()
@@ -93,10 +100,10 @@ def _forward_step(model: dict, device: torch.device):
     return step
 
 
-def _timed(contender: Contender, num_microbatches: int, num_batches: int) -> float:
+def timed(contender: Contender, num_microbatches: int, num_batches: int) -> float:
     """Measure the seconds of a batch in the steady state, on the slowest rank."""
     dist.barrier()
-    for _ in range(WARM_UP[contender.name]):
+    for _ in range(WARM_UP.get(contender.name, 2)):
         contender.run(num_microbatches)
     backend.synchronize()
     start = time.perf_counter()
@@ -120,7 +127,7 @@ def compare(job: dict, device: str) -> dict:
         table = seconds[num_microbatches] = {name: [] for name in names}
         for order in job["orders"]:
             for name in order:
-                table[name].append(_timed(contenders[name], num_microbatches, job["batches"]))
+                table[name].append(timed(contenders[name], num_microbatches, job["batches"]))
     peaks: list = [None] * job["num_stages"]
     dist.all_gather_object(peaks, backend.peak_memory_bytes())
     for contender in contenders.values():

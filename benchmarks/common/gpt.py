@@ -13,9 +13,13 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 LEARNING_RATE, WEIGHT_DECAY = 1.0e-4, 0.01
+_WITHOUT_FUSIONS = dict.fromkeys(
+    ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm",
+     "gradient_accumulation_fusion"), False,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,23 +66,22 @@ def microbatch(model: Model, index: int) -> Data:
 
 def gpt_stage(
     *, num_layers: int, num_stages: int, hidden_size: int, heads: int, vocab_size: int, seq_length: int,
-    dtype: torch.dtype = torch.float32, **config: Any,
+    dtype: torch.dtype = torch.float32, layer_spec: ModuleSpec | None = None, **config: Any,
 ) -> GPTModel:  # fmt: skip
     """Build this rank's stage of a GPT, with weights from the stage's seed.
 
-    Embeddings are untied and there is no dropout, since not every contender supports them. `config`: further fields of
-    `TransformerConfig`.
+    Embeddings are untied and there is no dropout, since not every contender supports them. `layer_spec`: the layers,
+    instead of megatron.core's own. `config`: further fields of `TransformerConfig`, or others than the fusions here.
     """
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
     settings = TransformerConfig(
         num_layers=num_layers, hidden_size=hidden_size, num_attention_heads=heads,
         pipeline_model_parallel_size=num_stages, pipeline_dtype=dtype, params_dtype=dtype, bf16=dtype is torch.bfloat16,
-        hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False, gradient_accumulation_fusion=False, **config,
+        hidden_dropout=0.0, attention_dropout=0.0, **{**_WITHOUT_FUSIONS, **config},
     )  # fmt: skip
     return GPTModel(
-        config=settings, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=vocab_size,
+        config=settings, transformer_layer_spec=layer_spec or get_gpt_layer_local_spec(), vocab_size=vocab_size,
         max_sequence_length=seq_length, pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=is_last_stage(), share_embeddings_and_output_weights=False,
     )  # fmt: skip
