@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_hour.gpu_tests tests/pipeline/runtime/cuda/test_host.py --json host.json
 
-A hang then loses what is behind it and nothing before. Where an earlier attempt has left its outcomes beside the file of
-results (`NAME.before.json`), tests that have passed there are not run again. A test that hangs is ended by its own
+A hang then loses what is behind it and nothing before. Where an earlier attempt has left its outcomes beside the file
+of results (`NAME.before.json`), tests that have passed there are not run again. A test that hangs is ended by its own
 limit, of --test-limit seconds. Figures that tests record are kept; so is pytest's own report, beside the results.
 """
 

@@ -38,7 +38,9 @@ def _module(name: str, limit: float, expected: float, question: str, *, argv: st
 
 
 def _tests(name: str, limit: float, expected: float, file: str, question: str) -> Part:
-    return _module(name, limit, expected, question, argv=f"gpu_tests {file}", packages=("pytest", "hypothesis"))
+    return _module(
+        name, limit, expected, question, argv=f"gpu_tests {file}", packages=("pytest", "pytest_timeout", "hypothesis")
+    )
 
 
 _CUDA = "tests/pipeline/runtime/cuda"
@@ -62,7 +64,7 @@ PARTS = (
     _module("calibration", 480, 180, "How near are iterations predicted from a profile of this card to measured ones?"),
     _tests("tests_cuda", 400, 120, f"{_CUDA}/test_cuda.py",
            "Do ranks that share the card train as one process on the CPU does?"),
-    _module("one_rank", 300, 90, "How many tokens a second have flush, 2bw and predicted weights on one stage, over NCCL?",
+    _module("one_rank", 300, 90, "How many tokens/s have flush, 2bw and predicted weights on one stage, over NCCL?",
             argv="existing one_rank"),
     _module("prediction_pass", 180, 40, "What do a step and a prediction take in one kernel, beside torch's AdamW?",
             argv="existing prediction_pass"),
