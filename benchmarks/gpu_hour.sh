@@ -9,7 +9,8 @@
 # what it measures; `--list` shows the parts. PYTHON names another interpreter than python3.
 set -euo pipefail
 repository="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-out="$repository/outputs/gpu_hour"
+out=""
+name=gpu_hour
 wheels=()
 flags=()
 while [ $# -gt 0 ]; do
@@ -18,10 +19,12 @@ while [ $# -gt 0 ]; do
     --wheels=*) wheels=("$1") ;;
     --out) out="${2:?--out needs a folder}" && shift ;;
     --out=*) out="${1#--out=}" ;;
+    --rehearse) flags+=("$1") && name=gpu_hour_rehearsal ;;
     *) flags+=("$1") ;;
     esac
     shift
 done
+out="${out:-$repository/outputs/$name}"
 mkdir -p "$out"
 python="${PYTHON:-python3}"
 "$python" "$repository/benchmarks/gpu_hour/install.py" --target "$out/site" ${wheels[@]+"${wheels[@]}"}

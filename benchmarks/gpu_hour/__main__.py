@@ -39,7 +39,7 @@ from benchmarks.gpu_hour.records import (
 from megatron.documents.files import write_whole
 from megatron.processes import end_left
 
-OUT = ROOT / "outputs" / "gpu_hour"
+OUT = ROOT / "outputs"
 TO_END = 10.0  # seconds of a call that are kept for the end of its last part
 REHEARSED = 20.0  # seconds that a part is expected to take at most in a rehearsal
 TAIL, STACKS = 15, 200  # lines that are printed of a part that failed, and of stacks
@@ -50,13 +50,14 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
         prog="gpu_hour", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0, help="of this call; what is left is for the next one")
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder of the results")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the results; default: gpu_hour in outputs/")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="run these parts alone")
     parser.add_argument("--again", action="store_true", help="run the parts of --only even if they are done")
     parser.add_argument("--keep", action="store_true", help="parts that are done with other sources count as done")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on the CPU; the figures say nothing")
     parser.add_argument("--list", action="store_true", help="show the parts, and how far they are")
     args = parser.parse_args(arguments)
+    args.out = args.out or OUT / ("gpu_hour_rehearsal" if args.rehearse else "gpu_hour")
     names = [part.name for part in parts]
     if unknown := sorted(set(args.only or ()) - set(names)):
         parser.error(f"--only names {', '.join(unknown)}; the parts are {', '.join(names)}")

@@ -91,7 +91,18 @@ def sentence(machine: dict) -> str:
     parts = [identity(machine)]
     parts += [
         f"{name} {machine[name]}"
-        for name in ("driver", "CUDA", "cuDNN", "NCCL", *PACKAGES, "SM MHz at most", "memory MHz at most", "W at most")
+        for name in (
+            "driver",
+            "CUDA",
+            "cuDNN",
+            "NCCL",
+            *PACKAGES,
+            "SM MHz",
+            "SM MHz at most",
+            "memory MHz",
+            "memory MHz at most",
+            "W at most",
+        )
         if machine.get(name)
     ]
     return f"{', '.join(parts)}; {machine.get('cores')} cores, {machine.get('host bytes', 0) / 2**30:.0f} GiB"
