@@ -134,7 +134,7 @@ class Hour:
             self._say(f"{title}: skipped, {lack}")
             return
         expected = min(part.expected, REHEARSED) if self._args.rehearse else part.expected
-        if self.left < (expected if self._begun else TO_END):
+        if self.left < (expected if self._begun else 1.0):
             self._say(f"{title}: left for the next call, it is expected to take {expected:.0f} s")
             return
         self._begun += 1

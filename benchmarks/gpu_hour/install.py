@@ -25,10 +25,10 @@ NEEDED = ("torch", "megatron.core", "psutil", "yaml", "pytest", "pytest_timeout"
 def missing_wheels(folder: Path) -> dict[str, str]:
     """Package -> version, of the wheels that this Python can take and whose package is not installed."""
     from pip._vendor.packaging.tags import sys_tags
-    from pip._vendor.packaging.utils import InvalidWheelFilename, parse_wheel_filename
+    from pip._vendor.packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
     taken, found = set(sys_tags()), {}
-    installed = {each.metadata["Name"].lower().replace("_", "-").replace(".", "-") for each in metadata.distributions()}
+    installed = {canonicalize_name(each.metadata["Name"] or "") for each in metadata.distributions()}
     for path in sorted(folder.glob("*.whl")):
         try:
             name, version, _, tags = parse_wheel_filename(path.name)

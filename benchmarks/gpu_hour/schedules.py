@@ -84,8 +84,7 @@ def _of_preset(name: str) -> Comparison:
             lambda p: {"preset": name, "training": training},
         )  # fmt: skip
     options = {"preset": name, "training": FLUSHED, "moves_activations": preset.balance}
-    if preset.virtual_stages is not None or name.startswith("interleaved"):
-        options["num_virtual_stages"] = 2
+    options["num_virtual_stages"] = preset.virtual_stages or 2  # None: as many as the user likes
     delay = 1 if preset.weights == "2bw" else 0
     return Comparison(name, _MODULES, lambda p: reference.train(FLUSHED, delay=delay).losses, lambda p: options)
 
