@@ -80,7 +80,7 @@ class Hour:
         if others:
             kind = "measurements, and this is a rehearsal" if args.rehearse else "a rehearsal, and this is none"
             raise ValueError(f"{args.out} holds {kind}; give another --out")
-        self._begun = 0
+        self._begun, self._too_long = 0, []
 
     @property
     def left(self) -> float:
@@ -135,7 +135,7 @@ class Hour:
             return
         expected = min(part.expected, REHEARSED) if self._args.rehearse else part.expected
         if self.left < (expected if self._begun else 1.0):
-            self._say(f"{title}: left for the next call, it is expected to take {expected:.0f} s")
+            self._too_long.append(f"{part.name} ({expected:.0f} s)")
             return
         self._begun += 1
         limit = min(part.limit, self.left)
@@ -176,7 +176,7 @@ class Hour:
         self._show((result or {}).get("lines", ()), mark="   ")
         printed = ending.output.splitlines()
         if status in (INTERRUPTED, "time limit"):
-            self._show(printed[:STACKS])
+            self._show([line for line in printed if not line.startswith("Extension modules:")][:STACKS])
         elif status != DONE:
             self._show(printed[-TAIL:])
         self._say(f"{title}: {status} after {ending.seconds:.0f} s{', ' + reason if reason else ''}")
@@ -212,6 +212,8 @@ class Hour:
 
     def _close(self) -> int:
         open_parts = [part.name for part in self._parts if self._status(part) not in (DONE, SKIPPED)]
+        if self._too_long:
+            self._say(f"too long for what is left of this call: {', '.join(self._too_long)}")
         if not open_parts:
             self._say("all parts are done")
             return 0

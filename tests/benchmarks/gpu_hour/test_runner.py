@@ -123,7 +123,7 @@ def test_a_call_ends_in_its_time(tmp_path, capsys):
     assert run(tmp_path, [cut_off, part("long", "note('long')", expected=300.0)], "--minutes", "0.22") == 3
     assert time.monotonic() - start < 0.22 * 60
     assert statuses(tmp_path) == {"cut_off": "interrupted"}
-    assert "long: left for the next call, it is expected to take 300 s" in capsys.readouterr().out
+    assert "too long for what is left of this call: long (300 s)" in capsys.readouterr().out
     assert run(tmp_path, [GOOD, cut_off]) == 0
     assert notes(tmp_path) == ["begun", "good", "again"]
     assert Records(tmp_path).by_name["cut_off"]["result"]["lines"] == ["a part", "rest"]
