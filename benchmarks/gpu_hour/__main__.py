@@ -6,8 +6,9 @@
     python -m benchmarks.gpu_hour --only memory l2l  # these parts
 
 A part's crash, hang, or want of memory is a result, and the next part runs. Called again, parts that are done are not
-run again, with the same sources, card, torch and Python; those that were interrupted are, and failed ones come last. A
-part is not begun if it is expected to take longer than is left, unless nothing was begun in this call.
+run again, with the same sources, card, torch and Python. A part that was cut off comes first, but behind the others if
+that was not for the first time, and those that failed come last. A part is not begun if it is expected to take longer
+than is left, unless nothing was begun in this call.
 """
 
 import argparse
@@ -109,10 +110,17 @@ class Hour:
         return self._close()
 
     def _queue(self) -> list[Part]:
-        """What is not done, first what did not fail."""
-        fresh = [part for part in self._parts if self._status(part) not in (DONE, *FAILED)]
-        failed = [part for part in self._parts if self._status(part) in FAILED]
-        return list(self._parts) if self._args.again else fresh + failed
+        """What is not done: what was cut off once, what was never begun, what was cut off again, what failed."""
+        if self._args.again:
+            return list(self._parts)
+        places = {part.name: self._place(part) for part in self._parts if self._status(part) != DONE}
+        return sorted((part for part in self._parts if part.name in places), key=lambda part: places[part.name])
+
+    def _place(self, part: Part) -> int:
+        status = self._status(part)
+        if status == INTERRUPTED:
+            return 0 if self.records.by_name[part.name]["attempt"] == 1 else 2
+        return 3 if status in FAILED else 1
 
     def _status(self, part: Part) -> str | None:
         """The status of a record that counts; None: there is none."""

@@ -18,6 +18,9 @@ from tests.benchmarks.gpu_hour.fake_hour import KILLED, part, run
 GOOD = part("good", "note('good'); write('it is 7', answer=7)")
 
 
+COUNT = "(file.parent.parent / 'notes.txt').read_text().count('slow')"
+
+
 def statuses(folder):
     return {name: record["status"] for name, record in Records(folder).by_name.items()}
 
@@ -125,8 +128,19 @@ def test_a_call_ends_in_its_time(tmp_path, capsys):
     assert statuses(tmp_path) == {"cut_off": "interrupted"}
     assert "too long for what is left of this call: long (300 s)" in capsys.readouterr().out
     assert run(tmp_path, [GOOD, cut_off]) == 0
-    assert notes(tmp_path) == ["begun", "good", "again"]
+    assert notes(tmp_path) == ["begun", "again", "good"]
     assert Records(tmp_path).by_name["cut_off"]["result"]["lines"] == ["a part", "rest"]
+
+
+def test_what_is_cut_off_twice_holds_up_nothing(tmp_path):
+    """A part that two calls have cut off comes behind those that were never begun, and before those that failed."""
+    slow = part("slow", "note('slow'); time.sleep(100 if notes() < 3 else 0); write('x')".replace("notes()", COUNT))
+    fails = part("fails", "note('fails'); sys.exit(1)")
+    for _ in range(2):
+        assert run(tmp_path, [slow], "--minutes", "0.2") == 3
+    assert run(tmp_path, [fails], "--minutes", "1") == 3
+    assert run(tmp_path, [fails, slow, GOOD]) == 3
+    assert notes(tmp_path) == ["slow", "slow", "fails", "good", "slow", "fails"]
 
 
 def test_a_killed_runner_loses_nothing(tmp_path):
