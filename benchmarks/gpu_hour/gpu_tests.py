@@ -32,6 +32,10 @@ class Recorder:
             items[:] = [item for item in items if item.nodeid not in self.outcomes]
             config.hook.pytest_deselected(items=again)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.outcomes[report.nodeid] = f"failed: {_reason(report)}"
+
     def pytest_runtest_logstart(self, nodeid: str, location: tuple) -> None:
         self.outcomes[nodeid] = "begun"  # what stays so did not end
         self._write()
@@ -63,13 +67,13 @@ class Recorder:
         self._result.write()
 
 
-def _reason(report: pytest.TestReport) -> str:
-    """The sentence of a skip, or the last line of a failure."""
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The sentence of a skip, the first of a failure, or the last of a file that cannot be imported."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2]).removeprefix("Skipped: ")
     crash = getattr(report.longrepr, "reprcrash", None)
-    lines = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines()
-    return lines[0][:200] if lines else "without a word"
+    lines = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines() or ["without a word"]
+    return lines[0 if crash is not None else -1].removeprefix("E").strip()[:200]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = (ROOT / "wheels", Path(__file__).resolve().parent.parent / "wheels", ROOT.parent / "wheels")
 """Where wheels are looked for, if --wheels does not say."""
-NEEDED = ("torch", "megatron.core", "psutil", "yaml", "pytest", "pytest_timeout", "hypothesis")
+NEEDED = ("torch", "setuptools", "megatron.core", "psutil", "yaml", "pytest", "pytest_timeout", "hypothesis")
 
 
 def missing_wheels(folder: Path) -> dict[str, str]:

@@ -128,6 +128,17 @@ def test_a_hang_in_a_file_of_tests_loses_nothing(tmp_path):
     assert (tmp_path / "notes.txt").read_text().split() == ["passes", "fails", "hangs", "behind", "fails", "hangs"]
 
 
+def test_a_file_that_cannot_be_imported_says_why(tmp_path):
+    """Its outcome is the error, not a file without tests."""
+    (tmp_path / "test_made_up.py").write_text("import no_such_package\n")
+    file = tmp_path / "result.json"
+    command = [sys.executable, "-m", "benchmarks.gpu_hour.gpu_tests", "test_made_up.py", "--json", str(file)]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    reason = "ModuleNotFoundError: No module named 'no_such_package'"
+    assert json.loads(file.read_text())["lines"][1] == f"test_made_up.py failed: {reason}"
+
+
 def wheel(folder, name, version="1.0", tag="py3-none-any"):
     information = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
