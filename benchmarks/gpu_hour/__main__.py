@@ -41,7 +41,7 @@ from megatron.documents.files import write_whole
 from megatron.processes import end_left
 
 OUT = ROOT / "outputs"
-TO_END = 10.0  # seconds of a call that are kept for the end of its last part
+TO_END = 15.0  # seconds of a call that are kept for the end of its last part
 REHEARSED = 20.0  # seconds that a part is expected to take at most in a rehearsal
 TAIL, STACKS = 15, 200  # lines that are printed of a part that failed, and of stacks
 

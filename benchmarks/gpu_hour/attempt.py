@@ -23,7 +23,7 @@ from megatron.processes import Job
 
 FAULTS = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|\bMemoryError\b")
-_TO_DUMP, _TO_TERMINATE = 3.0, 5.0  # seconds for the stacks of a process, and for all to end
+_TO_DUMP, _TO_DUMP_ALL, _TO_TERMINATE = 3.0, 6.0, 3.0  # seconds for the stacks of a process, for all, and to end
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def _end_with_stacks(job: Job) -> None:
         with suppress(psutil.Error):
             process.suspend()
     processes.sort(key=_started, reverse=True)  # where a parent ends first, the system ends stopped children
+    deadline = time.monotonic() + _TO_DUMP_ALL
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGABRT)
             process.resume()
-            process.wait(_TO_DUMP)
+            process.wait(min(_TO_DUMP, max(0.1, deadline - time.monotonic())))
     for process in job.processes():
         with suppress(psutil.Error):
             process.terminate()

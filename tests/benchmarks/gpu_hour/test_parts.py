@@ -84,6 +84,7 @@ def test_benchmarks_that_were_there(tmp_path, name):
     assert problem_with(content) is None and len(content["lines"]) == 2
 
 
+BARE = {**ENVIRONMENT, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "pytest_timeout"}  # starts in a second
 TESTS = """
 import time, pytest
 pytestmark = pytest.mark.gpu
@@ -112,7 +113,7 @@ def test_a_hang_in_a_file_of_tests_loses_nothing(tmp_path):
     command += ["--rehearse", "--test-limit", "1"]
 
     def run():
-        done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, cwd=tmp_path, env=BARE, capture_output=True, text=True, timeout=100)
         assert done.returncode == 1, done.stdout + done.stderr
         return json.loads(file.read_text())
 
@@ -128,15 +129,21 @@ def test_a_hang_in_a_file_of_tests_loses_nothing(tmp_path):
     assert (tmp_path / "notes.txt").read_text().split() == ["passes", "fails", "hangs", "behind", "fails", "hangs"]
 
 
-def test_a_file_that_cannot_be_imported_says_why(tmp_path):
-    """Its outcome is the error, not a file without tests."""
-    (tmp_path / "test_made_up.py").write_text("import no_such_package\n")
+@pytest.mark.parametrize(
+    ("program", "status", "said"),
+    [
+        ("import no_such_package", 2, "test_made_up.py failed: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("import pytest; pytest.importorskip('no_such_package', reason='needs it')", 0, "skipped: needs it"),
+    ],
+)
+def test_a_file_without_tests_says_why(tmp_path, program, status, said):
+    """One that cannot be imported has failed; one that skips itself has not."""
+    (tmp_path / "test_made_up.py").write_text(program)
     file = tmp_path / "result.json"
     command = [sys.executable, "-m", "benchmarks.gpu_hour.gpu_tests", "test_made_up.py", "--json", str(file)]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    reason = "ModuleNotFoundError: No module named 'no_such_package'"
-    assert json.loads(file.read_text())["lines"][1] == f"test_made_up.py failed: {reason}"
+    done = subprocess.run(command, cwd=tmp_path, env=BARE, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status
+    assert json.loads(file.read_text())["lines"][1] == said
 
 
 def wheel(folder, name, version="1.0", tag="py3-none-any"):
