@@ -75,6 +75,16 @@ def _meaning(status: int, output: str) -> tuple[str, str]:
     return "failed", f"exit status {status}; last it said: {last}"
 
 
+def _processes(job: Job) -> list[psutil.Process]:
+    """The processes with the job's mark, and its main process with its children, should a system not show marks."""
+    found = {process.pid: process for process in job.processes()}
+    if job.process.poll() is None:
+        with suppress(psutil.Error):
+            main = psutil.Process(job.process.pid)
+            found |= {process.pid: process for process in (main, *main.children(recursive=True))}
+    return list(found.values())
+
+
 def _started(process: psutil.Process) -> float:
     with suppress(psutil.Error):
         return process.create_time()
@@ -82,7 +92,7 @@ def _started(process: psutil.Process) -> float:
 
 
 def _end_with_stacks(job: Job) -> None:
-    processes = job.processes()
+    processes = _processes(job)
     for process in processes:
         with suppress(psutil.Error):
             process.suspend()
@@ -93,8 +103,11 @@ def _end_with_stacks(job: Job) -> None:
             process.send_signal(signal.SIGABRT)
             process.resume()
             process.wait(min(_TO_DUMP, max(0.1, deadline - time.monotonic())))
-    for process in job.processes():
+    left = _processes(job)
+    for process in left:
         with suppress(psutil.Error):
             process.terminate()
-    with suppress(psutil.Error):
-        psutil.wait_procs(job.processes(), timeout=_TO_TERMINATE)
+    _, left = psutil.wait_procs(left, timeout=_TO_TERMINATE)
+    for process in left:
+        with suppress(psutil.Error):
+            process.kill()
