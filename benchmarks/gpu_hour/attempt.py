@@ -96,7 +96,7 @@ def _end_with_stacks(job: Job) -> None:
     for process in processes:
         with suppress(psutil.Error):
             process.suspend()
-    processes.sort(key=_started, reverse=True)  # where a parent ends first, the system ends stopped children
+    processes.sort(key=_started)  # a parent whose child has ended would go on where it waits for it
     deadline = time.monotonic() + _TO_DUMP_ALL
     for process in processes:
         with suppress(psutil.Error):

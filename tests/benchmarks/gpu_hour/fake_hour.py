@@ -11,6 +11,7 @@ from benchmarks.gpu_hour import __main__ as hour
 from benchmarks.gpu_hour.parts import Part
 
 MACHINE = {"card": "Made-up card", "card bytes": 8 << 30, "capability": [8, 0], "torch": "2", "Python": "3"}
+SOURCES = "these"
 WRITE = """
 import json, os, pathlib, signal, subprocess, sys, time
 file = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
@@ -33,7 +34,10 @@ def run(folder: Path, parts: list[Part], *flags: str, machine: dict = MACHINE) -
 
 
 def _run(folder: Path, parts: list[Part], *flags: str, machine: dict = MACHINE) -> int:
-    with mock.patch.object(hour.Hour, "_look_at_machine", lambda self: machine):
+    with (
+        mock.patch.object(hour.Hour, "_look_at_machine", lambda self: machine),
+        mock.patch.object(hour, "sources", lambda: SOURCES),
+    ):
         return hour.main(["--out", str(folder), *flags], parts)
 
 

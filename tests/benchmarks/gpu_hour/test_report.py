@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.gpu_hour import report
+from tests.benchmarks.gpu_hour import fake_hour
 from tests.benchmarks.gpu_hour.fake_hour import part, run
 
 GOOD = part("good", "write('7 tokens/s | 8', 'and more', answer=7)")
@@ -40,6 +41,6 @@ def test_a_rehearsal_is_refused(tmp_path, capsys, program):
 def test_results_of_several_sources_are_told_apart(tmp_path, monkeypatch):
     """Rows that do not belong together are not passed off as one hour's."""
     run(tmp_path, [GOOD])
-    monkeypatch.setattr("benchmarks.gpu_hour.__main__.sources", lambda: "others")
+    monkeypatch.setattr(fake_hour, "SOURCES", "others")
     run(tmp_path, [LATE])
     assert any(line.startswith("The rows are of several sources: ") for line in report.report(tmp_path, [GOOD, LATE]))
