@@ -118,9 +118,10 @@ class Node(nn.Module):
                     total, shared = total + nn.functional.linear(input, tensor), tensor
                     continue
                 total = total + tensor * (1.0 + place / 4 if tensor.is_floating_point() else 0.125)
-        with torch.random.fork_rng():
-            torch.manual_seed(1000 * number + self.stage)
-            hidden = nn.functional.dropout(torch.tanh(self.linear(total)), 0.1, self.training)
+        hidden = torch.tanh(self.linear(total))
+        if self.training:  # dropout, whose mask is the same on each device
+            generator = torch.Generator().manual_seed(1000 * number + self.stage)
+            hidden = hidden * (torch.rand(hidden.shape, generator=generator) >= 0.1).to(hidden.device) / 0.9
         ids = (hidden.detach()[:, :1] * 0).long() + (number + self.stage) % 5  # where the hidden states are
         outputs = {}
         for taker, tensors in self.edges.items():
@@ -135,10 +136,10 @@ class Node(nn.Module):
         return outputs, (hidden - target).square().mean() if self.is_last else None
 
 
-def data_of(microbatch: Microbatch | int):
+def data_of(microbatch: Microbatch | int, device: str = "cpu"):
     number = microbatch if isinstance(microbatch, int) else microbatch.index
     generator = torch.Generator().manual_seed(number)
-    return number, *(torch.randn(SAMPLES, WIDTH, generator=generator) for _ in range(2))
+    return number, *(torch.randn(SAMPLES, WIDTH, generator=generator).to(device) for _ in range(2))
 
 
 def optimizer_of(parameters, *, lr: float = 0.1, kind: str = "sgd") -> torch.optim.Optimizer:
@@ -401,6 +402,7 @@ def build(
     gap_aware: bool = False,
     slow: float = 0.0,
     backend: str = "gloo",
+    device: str = "cpu",
 ) -> Built:
     """This rank's stages. `preset` "stale": FTPipe's; `predict`, `provisional`: with such weights; `gap_aware`:
     steps are. `slow`: seconds, of which each computation sleeps a random part.
@@ -412,7 +414,7 @@ def build(
         schedule = Schedule(order="async", weights=weights, recompute=recompute, **cut)
     else:
         schedule = Schedule.preset(preset, recompute=recompute, **cut)
-    nodes = {stage: Node(shape, stage) for stage in schedule.stages_of(rank)}
+    nodes = {stage: Node(shape, stage).to(device) for stage in schedule.stages_of(rank)}
     delays = random.Random(rank)
     for node in nodes.values() if slow else ():
         node.register_forward_pre_hook(lambda *_: time.sleep(delays.uniform(0, slow)))
@@ -428,8 +430,8 @@ def build(
         versions_of = dict.fromkeys(nodes, WeightVersions(parameters, window=1))
     stages = [
         GraphModuleStage(
-            node, index=stage, graph=graph, versions=versions_of[stage], data=data_of, has_loss=node.is_last,
-            recompute=schedule.recomputes(stage),
+            node, index=stage, graph=graph, versions=versions_of[stage], data=partial(data_of, device=device),
+            has_loss=node.is_last, recompute=schedule.recomputes(stage), device=device,
             edges={
                 edge.target if edge.source == stage else edge.source: shape.tensors_of(edge)
                 for edge in graph.edges
@@ -446,16 +448,18 @@ def build(
             updates[stage] = ModuleUpdate(
                 own, versions=versions_of[stage], num_grad_buffers=1,
                 optimizer=GapAware(optimizer) if gap_aware else optimizer,
-                scheduler=scheduler_of(optimizer, kind=kind),
+                scheduler=scheduler_of(optimizer, kind=kind), device=device,
             )  # fmt: skip
-        update = StageUpdates(updates, job_group=job)
+        update = StageUpdates(updates, job_group=job, device=device)
     else:
         update = ModuleUpdate(
             parameters, versions=next(iter(versions_of.values())), clip_grad=clip_grad, num_grad_buffers=1,
-            optimizer=optimizer_of(parameters.values()), job_group=job,
+            optimizer=optimizer_of(parameters.values()), job_group=job, device=device,
         )  # fmt: skip
     tracer = Tracer(num_batches=64) if tracing else None
-    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=20), tracer=tracer, backend=backend)
+    engine = PipelineEngine(
+        schedule, stages, update, timeout=timedelta(seconds=20), tracer=tracer, backend=backend, device=device
+    )
     return Built(engine, stages, versions_of, job)
 
 
@@ -474,7 +478,7 @@ def run(shape: Shape, *, batches: Sequence[int], evaluate: int = 0, **options) -
     built.close()
     return Outcome(
         reports,
-        {name: each.clone() for of in {*built.versions.values()} for name, each in of.newest_tensors().items()},
+        {name: each.cpu().clone() for of in {*built.versions.values()} for name, each in of.newest_tensors().items()},
         evaluations,
         engine.saved.peaks,
         (len(engine._executor._exchange), sum(len(stage.activations) for stage in built.stages)),

@@ -66,6 +66,7 @@ class Relay(module_cases.Groups):
         hosts: tuple[str, ...] = (),
         gathers: bool = False,
         optimizer=reference.make_optimizer,
+        device: str = "cpu",
     ) -> None:
         super().__init__(training)
         p = self.num_ranks
@@ -83,7 +84,7 @@ class Relay(module_cases.Groups):
         of_this_part = range(self.rank, p * training.num_replicas, p)
         host = hosts[self.replica] if hosts else None
         replicas = NodeReplicas(of_this_part, host=host, timeout=timeout)
-        self.store = HostStore(parameters, replicas=replicas, gathers=gathers)
+        self.store = HostStore(parameters, replicas=replicas, gathers=gathers, device=device)
         made = optimizer(self.store.parameters.values(), training)
         self.update = ModuleRelayUpdate(
             modules,
@@ -96,6 +97,7 @@ class Relay(module_cases.Groups):
             counts_in_norm=self.replica == 0,
             job_group=self.job,
             tied=self.tied(self.schedule, self.store.parameters) if training.tied else None,
+            device=device,
         )
         self.stages = [
             module_cases.make_stage(
@@ -105,7 +107,7 @@ class Relay(module_cases.Groups):
                 self.update.weights.of_stage(stage),
                 stage=stage,
                 replica=self.replica,
-                device=torch.device("cpu"),
+                device=torch.device(device),
             )
             for stage, module in modules.items()
         ]
@@ -116,6 +118,7 @@ class Relay(module_cases.Groups):
             ranks=range(self.replica * p, (self.replica + 1) * p),
             timeout=timeout,
             backend=backend,
+            device=device,
             tracer=Tracer(num_batches=64) if tracing else None,
         )
 
@@ -158,7 +161,7 @@ def run(
     lanes = ("host to device", "device to host", "host optimizer", "chain")
     return RelayOutcome(
         reports=reports,
-        parameters={name: each.detach().clone() for name, each in named.items()},
+        parameters={name: each.detach().cpu().clone() for name, each in named.items()},
         evaluations=evaluations,
         num_fetched=relay.update.weights.num_fetched,
         num_bytes_fetched=relay.update.weights.num_bytes_fetched,
