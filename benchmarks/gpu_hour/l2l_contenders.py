@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu_hour.trained import RECOMPUTE, RandomTokens, Size, TrainingRun
+from benchmarks.gpu_hour.trained import RECOMPUTE, RandomTokens, Size, TrainingRun, configured
 from megatron import backend
 from papers.l2l.peers import FullyShard
 
@@ -46,15 +46,12 @@ class ShardedGPT:
         self._samples = RandomTokens(size.sequence, size.vocabulary)
 
     def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
-        from megatron.trainer.arguments import parse_args
         from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size
         from megatron.trainer.models.gpt import build_chunks
         from megatron.trainer.plan.arrangement import model_config
-        from megatron.trainer.profile.pool import prepare, training_program
-        from megatron.trainer.run.pretraining import complete
+        from megatron.trainer.profile.pool import training_program
 
-        parsed = parse_args(self._size.argv())
-        args = complete(parsed)[0] if self._store is None else prepare(parsed, self._store)
+        args = configured(self._size.argv(), self._store)
         args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
         [chunk] = build_chunks(partial(training_program("gpt").model_provider, args), model_config(args))
         model = chunk.module.float()  # without the wrapper that casts to BF16, which FSDP2 does
@@ -105,7 +102,7 @@ def at_once(size: Size) -> Size:
 
 
 def make(name: str, size: Size, store: Any, *flags: str) -> Run | Sharded:
-    """Make a contender. `store`: None where the process is a rank already; `flags`: further ones of a run."""
+    """Make a contender. `store`: as for a `TrainingRun`; `flags`: further ones of a run."""
     if name in (FSDP2, FSDP2_AT_ONCE):
         return Sharded(size if name == FSDP2 else at_once(size), store)
     return Run(size, store, (*(RELAY if name == L2L else RECOMPUTE), *flags))

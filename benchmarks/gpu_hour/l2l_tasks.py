@@ -33,7 +33,6 @@ def compare(size: Size, rounds: int, batches: int, *, store: Any, start: Callabl
             contenders.pop(name, None)
             found[name] = {"failed": first_line(error), "out_of_memory": True}
             freed()
-        store = None  # the process is a rank now
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):

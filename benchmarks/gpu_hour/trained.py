@@ -91,22 +91,31 @@ def random_datasets(args: Any, tokenizer: Any) -> Any:
     return Datasets(parts=[RandomTokens(args.seq_length, args.vocab_size), None, None], has_split=(True, False, False))
 
 
+def configured(argv: Sequence[str], store: Any) -> Any:
+    """A run's configuration. The first one of a process joins the job and makes megatron.core's groups."""
+    from megatron.core import parallel_state
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.profile.pool import prepare
+    from megatron.trainer.run.pretraining import complete
+
+    parsed = parse_args(list(argv))
+    return complete(parsed)[0] if parallel_state.is_initialized() else prepare(parsed, store)
+
+
 class TrainingRun:
     """A run that pretrain_gpt.py would train: `batch()` trains a batch.
 
     Args:
         argv: flags of pretrain_gpt.py.
-        store: of a job of this process alone, which it joins; None: it has joined, and another run is beside.
+        store: of a job of this process alone; None: the process has joined its job.
     """
 
     def __init__(self, argv: Sequence[str], store: Any) -> None:
-        from megatron.trainer.arguments import parse_args
-        from megatron.trainer.profile.pool import prepare, training_program
+        from megatron.trainer.profile.pool import training_program
         from megatron.trainer.ranks import set_seeds
-        from megatron.trainer.run.pretraining import assemble, complete
+        from megatron.trainer.run.pretraining import assemble
 
-        parsed = parse_args(list(argv))
-        args = prepare(parsed, store) if store is not None else complete(parsed)[0]
+        args = configured(argv, store)
         set_seeds(args.seed)
         self.run = assemble(args, replace(training_program("gpt"), datasets_provider=random_datasets))
         self._iterators = self.run.samples(0, "training", 0)

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     _refuse_what_does_not_go_together(options)
     command_line.require_file(options.output)
     fit = _of_profile(options) if options.profile else _of_entries(options)
-    calibration = _calibration(fit, options)
+    calibration = calibration_of(fit, name=options.output.stem, about=options.about or _about(options))
     calibration.save(options.output)
     for doubt in _doubts(fit):
         print(f"warning: {doubt}", file=sys.stderr)
@@ -106,10 +106,11 @@ def _of_profile(options: argparse.Namespace) -> ConstantsFit:
     return fit_profile(load_profile(options.profile), options.gpu)
 
 
-def _calibration(fit: ConstantsFit, options: argparse.Namespace) -> Calibration:
+def calibration_of(fit: ConstantsFit, *, name: str, about: str) -> Calibration:
+    """The calibration of today that a fit gives."""
     return Calibration(
-        name=options.output.stem,
-        about=options.about or _about(options),
+        name=name,
+        about=about,
         date=date.today().isoformat(),
         entries=tuple(fit.errors),
         unexplained={name: round(fit.errors[name], 4) for name in fit.unexplained},
