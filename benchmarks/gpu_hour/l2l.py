@@ -45,7 +45,7 @@ REHEARSAL = Plan(sizes=(_TINY,), rounds=2, batches=1, depths=(3, 6))
 
 def add_speed(result: Result, size: Size, found: dict) -> None:
     """A line for each contender."""
-    m, flush = size.microbatches, found.get(FLUSH, {})
+    m, flush = size.microbatches, found.get(FLUSH, {"failed": ""})
     for name, each in found.items():
         key = f"{name.replace(', ', '_').replace(' ', '_').lower()}_m{m}"
         if "failed" in each:
@@ -55,7 +55,7 @@ def add_speed(result: Result, size: Size, found: dict) -> None:
         rates = [size.tokens / seconds for seconds in each["seconds"]]
         figures = {"tokens_per_second": rates, "losses": each["losses"]}
         line = f"{name}, m = {m}: {spread(rates, 0, ',')} tokens/s"
-        if flush.get("seconds") and name != FLUSH:
+        if "failed" not in flush and name != FLUSH:
             ratios = [theirs / own for theirs, own in zip(flush["seconds"], each["seconds"], strict=True)]
             farthest = max(abs(a - b) / abs(b) for a, b in zip(each["losses"], flush["losses"], strict=True))
             figures |= {"ratio_to_flush": ratios, "loss_difference_ratio": farthest}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.gpu_hour.l2l_contenders import FSDP2_AT_ONCE, L2L, NAMES, RELAY, make
@@ -17,32 +19,43 @@ GIB = 2**30
 
 
 def compare(size: Size, rounds: int, batches: int, *, store: Any, start: Callable[[], None]) -> dict:
-    """Train all contenders in turns. Returns name -> seconds of a batch in each round, losses, or why it failed."""
+    """Train all contenders in turns. Returns name -> seconds of a batch in each round and losses, or why it failed.
+
+    A contender that fails is left out from then on: the others go on.
+    """
     start()
     found: dict[str, dict] = {}
     contenders: dict[str, Any] = {}
     for name in NAMES:
         if name == FSDP2_AT_ONCE and size.microbatches == 1:
             continue
-        try:
+        found[name] = {"losses": [], "seconds": []}
+        with _left_out_if_failed(name, contenders, found):
             contenders[name] = make(name, size, store)
-            found[name] = {"losses": contenders[name].train(1), "seconds": []}
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            contenders.pop(name, None)
-            found[name] = {"failed": first_line(error), "out_of_memory": True}
-            freed()
+            found[name]["losses"] += contenders[name].train(1)
     order = random.Random(0)
     for _ in range(rounds):
         for name in order.sample(list(contenders), len(contenders)):
-            backend.synchronize()
-            began = time.perf_counter()
-            found[name]["losses"] += contenders[name].train(batches)
-            found[name]["seconds"].append((time.perf_counter() - began) / batches)
+            with _left_out_if_failed(name, contenders, found):
+                backend.synchronize()
+                began = time.perf_counter()
+                found[name]["losses"] += contenders[name].train(batches)
+                found[name]["seconds"].append((time.perf_counter() - began) / batches)
     for contender in contenders.values():
         contender.close()
     return found
+
+
+@contextmanager
+def _left_out_if_failed(name: str, contenders: dict[str, Any], found: dict[str, dict]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        contenders.pop(name, None)
+        found[name] = {"failed": first_line(error), "out_of_memory": is_out_of_memory(error)}
+    if name not in contenders:
+        freed()
 
 
 def overlap(size: Size, batches: int, trace_file: str, *, store: Any, start: Callable[[], None]) -> dict:

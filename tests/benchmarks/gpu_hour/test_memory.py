@@ -90,6 +90,25 @@ def planned(total: float, *, fits: bool = True) -> SimpleNamespace:
     return SimpleNamespace(memory=[rank], verdict=SimpleNamespace(fits=fits, word="fits" if fits else "out of memory"))
 
 
+def test_meter_of_the_allocator(monkeypatch):
+    """A peak is since the last call, and reserved bytes are the most of all; CUDA's calls are those of a stand-in."""
+    from benchmarks.gpu_hour.meters import AllocatorMeter
+
+    there = {"allocated": 5, "peak": 5, "reserved": 8}
+    calls = {
+        "max_memory_allocated": lambda: there["peak"], "max_memory_reserved": lambda: there["reserved"],
+        "reset_peak_memory_stats": lambda: there.update(peak=there["allocated"]),
+        "memory_stats": lambda: {"num_alloc_retries": 2},
+    }  # fmt: skip
+    for name, call in calls.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", call)
+    with AllocatorMeter() as meter:
+        there.update(peak=9, reserved=12)
+        assert (meter.take(), meter.take()) == (9, 5)
+        there.update(reserved=7)
+    assert (meter.reserved, meter.retries()) == (12, 2)
+
+
 RAN = {
     "weights_bytes": 2, "gradients_bytes": 4, "optimizer_bytes": 12, "computing_bytes": 25, "step_bytes": 20,
     "peak_bytes": 30, "reserved_bytes": 33, "losses": [1.0], "retries": 0,
