@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,7 +117,8 @@ class TrainingRun:
 
         args = configured(argv, store)
         set_seeds(args.seed)
-        self.run = assemble(args, replace(training_program("gpt"), datasets_provider=random_datasets))
+        with redirect_stdout(sys.stderr):  # a part prints its own lines
+            self.run = assemble(args, replace(training_program("gpt"), datasets_provider=random_datasets))
         self._iterators = self.run.samples(0, "training", 0)
         for stage, iterator in zip(self.run.stages, self._iterators, strict=True):
             stage.data_iterator = iterator
