@@ -67,10 +67,10 @@ def add_overlap(result: Result, size: Size, found: dict) -> None:
     if "failed" in found:
         result.add(f"The trace of l2l failed: {found['failed']}")
         return
-    names = {"h2d": "copies to the device", "d2h": "copies from the device", "host": "the host's optimizer"}
+    names = {"to_device": "copies to the device", "from_device": "copies from the device", "host_optimizer": "the host"}
     said = ", ".join(
-        f"{names.get(track, track)} {lane['seconds']:.3g} s, {lane['hidden_ratio']:.1%} of it beside computation"
-        for track, lane in found["lanes"].items()
+        f"{names[lane]} {each['seconds']:.3g} s, {each['hidden_ratio']:.1%} of it beside computation"
+        for lane, each in found["lanes"].items()
     )
     result.add(
         f"l2l, m = {size.microbatches}, traced for {found['seconds']:.3g} s, of which the device computes "

@@ -43,7 +43,7 @@ class ShardedGPT:
         self._size, self._store = size, store
         self.microbatch_size = size.micro_batch
         self.layer_parameters = 0
-        self._samples = RandomTokens(size.sequence, size.vocabulary)
+        self._samples = RandomTokens(size.sequence, size.vocabulary - 1)
 
     def recomputed(self, wrap: Callable[[nn.Module], nn.Module] = lambda unit: unit) -> nn.Module:
         from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size

@@ -14,6 +14,7 @@ from benchmarks.gpu_hour.l2l_contenders import FSDP2_AT_ONCE, L2L, NAMES, RELAY,
 from benchmarks.gpu_hour.meters import meter_of_device
 from benchmarks.gpu_hour.trained import Size, first_line, freed, is_out_of_memory
 from megatron import backend
+from megatron.pipeline.program.instruction import COMPUTATIONS, Lane
 
 GIB = 2**30
 
@@ -77,28 +78,28 @@ def overlap(size: Size, batches: int, trace_file: str, *, store: Any, start: Cal
 
 def _is_of_last(span: Any, trace: Any, batches: int) -> bool:
     """Whether a span is of the last batches. Version v is fetched for batch v, and made from gradients of v - 1."""
-    from megatron.pipeline.program.instruction import Lane
-
     extent, instruction = trace.batches[-batches], span.instruction
     if instruction.microbatch is not None:
         return instruction.microbatch >= extent.first_microbatch
     return instruction.version >= extent.batch + (instruction.kind.row.lane is not Lane.H2D)
 
 
+LANES = {"to_device": Lane.H2D, "from_device": Lane.D2H, "host_optimizer": Lane.HOST}
+
+
 def shares(spans: Iterable[Any]) -> dict:
-    """Of spans: by lane the seconds and the share that lies within computations."""
-    from megatron.pipeline.program.instruction import COMPUTATIONS
-    from megatron.pipeline.runtime.contract.trace import COMPUTE, HOST_TRACKS, WAIT
+    """Of spans: by name in `LANES` the seconds and the share that lies within computations."""
+    from megatron.pipeline.runtime.contract.trace import COMPUTE, WAIT
 
     spans = list(spans)
     busy = [(span.start, span.end) for span in spans if span.track == COMPUTE and span.instruction.kind in COMPUTATIONS]
     lanes = {}
-    for track in HOST_TRACKS:
-        own = [(span.start, span.end) for span in spans if span.track == track]
+    for name, lane in LANES.items():
+        own = [(span.start, span.end) for span in spans if span.track == lane.value]
         total = sum(end - begin for begin, end in own)
         if total > 0:
             hidden = sum(_common(each, busy) for each in own)
-            lanes[track] = {"seconds": total, "hidden_ratio": hidden / total}
+            lanes[name] = {"seconds": total, "hidden_ratio": hidden / total}
     return {
         "lanes": lanes,
         "computing_seconds": sum(end - begin for begin, end in busy),

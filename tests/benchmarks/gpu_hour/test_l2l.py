@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.gpu_hour import l2l, l2l_tasks
 from benchmarks.gpu_hour.l2l_contenders import FLUSH, FSDP2, FSDP2_AT_ONCE, L2L, NAMES
-from megatron.pipeline.program.instruction import Instruction, Kind
+from megatron.pipeline.program.instruction import Instruction, Kind, Lane
 from megatron.pipeline.runtime.contract.trace import COMPUTE, WAIT, TraceSpan
 from tests import workers
 from tests.benchmarks.gpu_hour.rehearsals import Said, rehearsed
@@ -59,8 +59,8 @@ def overlap_case(file: str) -> dict:
 
 
 def test_contenders_train_alike():
-    """l2l has flush's losses to the last bit, FSDP2 to BF16's three digits, also with a batch as one microbatch; each
-    has a time for each round.
+    """l2l has flush's losses to the last bit; FSDP2's differ by less than a hundredth of what a step changes, also with
+    the batch as one microbatch; each has a time for each round.
     """
     [found] = workers.run(1, f"{__name__}:compare_case")
     assert tuple(found) == NAMES
@@ -68,9 +68,7 @@ def test_contenders_train_alike():
     assert len(flush) == 3 and flush[0] > flush[1] > flush[2]
     assert found[L2L]["losses"] == flush
     for name in (FSDP2, FSDP2_AT_ONCE):
-        assert found[name]["losses"] == pytest.approx(flush, rel=3e-3)
-        steps = [a - b for a, b in zip(flush, found[name]["losses"], strict=True)]
-        assert max(map(abs, steps)) < 0.1 * (flush[0] - flush[2])  # less than what training changes
+        assert found[name]["losses"] == pytest.approx(flush, abs=0.01 * (flush[1] - flush[2]))
     assert all(len(each["seconds"]) == 2 and min(each["seconds"]) > 0 for each in found.values())
 
 
@@ -96,7 +94,7 @@ def test_device_memory_does_not_grow_with_depth():
 def test_a_trace_has_the_lanes_and_only_the_last_batches(tmp_path):
     """Copies both ways and updates, each with a share between 0 and 1, and computation no longer than the trace."""
     [found] = workers.run(1, f"{__name__}:overlap_case", file=str(tmp_path / "trace.json"))
-    assert set(found["lanes"]) == {"h2d", "d2h", "host"} and (tmp_path / "trace.json").stat().st_size > 0
+    assert set(found["lanes"]) == set(l2l_tasks.LANES) and (tmp_path / "trace.json").stat().st_size > 0
     assert all(0 <= lane["hidden_ratio"] <= 1 and lane["seconds"] > 0 for lane in found["lanes"].values())
     assert 0 < found["computing_seconds"] < found["seconds"]
 
@@ -112,11 +110,11 @@ def test_share_is_of_the_time_beside_computation():
     spans = [
         span(COMPUTE, forward, 1.0, 2.0), span(COMPUTE, forward, 3.5, 9.0), span(WAIT, forward, 2.0, 3.5),
         span(COMPUTE, Kind.FETCH, 0.0, 4.0),
-        span("h2d", Kind.FETCH, 0.0, 4.0), span("d2h", Kind.STORE_GRAD, 5.0, 7.0),
+        span(Lane.H2D.value, Kind.FETCH, 0.0, 4.0), span(Lane.D2H.value, Kind.STORE_GRAD, 5.0, 7.0),
     ]  # fmt: skip
     found = l2l_tasks.shares(spans)
     assert found["lanes"] == {
-        "h2d": {"seconds": 4.0, "hidden_ratio": 1.5 / 4}, "d2h": {"seconds": 2.0, "hidden_ratio": 1.0}
+        "to_device": {"seconds": 4.0, "hidden_ratio": 1.5 / 4}, "from_device": {"seconds": 2.0, "hidden_ratio": 1.0},
     }  # fmt: skip
     assert (found["computing_seconds"], found["waiting_seconds"], found["seconds"]) == (6.5, 1.5, 9.0)
 
@@ -147,7 +145,7 @@ def test_growth_and_the_largest_model_are_told():
 def test_rehearsal(tmp_path):
     found = rehearsed("l2l", tmp_path)
     figures = found["figures"]
-    assert figures["l2l_m2_loss_difference_ratio"] == 0 < figures["fsdp2_m2_loss_difference_ratio"] < 3e-3
+    assert figures["l2l_m2_loss_difference_ratio"] == 0 and figures["fsdp2_m2_loss_difference_ratio"] < 1e-4
     assert figures["l2l_bytes_a_layer"] == 0 < figures["flush_bytes_a_layer"]
-    assert 0 <= figures["m2_h2d_hidden_ratio"] <= 1 and (tmp_path / "l2l_trace_m2.json").exists()
+    assert 0 <= figures["m2_to_device_hidden_ratio"] <= 1 and (tmp_path / "l2l_trace_m2.json").exists()
     assert figures["planned_largest_layers"] > 1000
