@@ -119,7 +119,7 @@ def profiled(shape: Size, plan: Plan) -> Profile:
         threads=num_cores(), tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches),
         scopes=(RecomputeScope.NONE,), weights=(FLUSH,), layers=plan.profiled_layers, iterations=plan.profiled,
         rounds=1,
-    ).run()  # fmt: skip
+    ).run(lambda done, total, what: print(f"{done}/{total}: {what}", file=sys.stderr, flush=True))  # fmt: skip
 
 
 def job_of(size: Size) -> Job:

@@ -40,7 +40,7 @@ class ShardedGPT:
     """The GPT of pretrain_gpt.py for FSDP2: FP32 weights, which begin at BF16 values and are gathered in BF16."""
 
     def __init__(self, size: Size, store: Any) -> None:
-        self._size, self._store = size, store
+        self._size, self._args = size, configured(size.argv(), store)
         self.microbatch_size = size.micro_batch
         self.layer_parameters = 0
         self._samples = RandomTokens(size.sequence, size.vocabulary - 1)
@@ -51,7 +51,7 @@ class ShardedGPT:
         from megatron.trainer.plan.arrangement import model_config
         from megatron.trainer.profile.pool import training_program
 
-        args = configured(self._size.argv(), self._store)
+        args = self._args
         args = replace(args, padded_vocab_size=padded_vocab_size(args, build_tokenizer(args)))
         [chunk] = build_chunks(partial(training_program("gpt").model_provider, args), model_config(args))
         model = chunk.module.float()  # without the wrapper that casts to BF16, which FSDP2 does

@@ -148,4 +148,4 @@ def test_rehearsal(tmp_path):
     assert figures["l2l_m2_loss_difference_ratio"] == 0 and figures["fsdp2_m2_loss_difference_ratio"] < 1e-4
     assert figures["l2l_bytes_a_layer"] == 0 < figures["flush_bytes_a_layer"]
     assert 0 <= figures["m2_to_device_hidden_ratio"] <= 1 and (tmp_path / "l2l_trace_m2.json").exists()
-    assert figures["planned_largest_layers"] > 1000
+    assert figures["planned_largest_layers"] > 1000 and len(figures["fsdp2_depth_peak_bytes"]) == 2
