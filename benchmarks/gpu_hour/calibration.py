@@ -54,6 +54,7 @@ class Plan:
         profiled_layers: the two numbers of layers of the profile's stages.
         profiled: microbatches of each block in a profile.
         warmup, iterations: of each run.
+        threads: of the operators on the CPU.
     """
 
     shapes: Sequence[Size]
@@ -64,6 +65,7 @@ class Plan:
     warmup: int
     iterations: int
     rounds: int
+    threads: int
 
 
 CARD = Plan(
@@ -72,10 +74,12 @@ CARD = Plan(
         Size(layers=1, hidden=2048, heads=16, sequence=1024, microbatches=4),
     ),
     depths=(6, 14), micro_batches=(1, 4), profiled_layers=(1, 3), profiled=32, warmup=2, iterations=6, rounds=2,
+    threads=num_cores(),
 )  # fmt: skip
 REHEARSAL = Plan(
-    shapes=(Size(layers=1, hidden=32, heads=2, sequence=16, microbatches=2, vocabulary=64),),
-    depths=(2,), micro_batches=(2,), profiled_layers=(1, 2), profiled=8, warmup=1, iterations=3, rounds=1,
+    shapes=(Size(layers=1, hidden=32, heads=2, sequence=128, microbatches=2, vocabulary=64),),
+    depths=(2,), micro_batches=(1,), profiled_layers=(1, 2), profiled=8, warmup=1, iterations=3, rounds=1,
+    threads=1,
 )  # fmt: skip
 
 
@@ -116,7 +120,7 @@ def profiled(shape: Size, plan: Plan) -> Profile:
     """Profile the blocks of a shape. Raises ValueError if one cannot be measured."""
     return Session(
         architecture="gpt", argv=model_argv(shape.argv(), architecture="gpt"), sequence_parallel=False, processes=1,
-        threads=num_cores(), tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches),
+        threads=plan.threads, tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches),
         scopes=(RecomputeScope.NONE,), weights=(FLUSH,), layers=plan.profiled_layers, iterations=plan.profiled,
         rounds=1,
     ).run(lambda done, total, what: print(f"{done}/{total}: {what}", file=sys.stderr, flush=True))  # fmt: skip
@@ -276,7 +280,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = args.json.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = []
-    with Tasks(threads=num_cores(), timeout=120) as tasks:
+    with Tasks(threads=plan.threads, timeout=120) as tasks:
         for profiles, cases in measure(plan, tasks, result):
             keep(profiles, cases, result, folder)
     add_cases(cases, result)
