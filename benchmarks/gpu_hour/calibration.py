@@ -116,14 +116,18 @@ def shape_name(size: Size) -> str:
     return f"h{size.hidden} s{size.sequence}"
 
 
-def profiled(shape: Size, plan: Plan) -> Profile:
+def profiled(shape: Size, plan: Plan, tasks: Tasks) -> Profile:
     """Profile the blocks of a shape. Raises ValueError if one cannot be measured."""
-    return Session(
+    session = Session(
         architecture="gpt", argv=model_argv(shape.argv(), architecture="gpt"), sequence_parallel=False, processes=1,
-        threads=plan.threads, tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches),
-        scopes=(RecomputeScope.NONE,), weights=(FLUSH,), layers=plan.profiled_layers, iterations=plan.profiled,
-        rounds=1,
-    ).run(lambda done, total, what: print(f"{done}/{total}: {what}", file=sys.stderr, flush=True))  # fmt: skip
+        threads=plan.threads, tensors=(1,), micro_batch_sizes=tuple(plan.micro_batches), scopes=(RecomputeScope.NONE,),
+        weights=(FLUSH,), layers=plan.profiled_layers, iterations=plan.profiled, rounds=1,
+    )  # fmt: skip
+    try:
+        return session.run(lambda *what: print(*what, file=sys.stderr, flush=True), pool=tasks.pool)
+    except ValueError:
+        tasks.renew()
+        raise
 
 
 def job_of(size: Size) -> Job:
@@ -157,7 +161,7 @@ def measure(plan: Plan, tasks: Tasks, result: Result) -> Iterator[tuple[dict[str
         cases += own
         for _ in range(plan.rounds):
             try:
-                profile = profiles[shape_name(shape)] = profiled(shape, plan)
+                profile = profiles[shape_name(shape)] = profiled(shape, plan, tasks)
             except ValueError as error:
                 result.add(f"{shape_name(shape)} cannot be profiled: {first_line(error)}")
                 break

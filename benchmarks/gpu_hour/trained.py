@@ -212,21 +212,29 @@ class Tasks:
     def __exit__(self, kind: type | None, *rest: object) -> None:
         self._end(kind)
 
+    @property
+    def pool(self) -> Pool:
+        """The process, started if there is none. Who uses it without `do` calls `renew` after an error."""
+        if self._pool is None:
+            self._pool = Pool(1, threads=self._threads, task_timeout=self._timeout)
+        return self._pool
+
+    def renew(self) -> None:
+        self._end(MeasuringError)
+
     def do(self, run: Callable[..., dict], **arguments: Any) -> dict:
         """What `run` returns, which is called with `store`, `start` and the arguments.
 
         A run that fails returns `failed`, a sentence, and `out_of_memory`, whether that is why.
         """
-        if self._pool is None:
-            self._pool = Pool(1, threads=self._threads, task_timeout=self._timeout)
         try:
-            [found] = self._pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=run, arguments=arguments))
+            [found] = self.pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=run, arguments=arguments))
         except MeasuringError as error:
             print(error, file=sys.stderr, flush=True)
-            self._end(MeasuringError)
+            self.renew()
             return {"failed": first_line(error), "out_of_memory": is_out_of_memory(error)}
         if "failed" in found:
-            self._end(MeasuringError)
+            self.renew()
         return found
 
     def _end(self, kind: type | None) -> None:

@@ -115,7 +115,7 @@ def test_a_run_that_fails_is_left_out(monkeypatch):
     """
     plan = replace(CARD, depths=(4,), micro_batches=(1, 4), rounds=2)
 
-    def profile(shape: Size, plan: object) -> Profile:
+    def profile(shape: Size, plan: object, tasks: object) -> Profile:
         if shape == plan.shapes[1]:
             raise ValueError("process 0: out of memory\ntrace")
         return planted(shape)
