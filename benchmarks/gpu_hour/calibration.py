@@ -28,7 +28,7 @@ from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.result import Result, parser_of
 from benchmarks.gpu_hour.trained import Size, Tasks, first_line, hide_gpus, iteration_seconds, num_cores
 from megatron import backend
-from megatron.commands.grid_search.calibrate import calibration_of
+from megatron.commands.grid_search.calibrate import calibration_of, doubts
 from megatron.commands.grid_search.trial_results import predicted_seconds
 from megatron.documents.files import write_whole
 from megatron.pipeline.program.weight_policies import FLUSH
@@ -270,6 +270,7 @@ def keep(profiles: dict[str, Profile], cases: Sequence[Case], result: Result, fo
         )
         calibration.save(folder / f"{calibration.name}.json")
         content["calibration"] = calibration.model_dump(mode="json")
+        content["doubts"] = list(doubts(fit))
         add_predictions(cases, DATA_SHEET, gpu, default_constants())
         add_predictions(cases, FITTED, gpu, fit.constants)
     content["cases"] = [asdict(case) | {"name": case.name} for case in cases]
@@ -300,6 +301,8 @@ def main(arguments: list[str] | None = None) -> int:
             + f", product_overhead {1e6 * fit['constants']['product_overhead']:.3g} us",
             **constants, product_overhead_seconds=fit["constants"]["product_overhead"],
         )  # fmt: skip
+        for doubt in result.content["doubts"]:
+            result.add(f"Of this fit: {doubt}")
     return 0
 
 

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     fit = _of_profile(options) if options.profile else _of_entries(options)
     calibration = calibration_of(fit, name=options.output.stem, about=options.about or _about(options))
     calibration.save(options.output)
-    for doubt in _doubts(fit):
+    for doubt in doubts(fit):
         print(f"warning: {doubt}", file=sys.stderr)
     if options.json:
         print(json.dumps(calibration.model_dump() | {"errors": fit.errors}))
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doubts(fit: ConstantsFit) -> Iterator[str]:
+def doubts(fit: ConstantsFit) -> Iterator[str]:
+    """What speaks against a fit, a sentence each."""
     if fit.mean_error > _MUCH:
         yield (
             f"even runs that are called explained are {100 * fit.mean_error:.0f}% off in the mean: the time model does "
