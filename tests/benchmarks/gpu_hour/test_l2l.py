@@ -83,8 +83,10 @@ def test_others_go_on_where_memory_is_short():
 
 
 def test_device_memory_does_not_grow_with_depth():
-    """l2l's peak is the same for twice the layers; flush's grows by 18 bytes a parameter and more."""
-    [found] = workers.run(1, f"{__name__}:device_case", names=(L2L, FLUSH), layers=(3, 6))
+    """l2l's peak is the same for twice the layers; flush's grows by 18 bytes a parameter and more. FSDP2's is measured,
+    too."""
+    [found] = workers.run(1, f"{__name__}:device_case", names=(L2L, FLUSH, FSDP2), layers=(3, 6))
+    assert min(found[FSDP2]) > 0
     few, many = found[L2L]
     assert many == few > 0
     few, many = found[FLUSH]
