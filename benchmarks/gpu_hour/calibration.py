@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.result import Result, parser_of
-from benchmarks.gpu_hour.trained import Size, Tasks, first_line, hide_gpus, iteration_seconds, num_cores
+from benchmarks.gpu_hour.trained import Size, Tasks, first_line, iteration_seconds, num_cores, prepare_environment
 from megatron import backend
 from megatron.commands.grid_search.calibrate import calibration_of, doubts
 from megatron.commands.grid_search.trial_results import predicted_seconds
@@ -279,7 +279,7 @@ def keep(profiles: dict[str, Profile], cases: Sequence[Case], result: Result, fo
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
-    hide_gpus(rehearse=args.rehearse)
+    prepare_environment(rehearse=args.rehearse)
     backend.require_core()
     plan, result = REHEARSAL if args.rehearse else CARD, Result(args)
     folder = args.json.with_suffix("")

@@ -23,7 +23,7 @@ from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.l2l_contenders import FLUSH, FSDP2, L2L
 from benchmarks.gpu_hour.l2l_tasks import GIB, compare, device_bytes, host, overlap
 from benchmarks.gpu_hour.result import Result, parser_of
-from benchmarks.gpu_hour.trained import Size, Tasks, hide_gpus, num_cores
+from benchmarks.gpu_hour.trained import Size, Tasks, num_cores, prepare_environment
 from megatron import backend
 
 
@@ -161,7 +161,7 @@ def fitting(size: Size, available: float) -> Size:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
-    hide_gpus(rehearse=args.rehearse)
+    prepare_environment(rehearse=args.rehearse)
     backend.install()
     plan = REHEARSAL if args.rehearse else CARD
     available = backend.available_host_bytes()

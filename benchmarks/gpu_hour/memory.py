@@ -25,7 +25,16 @@ import torch
 
 from benchmarks.gpu_hour.meters import meter_of_device
 from benchmarks.gpu_hour.result import Result, parser_of
-from benchmarks.gpu_hour.trained import RECOMPUTE, Size, Tasks, first_line, freed, hide_gpus, is_out_of_memory, training
+from benchmarks.gpu_hour.trained import (
+    RECOMPUTE,
+    Size,
+    Tasks,
+    first_line,
+    freed,
+    is_out_of_memory,
+    prepare_environment,
+    training,
+)
 from megatron import backend
 
 GIB = 2**30
@@ -253,11 +262,11 @@ def summary(rows: Sequence[dict]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     args = parser_of(__doc__).parse_args(arguments)
-    hide_gpus(rehearse=args.rehearse)
+    prepare_environment(rehearse=args.rehearse)
     backend.install()
     plan = REHEARSAL if args.rehearse else CARD
     result = Result(args)
-    with Tasks(threads=1, timeout=60) as tasks:
+    with Tasks(threads=1, timeout=90) as tasks:
         card = tasks.do(describe)
         gib = card["gib"]
         result.add(

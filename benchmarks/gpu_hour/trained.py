@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.common.results import set_environment
 from megatron import backend
 from megatron.trainer.profile.pool import MeasuringError, MeasuringTask, Pool
 
@@ -247,8 +248,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def hide_gpus(*, rehearse: bool) -> None:
-    """In a rehearsal hide the GPUs from this process and those that it starts. Call it before anything asks CUDA."""
+def prepare_environment(*, rehearse: bool) -> None:
+    """Set what this process and those that it starts need: gloo on the loopback device, and in a rehearsal no GPU.
+
+    Call it before anything asks CUDA.
+    """
+    set_environment()
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

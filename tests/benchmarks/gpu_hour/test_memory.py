@@ -36,7 +36,7 @@ def train_case(short: bool = False, setting: str = "no recomputation") -> list[d
     return [first, memory.train(argv, store=None, start=lambda: None)] if short else [first]
 
 
-@pytest.mark.parametrize("setting", list(memory.SETTINGS))
+@pytest.mark.parametrize("setting", ["no recomputation", pytest.param("layers recomputed", marks=pytest.mark.full)])
 def test_a_rank_has_what_the_dry_run_says(setting):
     """Weights and gradients to the byte, and the optimizer but for its counters of steps; the peak within a fifth of
     the estimate, by a meter that knows nothing of it. A search estimates the same.
