@@ -11,7 +11,7 @@ profiles (`--calibrated-on`). Errors are predicted over measured seconds, less 1
 Beside FILE, in a folder of its name, lie the profiles, the fitted calibration and the runs as measured entries, in the
 forms that `tools/grid_search.py` takes; FILE holds all of them, too.
 
-Row of the table: calibration, 560 s at most, about 330 s, needs CUDA.
+Row of the table: calibration, 525 s at most, about 330 s, needs CUDA.
 """
 
 from __future__ import annotations

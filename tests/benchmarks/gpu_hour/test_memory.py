@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron import backend
+
+backend.install()
 from benchmarks.gpu_hour import memory
 from benchmarks.gpu_hour.memory import DOES_NOT, FITS, GIB, REHEARSAL, REHEARSED_GIB
 from tests import workers
