@@ -2,7 +2,8 @@
 
 The model is that of `model.py` or of `captured.py`. Each layer is a unit of its own and recomputed from its input. The
 systems run on a CPU with gloo and one rank, so private memory stands for both their device and their host. Their device
-bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never offload.
+bytes are the bytes that a batch makes in addition to existing memory, and the bytes that they never offload. FSDP2 also
+runs on a GPU (benchmarks/gpu_hour/l2l.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from megatron import backend
 
 
 class PeerModel(Protocol):
@@ -53,16 +56,16 @@ class Peer(ABC):
         self._next = 0
 
     def run(self, num_microbatches: int) -> float:
-        total = 0.0
+        total: Tensor | float = 0.0
         for _ in range(num_microbatches):
             total += self.train(self._next, num_microbatches)
             self._next += 1
         self.step()
-        return total / num_microbatches
+        return float(total / num_microbatches)
 
     @abstractmethod
-    def train(self, microbatch: int, num_microbatches: int) -> float:
-        """Run forward and backward of a microbatch. Returns its loss."""
+    def train(self, microbatch: int, num_microbatches: int) -> Tensor | float:
+        """Run forward and backward of a microbatch. Returns its loss; as a tensor the host need not wait for it."""
 
     def step(self) -> None:  # noqa: B027  DeepSpeed's engine steps in `train`
         """Step the optimizer after the last microbatch of a batch."""
@@ -76,28 +79,36 @@ class Peer(ABC):
 
 
 class FullyShard(Peer):
-    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`. Weights leave the device after each forward."""
+    """FSDP2: `fully_shard` of each layer with `CPUOffloadPolicy`. Weights leave the device after each forward.
 
-    def __init__(self, model: PeerModel) -> None:
+    Args:
+        param_dtype: the dtype in which weights are gathered and multiplied, with gradients reduced in FP32; None: that
+            of the parameters.
+    """
+
+    def __init__(self, model: PeerModel, *, param_dtype: torch.dtype | None = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         super().__init__(model)
-        one_rank()
+        if not torch.distributed.is_initialized():
+            one_rank()
         self.num_bytes_moved = 0
         self._count_moves()
         shards = {
-            "mesh": init_device_mesh("cpu", (1,)),
-            "offload_policy": CPUOffloadPolicy(pin_memory=False),
+            "mesh": init_device_mesh(backend.device().type, (1,)),
+            "offload_policy": CPUOffloadPolicy(pin_memory=backend.is_cuda()),
             "reshard_after_forward": True,  # otherwise a top-level unit keeps its weights until its backward
         }
+        if param_dtype is not None:
+            shards["mp_policy"] = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
         self._module = model.recomputed(lambda unit: fully_shard(unit, **shards))
         self._optimizer = model.optimizer(self._module)
 
-    def train(self, microbatch: int, num_microbatches: int) -> float:
+    def train(self, microbatch: int, num_microbatches: int) -> Tensor:
         loss = self.model.loss(self._module, microbatch)
         (loss / num_microbatches).backward()
-        return loss.item()
+        return loss.detach().double()
 
     def step(self) -> None:
         self._optimizer.step()

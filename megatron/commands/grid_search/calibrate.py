@@ -45,9 +45,9 @@ def run(options: argparse.Namespace) -> int:
     _refuse_what_does_not_go_together(options)
     command_line.require_file(options.output)
     fit = _of_profile(options) if options.profile else _of_entries(options)
-    calibration = _calibration(fit, options)
+    calibration = calibration_of(fit, name=options.output.stem, about=options.about or _about(options))
     calibration.save(options.output)
-    for doubt in _doubts(fit):
+    for doubt in doubts(fit):
         print(f"warning: {doubt}", file=sys.stderr)
     if options.json:
         print(json.dumps(calibration.model_dump() | {"errors": fit.errors}))
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doubts(fit: ConstantsFit) -> Iterator[str]:
+def doubts(fit: ConstantsFit) -> Iterator[str]:
+    """What speaks against a fit, a sentence each."""
     if fit.mean_error > _MUCH:
         yield (
             f"even runs that are called explained are {100 * fit.mean_error:.0f}% off in the mean: the time model does "
@@ -106,10 +107,11 @@ def _of_profile(options: argparse.Namespace) -> ConstantsFit:
     return fit_profile(load_profile(options.profile), options.gpu)
 
 
-def _calibration(fit: ConstantsFit, options: argparse.Namespace) -> Calibration:
+def calibration_of(fit: ConstantsFit, *, name: str, about: str) -> Calibration:
+    """The calibration of today that a fit gives."""
     return Calibration(
-        name=options.output.stem,
-        about=options.about or _about(options),
+        name=name,
+        about=about,
         date=date.today().isoformat(),
         entries=tuple(fit.errors),
         unexplained={name: round(fit.errors[name], 4) for name in fit.unexplained},

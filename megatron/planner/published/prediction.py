@@ -242,19 +242,32 @@ def _largest(errors: dict[str, float]) -> float:
 
 
 def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:
-    """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`.
+    """Fit to a profile that was taken on `gpu`, a name in `DEVICES` or `cpu`; see `fit_profiles`."""
+    return fit_profiles({"": profile}, gpu, start)
 
-    The share of tensor ranks is fitted if the profile has stages with several; the cost of short memory is not fitted.
+
+def fit_profiles(
+    profiles: Mapping[str, Profile], gpu: str, start: Constants = START, *, software: Software | None = None
+) -> ConstantsFit:
+    """Fit to profiles of several models that were taken on `gpu`, a name in `DEVICES` or `cpu`.
+
+    The share of tensor ranks is fitted if some stages have several; the cost of short memory is not fitted.
+
+    Args:
+        profiles: name of a model -> its profile.
+        software: what trained; None: as far as each profile says.
 
     Raises ValueError for fewer stages than constants.
     """
-    runs, software = {}, software_of(profile)
-    for stage in profile.stages:
-        if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor
-            degrees = f"{stage.num_layers} layers, t={stage.tensor}, mb={stage.micro_batch_size}"
-            name = f"{stage.place.value}, {degrees}, {stage.recompute.value}"
-            runs[name] = _stage_errors(profile, stage, gpu, software)
-    several = any(stage.tensor > 1 for stage in profile.stages)
+    runs, several = {}, False
+    for model, profile in profiles.items():
+        trained = software or software_of(profile)
+        for stage in profile.stages:
+            several = several or stage.tensor > 1
+            if not profile.shares_processor or stage.working == stage.tensor:  # alone on its processor
+                degrees = f"{stage.num_layers} layers, t={stage.tensor}, mb={stage.micro_batch_size}"
+                name = f"{stage.place.value}, {degrees}, {stage.recompute.value}"
+                runs[f"{model}: {name}" if model else name] = _stage_errors(profile, stage, gpu, trained)
     absent = {"pressed_efficiency"} if several else {"pressed_efficiency", "tensor_efficiency"}
     return fit_runs(runs, start, free=[name for name in FITTED if name not in absent])
 

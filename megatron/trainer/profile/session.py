@@ -8,6 +8,7 @@ are measured in several rounds, so that drift of the machine (clock, heat, neigh
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -83,12 +84,16 @@ class Session:
         if not 1 <= few < many:
             raise ValueError(f"--layers {few} {many}: the second number has to be larger; give for example 1 3")
 
-    def run(self, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> Profile:
+    def run(
+        self, progress: Callable[[int, int, str], None] = lambda done, total, what: None, *, pool: Pool | None = None
+    ) -> Profile:
         """Make all measurements, and return the profile. Raises ValueError if one fails.
 
-        `progress(done, total, what)` is called before each block.
+        Args:
+            progress: `progress(done, total, what)` is called before each block.
+            pool: the processes that measure, of the same number and threads; None: new ones.
         """
-        with Pool(self.processes, threads=self.threads) as pool:
+        with Pool(self.processes, threads=self.threads) if pool is None else nullcontext(pool) as pool:
             description = pool.do(MeasuringTask(num_ranks=1, num_jobs=1, run=self._example.describe))[0]
             blocks = list(self._blocks(description["shares_processor"]))
             samples: dict[object, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
