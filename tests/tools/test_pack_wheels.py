@@ -39,7 +39,10 @@ def make_wheel(folder: Path, name: str, version: str, *needs: str, size: int = 0
     """A wheel that pip can read, with nothing in it but `size` bytes."""
     stem = f"{name.replace('-', '_')}-{version}"
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as file:
-        metadata = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {each}" for each in needs)]
+        metadata = [
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+            *(f"Requires-Dist: {each}" for each in needs),
+        ]
         file.writestr(f"{stem}.dist-info/METADATA", "\n".join(metadata) + "\n")
         file.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{stem}.dist-info/RECORD", "")
@@ -53,7 +56,9 @@ def index(tmp_path):
     folder.mkdir()
     for each in listed():
         version = next((it.version for it in each.specifier if it.operator == "=="), "1000.0")
-        make_wheel(folder, each.name, version, *{"megatron-core": ["torch>=2.6.0"], "rich": ["third"]}.get(each.name, []))
+        make_wheel(
+            folder, each.name, version, *{"megatron-core": ["torch>=2.6.0"], "rich": ["third"]}.get(each.name, [])
+        )
     make_wheel(folder, "third", "1.0")
     return folder
 
@@ -109,20 +114,20 @@ def test_wrong_arguments_are_refused(tmp_path, arguments):
     assert result.returncode == 2 and result.stderr.startswith("pack_wheels.sh: error: ")
 
 
-def names_with(*names: str) -> set[str]:
-    """These distributions, and what is installed of those that they need."""
-    found, due = set(), list(names)
+def distributions_with(name: str) -> list[importlib.metadata.Distribution]:
+    """This one and what is installed of those that it needs."""
+    found, due = {}, [Requirement(name)]
     while due:
-        name = due.pop()
-        if name in found:
-            continue
+        wanted = due.pop()
         try:
-            needs = importlib.metadata.requires(name) or ()
+            found[wanted.name] = importlib.metadata.distribution(wanted.name)
         except importlib.metadata.PackageNotFoundError:
-            continue  # of another platform
-        found.add(name)
-        due += [each.name for each in map(Requirement, needs) if each.marker is None or each.marker.evaluate({"extra": ""})]
-    return found
+            continue  # it is for another platform
+        for each in map(Requirement, found[wanted.name].requires or ()):
+            extras = [{"extra": extra} for extra in ("", *wanted.extras)]
+            if each.name not in found and (each.marker is None or any(map(each.marker.evaluate, extras))):
+                due.append(each)
+    return list(found.values())
 
 
 @pytest.fixture
@@ -130,8 +135,7 @@ def bare(tmp_path):
     """The interpreter of a virtual environment that has torch, what torch needs, and nothing else."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True, timeout=120)
     (packages,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
-    for name in names_with("torch"):
-        distribution = importlib.metadata.distribution(name)
+    for distribution in distributions_with("torch"):
         for top in {path.parts[0] for path in distribution.files} - {"..", "__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(Path(distribution.locate_file(top)).resolve())
@@ -141,7 +145,7 @@ def bare(tmp_path):
 @pytest.mark.full
 def test_a_bare_machine_with_the_wheels_runs_what_gpus_need(bare, tmp_path):
     """Without an index the wheels are installed beside torch; then the tests marked `gpu` are collected, those of the
-    same files that need no GPU pass, and the benchmark of GPUs starts.
+    same files that need no GPU pass (engines on several ranks among them), and the benchmark of GPUs starts.
     """
     wheels = tmp_path / "wheels"
     result = pack(wheels, "--python", MINOR)
@@ -152,7 +156,12 @@ def test_a_bare_machine_with_the_wheels_runs_what_gpus_need(bare, tmp_path):
     def run(*command: object, timeout: float = 300) -> str:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         result = subprocess.run(
-            [bare, *command], cwd=ROOT, env={**kept, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=timeout
+            [bare, *command],
+            cwd=ROOT,
+            env={**kept, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
         )
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
@@ -160,4 +169,8 @@ def test_a_bare_machine_with_the_wheels_runs_what_gpus_need(bare, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", bare, "install", "--no-input", "--no-index", "--find-links", wheels]
     subprocess.run([*pip, "-r", wheels / "requirements.txt"], check=True, timeout=300)
     marked = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.gpu" in path.read_text())
-    print(run("-m", "pytest", "-q", "--collect-only", "-m", "gpu", *marked))
+    assert "test_on_a_device" in run("-m", "pytest", "-q", "--collect-only", "-m", "gpu", *marked)
+    assert " passed" in run(
+        "-m", "pytest", "-q", "-m", "not gpu and not full", "-p", "no:cacheprovider", *marked, timeout=1200
+    )
+    assert "usage: gpu.py" in run("benchmarks/gpu.py", "--help")
