@@ -1,4 +1,4 @@
-"""Wheels for a machine that has torch and no network: all that is needed there, nothing of torch, whole or not at all."""
+"""Wheels for a machine that has torch and no network: what it lacks, nothing of torch, in whole or not at all."""
 
 import importlib.metadata
 import os
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_a_requirement():
 
 
 def test_all_that_is_needed_is_packed_for_both_pythons(index, tmp_path):
-    """The requirements and what they need, without torch, with sums that hold; again into the same folder is refused."""
+    """The requirements and what they need, without torch, with sums that hold; the same folder again is refused."""
     folder = tmp_path / "new" / "wheels"
     result = pack(folder, **offline(index))
     assert result.returncode == 0, result.stderr
