@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Packs wheels for a machine without a network that has torch: what the tests and benchmarks of GPUs need besides it.
 #
-#   bash tools/pack_wheels.sh DIR [--python 3.12]      # where there is a network; without --python for 3.11 and for 3.12
+#   bash tools/pack_wheels.sh DIR                            # where there is a network, for Python 3.11 and 3.12
+#   bash tools/pack_wheels.sh DIR --python 3.12 --with scipy # for one, with a package that is left out (fits need scipy)
 #   pip install --no-index --find-links DIR -r DIR/requirements.txt        # there: installs what is missing, and no torch
 #
 # The list is that of requirements/{runtime,core,test}.txt without `left_out`, and with what those packages need; for Linux
@@ -22,7 +23,12 @@ folder="" pythons=(3.11 3.12)
 while [ $# -gt 0 ]; do
     case "$1" in
     --python) [ $# -gt 1 ] || refuse "--python needs a version, such as 3.12" 2; pythons=("$2"); shift ;;
-    -*) refuse "$1 is not an option; the usage is: bash tools/pack_wheels.sh DIR [--python 3.12]" 2 ;;
+    --with)
+        [[ $# -gt 1 && " ${left_out[*]:1} " = *" $2 "* ]] || refuse "--with needs one of ${left_out[*]:1}" 2
+        mapfile -t left_out < <(printf '%s\n' "${left_out[@]}" | grep -vx "$2")
+        shift
+        ;;
+    -*) refuse "$1 is not an option; the usage is: bash tools/pack_wheels.sh DIR [--python 3.12] [--with scipy]" 2 ;;
     *) [ -z "$folder" ] || refuse "one folder is needed, and $folder and $1 are two" 2; folder="$1" ;;
     esac
     shift

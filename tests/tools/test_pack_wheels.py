@@ -91,6 +91,13 @@ def test_all_that_is_needed_is_packed_for_both_pythons(index, tmp_path):
     assert again.returncode == 2 and f"{folder} is there already; name another" in again.stderr
 
 
+def test_a_package_that_is_left_out_can_be_asked_for(index, tmp_path):
+    result = pack(tmp_path / "wheels", "--python", "3.12", "--with", "scipy", **offline(index))
+    assert result.returncode == 0, result.stderr
+    packed = {path.name.split("-")[0] for path in (tmp_path / "wheels").glob("*.whl")}
+    assert "scipy" in packed and not packed & (LEFT_OUT - {"scipy"})
+
+
 @pytest.mark.parametrize("fault", ["missing", "large"])
 def test_no_folder_where_it_is_not_whole(index, tmp_path, fault):
     """A wheel that cannot be had, or more than 64 MiB: an error, no folder, and nothing beside it."""
@@ -108,7 +115,9 @@ def test_no_folder_where_it_is_not_whole(index, tmp_path, fault):
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
-@pytest.mark.parametrize("arguments", [(), ("a", "b"), ("--no-such",), ("a", "--python")], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [(), ("a", "b"), ("--no-such",), ("a", "--python"), ("a", "--with", "torch")], ids=" ".join
+)
 def test_wrong_arguments_are_refused(tmp_path, arguments):
     result = pack(*arguments)
     assert result.returncode == 2 and result.stderr.startswith("pack_wheels.sh: error: ")
