@@ -58,6 +58,7 @@ setup(
             "digits",
             "peft",
             "generation",
+            "triton",
         )
     },
     zip_safe=False,

@@ -15,6 +15,7 @@ share=(-n 3 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"
 rooms=()
+needed=(core test tensorboard tokenizers metis parquet datasets peft)
 if [ "${1:-}" = "--fast" ]; then
     shift
     rooms=(--ignore tests/planner/memory/test_parameters.py --ignore tests/planner/memory/test_hosted.py
@@ -23,12 +24,13 @@ if [ "${1:-}" = "--fast" ]; then
     name="the rooms without torch and one real run"
 elif [ "${1:-}" = "--full" ]; then
     shift
+    needed+=(triton)
     share=() # jobs of eight ranks, and hours of memory and time that are watched
     selection="full or not full"
     name="all tests"
 fi
 
-prepare_environment core test tensorboard tokenizers metis parquet datasets peft
+prepare_environment "${needed[@]}"
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # jobs start hundreds of processes, which need not compile the sources each
 

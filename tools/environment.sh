@@ -1,6 +1,7 @@
 # Sourced by tests/run.sh and examples/quickstart.sh: a Python environment with the project's requirements.
 #
 #   prepare_environment core test   # requirements/{pinned,runtime,core,test}.txt are met afterwards
+#   PINNED=FILE                     # in the environment: FILE takes the place of requirements/pinned.txt
 #   install_project                 # `import megatron.pipeline` works anywhere in that environment
 #
 # Uses the active virtual (or conda) environment; if none is active, the repository's own .venv, made on first use.
@@ -40,7 +41,8 @@ activate_environment() {
 prepare_environment() {
     activate_environment || return 1
     # Pinned first: else pip fetches the newest torch, with all of CUDA, before it sees the other requirement.
-    local name missing files=("$repository/requirements/pinned.txt" "$repository/requirements/runtime.txt") options=()
+    local name missing options=()
+    local files=("${PINNED:-$repository/requirements/pinned.txt}" "$repository/requirements/runtime.txt")
     for name in "$@"; do
         files+=("$repository/requirements/$name.txt")
     done

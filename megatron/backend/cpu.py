@@ -88,6 +88,10 @@ def import_stand_ins():
     """A block with the replacements that megatron.core needs only while it is imported."""
     compile_function = torch.compile
     added = stand_in_for_triton() if _core_imports_triton() else ()
+    # megatron.core imports this module, which looks for a GPU where there is CUDA's compiler, and warns.
+    logging.getLogger("torch.utils.cpp_extension").addFilter(
+        lambda record: "No CUDA runtime is found" not in record.getMessage()
+    )
     # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
     torch.compile = _identity_compile
     try:

@@ -51,6 +51,14 @@ def test_what_is_missing_is_named_offline(copy, requirement):
     assert result.stderr.endswith(f"still missing (is there a network?):\n  {requirement}\n")
 
 
+def test_another_file_takes_the_place_of_the_pinned_versions(copy):
+    """PINNED names the torch to test with, and the one of requirements/pinned.txt is not asked for."""
+    (copy / "other.txt").write_text("torch>=1000\n")
+    result = prepare(copy, path=active_path(), PINNED=str(copy / "other.txt"))
+    assert result.returncode == 1
+    assert result.stderr.endswith("still missing (is there a network?):\n  torch>=1000\n")
+
+
 @pytest.mark.full
 def test_without_an_environment_one_is_made(copy):
     """With no active environment the repository gets its own .venv, whose missing packages are then named."""
