@@ -171,7 +171,10 @@ def measure(plan: Plan, tasks: Tasks, result: Result) -> Iterator[tuple[dict[str
 
 
 def run(case: Case, profile: Profile, plan: Plan, tasks: Tasks, result: Result) -> None:
-    """Train a case, and note its seconds and those that the profile predicts. A case that failed is left out."""
+    """Train a case, and note its seconds and those that the profile predicts.
+
+    A case that failed is left out, and so is a round whose profile has a difference below zero (a busy machine).
+    """
     if case.failed is not None:
         return
     found = tasks.do(iteration_seconds, argv=case.size.argv(), warmup=plan.warmup, iterations=plan.iterations)
@@ -179,7 +182,11 @@ def run(case: Case, profile: Profile, plan: Plan, tasks: Tasks, result: Result) 
         case.failed = found["failed"]
         result.add(f"{case.name}: {'out of memory' if found.get('out_of_memory') else 'failed'}: {case.failed}")
         return
-    seconds = predicted_seconds(profile, case.configuration, num_layers=case.size.layers)
+    try:
+        seconds = predicted_seconds(profile, case.configuration, num_layers=case.size.layers)
+    except ValueError as error:
+        result.add(f"{case.name} is not predicted from this profile: {first_line(error)}")
+        return
     case.predicted.setdefault(PROFILE, []).append(seconds)
     case.measured.append(statistics.median(found["seconds"]))
 

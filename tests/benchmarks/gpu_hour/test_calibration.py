@@ -138,6 +138,25 @@ def test_a_run_that_fails_is_left_out(monkeypatch):
     ]
 
 
+def test_a_round_without_a_prediction_is_left_out(monkeypatch):
+    """A profile whose difference is below zero predicts nothing; the round behind it counts."""
+    plan = replace(CARD, shapes=(SHAPE,), depths=(4,), micro_batches=(1,), rounds=2)
+    answers = iter([ValueError("step is [-0.1]; give seconds\ntrace"), 3.0])
+
+    def predict(*_, **__) -> float:
+        if isinstance(answer := next(answers), ValueError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(calibration, "profiled", lambda *_: planted())
+    monkeypatch.setattr(calibration, "predicted_seconds", predict)
+    said = Said()
+    do = SimpleNamespace(do=lambda *_, **__: {"seconds": [2.0], "losses": []})
+    [case] = [list(found) for _, found in calibration.measure(plan, do, said)][-1]
+    assert (case.measured, case.predicted, case.failed) == ([2.0], {PROFILE: [3.0]}, None)
+    assert said.lines == [f"{case.name} is not predicted from this profile: step is [-0.1]; give seconds"]
+
+
 @pytest.mark.full
 def test_rehearsal(tmp_path):
     found = rehearsed("calibration", tmp_path)

@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron import backend
 from megatron.pipeline.simulate import Costs, simulate
+
+backend.install()  # before what imports megatron.core
+
 from papers.l2l import captured, compute, lanes, memory, optimizer
 from papers.l2l import model as models
 from tests.benchmarks.test_emulated import rows_of
