@@ -14,8 +14,8 @@ from megatron import backend
 class AllocatorMeter(AbstractContextManager):
     """torch's allocator of the current CUDA device, which counts in the order of the host.
 
-    Where weights live on the host, a rank asks for the peak of each batch and begins anew (`RelayLedger`). So within the
-    block what is begun anew through `backend` is noted first.
+    Where weights live on the host, a rank asks for the peak of each batch and begins anew (`RelayLedger`). So within
+    the block the peak is noted first whenever `backend` begins anew.
 
     Attributes:
         reserved: the most bytes that it has had from the driver; None where nothing counts that.
