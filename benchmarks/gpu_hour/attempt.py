@@ -21,7 +21,10 @@ import psutil
 from benchmarks.gpu_hour.records import ROOT
 from megatron.processes import Job
 
-FAULTS = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+VARIABLES = {
+    "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else a process has one for each core, for a few kernels, that outlive it
+}  # fmt: skip
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|\bMemoryError\b")
 _TO_DUMP, _TO_DUMP_ALL, _TO_TERMINATE = 3.0, 6.0, 3.0  # seconds for the stacks of a process, for all, and to end
 
@@ -43,7 +46,7 @@ def run(
     """Run `python *command` for at most `limit` seconds. `is_own_limit`: the part's, and not the hour's."""
     start = time.monotonic()
     words = [sys.executable, *command]
-    with Job(words, log=log, directory=ROOT, folder=folder, environment=FAULTS | environment) as job:
+    with Job(words, log=log, directory=ROOT, folder=folder, environment=VARIABLES | environment) as job:
         status = job.wait(limit)
         if status is None:
             printed = log.stat().st_size

@@ -4,6 +4,7 @@
 
 speed    tokens/s of the same GPT and batches, BF16, every layer recomputed, in turns in one process. The ratio is over
          flush within a round. FSDP2 brings the weights for each microbatch, and so also runs with a batch as one.
+         With one rank torch copies FSDP2's weights on the stream that computes, so its copies hide behind nothing.
 overlap  of the copies and of the host's optimizer, the share of their time in which the device computes (a trace of the
          engine: CUDA events on the streams of copies and of computation).
 depth    the most bytes of the device, over the layers of the model, a contender at a time.

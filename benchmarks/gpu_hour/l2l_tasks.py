@@ -19,11 +19,19 @@ from megatron.pipeline.program.instruction import COMPUTATIONS, Lane
 GIB = 2**30
 
 
-def compare(size: Size, rounds: int, batches: int, *, store: Any, start: Callable[[], None]) -> dict:
+ENOUGH = 150.0
+"""Seconds after which `compare` begins no further round: a task that is ended at its limit returns nothing."""
+
+
+def compare(
+    size: Size, rounds: int, batches: int, *, store: Any, start: Callable[[], None], enough: float = ENOUGH
+) -> dict:
     """Train all contenders in turns. Returns name -> seconds of a batch in each round and losses, or why it failed.
 
-    A contender that fails is left out from then on: the others go on.
+    A contender that fails is left out from then on: the others go on. There is one round at least, and at most
+    `rounds`: none begins `enough` seconds after the call.
     """
+    called = time.monotonic()
     start()
     found: dict[str, dict] = {}
     contenders: dict[str, Any] = {}
@@ -35,7 +43,9 @@ def compare(size: Size, rounds: int, batches: int, *, store: Any, start: Callabl
             contenders[name] = make(name, size, store)
             found[name]["losses"] += contenders[name].train(1)
     order = random.Random(0)
-    for _ in range(rounds):
+    for number in range(rounds):
+        if number and time.monotonic() - called > enough:
+            break
         for name in order.sample(list(contenders), len(contenders)):
             with _left_out_if_failed(name, contenders, found):
                 backend.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -13,26 +14,37 @@ from megatron import backend
 class AllocatorMeter(AbstractContextManager):
     """torch's allocator of the current CUDA device, which counts in the order of the host.
 
+    Where weights live on the host, a rank asks for the peak of each batch and begins anew (`RelayLedger`). So within
+    the block the peak is noted first whenever `backend` begins anew.
+
     Attributes:
         reserved: the most bytes that it has had from the driver; None where nothing counts that.
     """
 
     def __init__(self) -> None:
         self.reserved: int | None = 0
+        self._before = 0  # the peak of what was counted before another began anew
+        self._noting = mock.patch.object(backend, "reset_peak_memory", self._note)
 
     def __enter__(self) -> AllocatorMeter:
         torch.cuda.reset_peak_memory_stats()
+        self._noting.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.take()
+        self._noting.stop()
+        self._note()
 
     def take(self) -> int:
         """The peak since the last call, or the beginning; it is then what there is now."""
-        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._note()
+        peak, self._before = self._before, 0
         return peak
+
+    def _note(self) -> None:
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
+        self._before = max(self._before, torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
 
     def retries(self) -> int | None:
         """How often the allocator gave memory back to the driver and asked again."""

@@ -69,7 +69,8 @@ class Job:
     def __init__(self, command: list[str], *, directory: Path, **environment: str):
         self._log_path = directory / f"log-{uuid.uuid4().hex[:8]}.txt"
         self.started = time.monotonic()
-        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", **environment}
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", **environment}
         self._job = MarkedJob(
             command, log=self._log_path, directory=directory, folder=self._log_path, environment=variables
         )

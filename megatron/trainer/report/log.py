@@ -157,6 +157,7 @@ class Reporter:
         self.args = args
         self.writes = args.rank == args.world_size - 1
         self._interval, self._has_begun = Interval(), False
+        self._peak_memory = 0  # bytes; on CUDA a relay asks for the peak of each batch and begins anew (RelayLedger)
         self._said = ByProduct("the log", consequence="and more of it is tried")
         self._progress = ByProduct("progress.txt (--log-progress)", consequence="and later lines are tried")
         self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
@@ -221,6 +222,8 @@ class Reporter:
 
     def _record(self, report: BatchReport, progress: Progress, peaks: Mapping[str, list[int]]) -> None:
         seconds = max(progress.seconds, 1e-9)
+        own = peaks.get(DEVICE_PEAK, ())[-1:]
+        self._peak_memory = max(self._peak_memory, backend.peak_memory_bytes(), *own)
         values = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -230,7 +233,7 @@ class Reporter:
             "loss_scale": report.loss_scale,
             "iteration_time_ms": 1000 * progress.seconds,
             "tokens_per_second": progress.num_samples * self.args.seq_length / seconds,
-            "peak_memory_bytes": backend.peak_memory_bytes(),
+            "peak_memory_bytes": self._peak_memory,
         }
         if report.expert_load_imbalance is not None:
             values["expert_load_imbalance"] = report.expert_load_imbalance

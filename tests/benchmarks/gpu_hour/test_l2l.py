@@ -19,7 +19,7 @@ def start() -> None:
     pass
 
 
-def compare_case(fails: dict[str, int] | None = None) -> dict:
+def compare_case(fails: dict[str, int] | None = None, **options) -> dict:
     """The rounds of all contenders; `fails`: for which memory is short, and in which call of `train`."""
     import torch
 
@@ -40,7 +40,7 @@ def compare_case(fails: dict[str, int] | None = None) -> dict:
 
     l2l_tasks.make = made
     try:
-        return l2l_tasks.compare(SIZE, 2, 1, store=None, start=start)
+        return l2l_tasks.compare(SIZE, 2, 1, store=None, start=start, **options)
     finally:
         l2l_tasks.make = make
 
@@ -81,6 +81,12 @@ def test_others_go_on_where_memory_is_short():
     assert said.lines[0] == "flush, m = 2: out of memory: CUDA out of memory."
     assert len(said.lines) == len(NAMES) and len(said.figures["l2l_m2_tokens_per_second"]) == 2
     assert [name for name in said.figures if "ratio" in name] == []
+
+
+def test_rounds_end_in_time():
+    """After the first, where the time is over; contenders then have as many times as each other."""
+    [found] = workers.run(1, f"{__name__}:compare_case", fails={FSDP2: 1, FSDP2_AT_ONCE: 1}, enough=0.0)
+    assert [len(found[name]["seconds"]) for name in (FLUSH, L2L)] == [1, 1]
 
 
 def test_device_memory_does_not_grow_with_depth():

@@ -105,11 +105,17 @@ def test_meter_of_the_allocator(monkeypatch):
     }  # fmt: skip
     for name, call in calls.items():
         monkeypatch.setattr(f"torch.cuda.{name}", call)
+    reset = backend.reset_peak_memory
     with AllocatorMeter() as meter:
         there.update(peak=9, reserved=12)
         assert (meter.take(), meter.take()) == (9, 5)
         there.update(reserved=7)
-    assert (meter.reserved, meter.retries()) == (12, 2)
+        there.update(peak=11, reserved=14)
+        backend.reset_peak_memory()  # as a rank whose weights live on the host does for each batch
+        assert there["peak"] == 5
+        there.update(reserved=7)
+        assert meter.take() == 11
+    assert (meter.reserved, meter.retries()) == (14, 2) and backend.reset_peak_memory is reset
 
 
 RAN = {

@@ -44,7 +44,8 @@ def run(directory: Path, num_ranks: int, *flags: str, gpus: str, model=None) -> 
         num_ranks, *flags, "--metrics-file", "metrics.jsonl", model=model or (*launch.TINY, *launch.SYNTHETIC)
     )
     directory.mkdir()
-    with launch.Job(command, directory=directory, CUDA_VISIBLE_DEVICES=gpus, GLOO_SOCKET_IFNAME="lo") as job:
+    at_home = {"GLOO_SOCKET_IFNAME": "lo", "PET_LOCAL_ADDR": "127.0.0.1"}  # a host's name may be no address
+    with launch.Job(command, directory=directory, CUDA_VISIBLE_DEVICES=gpus, **at_home) as job:
         outcome = job.wait(timeout=300)
     outcome.assert_succeeded()
     return outcome, launch.metrics(directory / "metrics.jsonl")

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron import backend
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.plan.arrangement import Change, Outlook
@@ -236,6 +237,17 @@ def test_rank_metrics_are_reported_by_pipeline_rank(tmp_path, capsys):
     assert (record["saved_activation_bytes"], record["peak_allocated_bytes"]) == ([7, 2], [2, 9])
     assert "saved activations (MiB): 0.0 0.0 |" in capsys.readouterr().out
     assert EventAccumulator(str(board)).Reload().Scalars("saved-activation-bytes-max")[0].value == 7.0
+
+
+def test_peak_memory_is_of_the_run_where_a_relay_begins_it_anew(tmp_path, monkeypatch):
+    """On CUDA, where the peaks of batches and what has come since are all that torch's allocator can say."""
+    monkeypatch.setattr(backend, "peak_memory_bytes", lambda: 4)
+    reports = reporter(tmp_path, "--pipeline-model-parallel-size 2", world_size=2)
+    for iteration, own in ((1, 9.0), (2, 7.0)):
+        measured = {"device_peak_bytes": (20.0, own)}
+        reports.iteration(report(iteration, 4.0, rank_metrics=measured), Progress(iteration, 8 * iteration, 8, 0.5))
+    reports.close()
+    assert [each["peak_memory_bytes"] for each in read_metrics(f"{tmp_path}/metrics.jsonl")] == [9, 9]
 
 
 def test_only_the_last_rank_writes(tmp_path, capsys):

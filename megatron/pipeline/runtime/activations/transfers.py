@@ -256,15 +256,15 @@ class ActivationTransfers:
     # -- computations -------------------------------------------------------------------------------------------------
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the moves that `computation` needs are complete. Return whether any was incomplete.
+        """Wait until the moves that `computation` needs are complete. Return whether any was incomplete, or on CUDA
+        may still have been at work on the device.
 
         On CUDA the host waits until the moves are queued on the device, and the current stream waits until they are
         done. Raises TransferError after the timeout, or the error that a move raised.
         """
         needed = self._order.awaited(computation)
         if self._queue.num_complete >= needed:
-            self._queue.follow(needed)
-            return False
+            return self._queue.follow(needed)
         move = self._queue.incomplete_move(needed)
         if move is not None:
             self.waiting = move, self._peer_rank(move)

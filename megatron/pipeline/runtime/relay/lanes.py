@@ -127,7 +127,8 @@ class Lanes:
         return reduce
 
     def wait_for(self, computation: Instruction) -> bool:
-        """Wait until the dependencies of `computation` are complete. Return whether any of them was not complete yet.
+        """Wait until the dependencies of `computation` are complete. Return whether any of them was not complete yet,
+        or on CUDA may still have been at work on the device.
 
         On CUDA the host waits until their work is queued on the device, and the current stream waits until it is done.
 
@@ -143,7 +144,7 @@ class Lanes:
         self.waiting = None
         for each in awaited:
             self._on_awaited(each.instruction)
-        return waits
+        return waits or (self._streams.runs_ahead and bool(awaited))
 
     def settle(self) -> None:
         """Wait until all requests are complete. Called while drained."""

@@ -199,19 +199,21 @@ class MoveQueue(LaneThread):
         with self._progress:
             return self._incomplete[count - self.num_complete - 1] if count > self.num_complete else None
 
-    def follow(self, count: int) -> None:
+    def follow(self, count: int) -> bool:
         """Make the current stream wait until the device has done the first `count` moves, all of them complete.
 
-        Their tensors are dropped, since later users of the memory come after the moves on that stream.
+        Return whether the device may still be at work on them. Their tensors are dropped, since later users of the
+        memory come after the moves on that stream.
         """
         if not self._given:
-            return
+            return False
         followed = []
         with self._progress:
             while self._given and self._given[0].count <= count:
                 followed.append(self._given.popleft())
         if followed:
             self._streams.wait(followed[-1].event)
+        return bool(followed)
 
     def _note_complete(self, result: Any) -> None:
         event = self._streams.record()

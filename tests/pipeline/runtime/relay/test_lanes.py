@@ -134,6 +134,17 @@ def test_who_reads_the_hosts_memory_waits_on_the_host(monkeypatch):
     rank.lanes.close()
 
 
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_a_copy_that_the_device_may_be_at_is_waited_for(monkeypatch, runs_ahead):
+    """A trace then ends the wait behind the copy, though its call has returned long ago."""
+    monkeypatch.setitem(SIDES, "cpu", type("Side", (CpuStreams,), {"runs_ahead": runs_ahead}))
+    rank = Rank()
+    rank.request("2FETCH@0")
+    rank.lanes.settle()
+    assert rank.wait_for("2F0@0") is runs_ahead
+    rank.lanes.close()
+
+
 def test_a_failure_ends_every_wait_at_once_and_is_told_once():
     """An update fails: the fetch behind it and the computation behind that raise what it raised, with its name on it,
     and so does the next request.

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from megatron.backend.streams import SIDES, CpuStreams
 from megatron.pipeline.program.instruction import Instruction
 from megatron.pipeline.runtime.activations.transfers import SavedMicrobatches
 from megatron.pipeline.runtime.transport.lane import MoveQueue
@@ -82,3 +83,14 @@ def test_saved_microbatches_are_counted_by_stage_and_together():
     saved.remove(0)
     saved.add(4)
     assert saved.peaks == {0: 2, 4: 2} and saved.peak_on_rank == 3
+
+
+@pytest.mark.parametrize("runs_ahead", [True, False])
+def test_who_follows_a_move_learns_whether_the_device_may_be_at_it(monkeypatch, runs_ahead):
+    """Though its call has returned; once followed, it is not waited for again."""
+    monkeypatch.setitem(SIDES, "cpu", type("Side", (CpuStreams,), {"runs_ahead": runs_ahead}))
+    queue = MoveQueue(device=CPU)
+    queue.request(MOVES[0], lambda: None)
+    assert queue.wait(1, 20)
+    assert queue.follow(1) is runs_ahead and queue.follow(1) is False
+    queue.close(20)
