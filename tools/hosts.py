@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -145,8 +146,19 @@ class Hosts:
         return resent_bytes(self._holders[1 + host].pid)
 
     def set_link(self, host: int, *, up: bool) -> None:
-        """Pull a host's cable out of the switch, or plug it in again."""
-        self._at_switch("ip", "link", "set", f"port{host}", "up" if up else "down")
+        """Pull a host's cable out of the switch, or plug it in again.
+
+        When this returns, the switch has seen it, and no host waits for the answer to what it asked meanwhile.
+        """
+        port = f"port{host}"
+        self._at_switch("ip", "link", "set", port, "up" if up else "down")
+        until, state = time.monotonic() + _PATIENCE, "UP" if up else "DOWN"
+        while json.loads(self._at_switch("ip", "-json", "link", "show", "dev", port))[0]["operstate"] != state:
+            if time.monotonic() > until:
+                raise HostsUnavailable(f"the switch does not see {port} {state.lower()} after {_PATIENCE:g} s")
+            time.sleep(0.01)
+        for index in range(len(self.names)):
+            _run([*self._enter(1 + index, "--net"), "ip", "neighbour", "flush", "dev", "eth0"])
 
     def set_rate(self, bytes_per_second: float | None) -> None:
         """Limit what each host sends from now on; None lifts the limit."""
