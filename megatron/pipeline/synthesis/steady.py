@@ -308,7 +308,7 @@ def _without_waits(problem: Problem, patterns: Patterns, least: float) -> Iterat
         if made is not None and not made.score[0] and _keeps(problem, made):
             yield made
             break
-        period *= _STEP
+        period = max(period * _STEP, math.nextafter(period, math.inf))
     yield last
 
 
@@ -323,7 +323,8 @@ def _one_after_another(problem: Problem, patterns: Patterns) -> _Found:
             offsets[each] = now
             now += problem.seconds[each]
     # A little longer, so that computations that take no time do not meet those of the next microbatch.
-    found = _judged(problem, patterns, Waits(1.01 * now, (), ()), offsets)
+    longer = max(1.01 * now, math.nextafter(now, math.inf))
+    found = _judged(problem, patterns, Waits(longer, (), ()), offsets)
     assert found is not None and _keeps(problem, found)
     return replace(found, name="one microbatch after another")
 

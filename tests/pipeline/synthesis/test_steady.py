@@ -5,7 +5,7 @@ import math
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 
 from megatron.pipeline.program.edges import v
 from megatron.pipeline.program.instruction import Kind
@@ -160,7 +160,12 @@ def test_nothing_holds_less_than_the_bound_and_the_search_finds_the_least(times)
     assert max(found.least_held) <= least == max(found.held)
 
 
+SHORTEST = Costs(forward=5e-324, backward=0.0, backward_input=0.0, backward_weight=0.0)
+"""The least time above zero, a hundredth more of which is no more."""
+
+
 @given(problems())
+@example(Problem(rank_of_stage=(0,), num_microbatches=1, costs=SHORTEST, limits=1.0, splits=False))
 @settings(max_examples=25, deadline=None)
 def test_made_up_costs_never_crash_it(asked):
     """There is a program, proved, within its limits and bounds."""
