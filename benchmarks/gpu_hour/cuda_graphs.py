@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_hour.process import main
-from benchmarks.gpu_hour.result import Result
+from benchmarks.gpu_hour.process import largest_difference, main
+from benchmarks.gpu_hour.result import Result, key_of
 from megatron import backend
 
 LAYERS = 2
@@ -117,9 +117,9 @@ def measure(result: Result, size: str, kind: str, module, input: torch.Tensor, f
         f"{LAYERS} {size} layers of {kind}, forward and backward in ms: {shown(seconds, 3, 1e3)}; over graph: "
         f"{shown(found, 2)}{note}; "
         + (f"gradients {difference:.2g} apart" if difference else "gradients equal in all bits"),
-        **{f"{size}_{_key(kind)}_{name}_seconds": times for name, times in seconds.items()},
-        **{f"{size}_{_key(kind)}_ratio_of_{name}_over_graph": each for name, each in found.items()},
-        **{f"{size}_{_key(kind)}_largest_difference": difference},
+        **{f"{size}_{key_of(kind)}_{name}_seconds": times for name, times in seconds.items()},
+        **{f"{size}_{key_of(kind)}_ratio_of_{name}_over_graph": each for name, each in found.items()},
+        **{f"{size}_{key_of(kind)}_largest_difference": difference},
     )
 
 
@@ -152,14 +152,6 @@ def gradients_of(microbatch: Microbatch, leaves: list[torch.Tensor]) -> list[tor
         each.grad.zero_()
     microbatch()
     return [each.grad.clone() for each in leaves]
-
-
-def largest_difference(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max((a.float() - b.float()).abs().max().item() for a, b in zip(some, others, strict=True))
-
-
-def _key(name: str) -> str:
-    return name.replace(".", "_")
 
 
 if __name__ == "__main__":

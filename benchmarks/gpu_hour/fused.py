@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.tables import spread
-from benchmarks.gpu_hour.process import main
+from benchmarks.gpu_hour.process import largest_difference, main
 from benchmarks.gpu_hour.result import Result
 from megatron import backend
 
@@ -53,9 +53,10 @@ def run(result: Result) -> None:
 
 def shapes_of(model: dict) -> list[tuple[int, ...]]:
     """The shapes of the parameters of a GPT's layers."""
-    width = model["hidden_size"]
-    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    vectors = [(rows,) for rows, _ in matrices] + 4 * [(width,)]
+    from benchmarks.gpu_hour.one_device import product_shapes
+
+    matrices = product_shapes(model)
+    vectors = [(rows,) for rows, _ in matrices] + 4 * [(model["hidden_size"],)]
     return model["layers"] * [*matrices, *vectors]
 
 
@@ -114,15 +115,14 @@ def accumulations() -> dict[str, Callable[[Tensor, Tensor, Tensor], object]]:
 
 def measure_accumulation(result: Result, size: str, model: dict) -> None:
     """The weight gradients of a layer's four products."""
-    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, ratios, shown
+    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, product_shapes, ratios, shown
 
     tokens = model["micro_batch_size"] * model["seq_length"]
     generator = torch.Generator(backend.device()).manual_seed(1)
-    matrices = [shape for shape in shapes_of({**model, "layers": 1}) if len(shape) == 2]
     operands = [
         (torch.zeros(rows, columns, device=backend.device()), _random((tokens, columns), generator).bfloat16(),
          _random((tokens, rows), generator).bfloat16())
-        for rows, columns in matrices
+        for rows, columns in product_shapes(model)
     ]  # fmt: skip
     calls, sums = {}, {}
     for name, add in accumulations().items():
@@ -176,11 +176,6 @@ def measure_training(result: Result, size: str, model: dict) -> None:
 
 def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, device=backend.device())
-
-
-@torch.no_grad()
-def largest_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    return max((a - b).abs().max().item() for a, b in zip(some, others, strict=True))
 
 
 if __name__ == "__main__":

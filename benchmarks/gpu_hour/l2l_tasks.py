@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks.gpu_hour.l2l_contenders import FSDP2, FSDP2_AT_ONCE, L2L, NAMES, RELAY, make
 from benchmarks.gpu_hour.meters import meter_of_device
-from benchmarks.gpu_hour.trained import Size, first_line, freed, is_out_of_memory
+from benchmarks.gpu_hour.process import free
+from benchmarks.gpu_hour.trained import Size, first_line, is_out_of_memory
 from megatron import backend
 from megatron.pipeline.program.instruction import COMPUTATIONS, Lane
 
@@ -66,7 +67,7 @@ def _left_out_if_failed(name: str, contenders: dict[str, Any], found: dict[str, 
         contenders.pop(name, None)
         found[name] = {"failed": first_line(error), "out_of_memory": is_out_of_memory(error)}
     if name not in contenders:
-        freed()
+        free()
 
 
 def overlap(size: Size, batches: int, trace_file: str, *, store: Any, start: Callable[[], None]) -> dict:
@@ -126,7 +127,7 @@ def _common(interval: tuple[float, float], others: Sequence[tuple[float, float]]
 def device_bytes(name: str, size: Size, *, store: Any, start: Callable[[], None]) -> dict:
     """Train two batches of a contender alone. Returns the peak of the device in the second one, and the losses."""
     start()
-    freed()
+    free()
     meter = meter_of_device()
     try:
         with ExitStack() as stack:

@@ -24,13 +24,13 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu_hour.meters import meter_of_device
+from benchmarks.gpu_hour.process import free
 from benchmarks.gpu_hour.result import Result, parser_of
 from benchmarks.gpu_hour.trained import (
     RECOMPUTE,
     Size,
     Tasks,
     first_line,
-    freed,
     is_out_of_memory,
     prepare_environment,
     training,
@@ -137,7 +137,7 @@ def chosen(plan: Plan, setting: str, gib: float) -> dict[str, tuple[Size, Any]]:
 def train(argv: Sequence[str], *, store: Any, start: Callable[[], None]) -> dict:
     """Train `BATCHES` batches. Returns bytes by part and peaks; with `failed` if memory is short."""
     start()
-    freed()
+    free()
     found: dict[str, Any] = {"computing_bytes": 0, "step_bytes": 0, "losses": []}
     meter = meter_of_device()
     try:
@@ -268,6 +268,8 @@ def main(arguments: list[str] | None = None) -> int:
     result = Result(args)
     with Tasks(threads=1, timeout=90) as tasks:
         card = tasks.do(describe)
+        if "failed" in card:
+            raise SystemExit(f"error: the device does not say how much memory it has: {card['failed']}")
         gib = card["gib"]
         result.add(
             f"The device has {gib:.4g} GiB, of which {card['free_gib']:.4g} are free",

@@ -5,8 +5,6 @@ megatron.core has to be importable before this module is, so a part imports it i
 
 from __future__ import annotations
 
-import gc
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,6 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.tables import spread
+from benchmarks.gpu import orders
+from benchmarks.gpu_hour.process import free
 from benchmarks.gpu_hour.result import Result, seconds_of
 from benchmarks.gpu_ranks import CLIP_GRAD, Contender, chunk_with_optimizer, data, forward_step, timed
 from megatron import backend
@@ -141,6 +141,12 @@ def product_rate(result: Result) -> list[float]:
     return [2 * size**3 / each for each in seconds_of(lambda: first @ second, repeats=5, count=count)]
 
 
+def product_shapes(model: dict) -> list[tuple[int, int]]:
+    """The (rows, columns) of the weights of a layer's four products."""
+    width = model["hidden_size"]
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+
+
 def extent(result: Result, **full: int) -> dict[str, int]:
     """The numbers of rounds and of what is in one; in a rehearsal two rounds of one each."""
     return {name: 2 if name == "rounds" else 1 for name in full} if result.content["rehearsal"] else full
@@ -151,16 +157,10 @@ def num_microbatches(result: Result) -> int:
     return 2 if result.content["rehearsal"] else 8
 
 
-def orders(names: Iterable[str], num_rounds: int) -> Iterator[list[str]]:
-    """A random order of the names, reversed in every other round."""
-    shuffled = random.Random(0).sample(list(names), len(list(names)))
-    yield from (shuffled[:: 1 if number % 2 else -1] for number in range(num_rounds))
-
-
 def trained(contenders: Mapping[str, object], num_microbatches: int, *, rounds: int, batches: int) -> dict:
     """Name -> the seconds of a batch in each round; the contenders take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for order in orders(list(contenders), rounds):
+    for order in orders([*contenders], rounds):
         for name in order:
             seconds[name].append(timed(contenders[name], num_microbatches, batches))
     return seconds
@@ -169,7 +169,7 @@ def trained(contenders: Mapping[str, object], num_microbatches: int, *, rounds: 
 def alternated(calls: Mapping[str, Callable[[], object]], *, rounds: int, count: int) -> dict[str, list[float]]:
     """Name -> the seconds of a call in each round; the calls take turns."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for order in orders(list(calls), rounds):
+    for order in orders([*calls], rounds):
         for name in order:
             seconds[name] += seconds_of(calls[name], repeats=1, count=count)
     return seconds
@@ -198,9 +198,3 @@ def may_not_fit(result: Result, what: str) -> Iterator[None]:
 def first_sentence(error: Exception) -> str:
     """What an error of torch says, without its long explanations."""
     return str(error).splitlines()[0].split(". ")[0]
-
-
-def free() -> None:
-    """Give back the device's memory of what nobody refers to any more; megatron.core's chunks are in circles."""
-    gc.collect()
-    torch.cuda.empty_cache()

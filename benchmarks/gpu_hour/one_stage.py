@@ -19,7 +19,7 @@ from statistics import median
 
 from benchmarks.common.tables import spread
 from benchmarks.gpu_hour.process import main
-from benchmarks.gpu_hour.result import Result
+from benchmarks.gpu_hour.result import Result, key_of
 
 COMPARED = 4
 """Batches whose losses are compared."""
@@ -63,8 +63,8 @@ def measure_losses(result: Result, size: str, model: dict) -> None:
     shown = ", ".join(f"{each:.4f}" for each in losses["flush"])
     result.add(
         f"{size} layers: losses of {COMPARED} batches by flush are {shown}; {words}",
-        **{f"{size}_losses_of_{_key(name)}": each for name, each in losses.items()},
-        **{f"{size}_largest_difference_of_{_key(pair)}": most for pair, most in differences.items()},
+        **{f"{size}_losses_of_{key_of(name)}": each for name, each in losses.items()},
+        **{f"{size}_largest_difference_of_{key_of(pair)}": most for pair, most in differences.items()},
     )
 
 
@@ -82,8 +82,8 @@ def measure_times(result: Result, size: str, model: dict, rate: float) -> None:
     found = {f"{name} over {other}": ratios(seconds, name, other) for name, other in RATIOS}
     result.add(
         f"{size} layers (hidden {model['hidden_size']}), ratios of time: {shown(found, 3)}",
-        **{f"{size}_{_key(name)}_seconds_per_batch": each for name, each in seconds.items()},
-        **{f"{size}_ratio_of_{_key(pair)}": each for pair, each in found.items()},
+        **{f"{size}_{key_of(name)}_seconds_per_batch": each for name, each in seconds.items()},
+        **{f"{size}_ratio_of_{key_of(pair)}": each for pair, each in found.items()},
     )
     result.add(
         f"{size} layers: "
@@ -91,8 +91,8 @@ def measure_times(result: Result, size: str, model: dict, rate: float) -> None:
             f"{name} {median(speeds[name]):,.0f} tokens/s, {each / 1e12:.4g} TFLOP/s ({each / rate:.1%} of the product)"
             for name, each in flops.items()
         ),
-        **{f"{size}_{_key(name)}_tokens_per_second": each for name, each in speeds.items()},
-        **{f"{size}_{_key(name)}_model_flop_per_second": each for name, each in flops.items()},
+        **{f"{size}_{key_of(name)}_tokens_per_second": each for name, each in speeds.items()},
+        **{f"{size}_{key_of(name)}_model_flop_per_second": each for name, each in flops.items()},
     )
 
 
@@ -105,10 +105,6 @@ def contender_of(name: str, model: dict):
 
 def _apart(difference: float) -> str:
     return f"{difference:.2g} apart" if difference else "equal in all bits"
-
-
-def _key(name: str) -> str:
-    return name.replace(",", "").replace(".", "_").replace(" ", "_")
 
 
 if __name__ == "__main__":

@@ -95,10 +95,9 @@ def measure(result: Result, size: str, whose: str, contenders: dict, model: dict
 
 def measure_products(result: Result, size: str, model: dict) -> None:
     """The four products of a layer's forward."""
-    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, ratios, shown
+    from benchmarks.gpu_hour.one_device import alternated, extent, first_sentence, product_shapes, ratios, shown
 
-    width, tokens = model["hidden_size"], model["micro_batch_size"] * model["seq_length"]
-    shapes = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    tokens, shapes = model["micro_batch_size"] * model["seq_length"], product_shapes(model)
     device, pairs = backend.device(), []
     for rows, columns in shapes:
         input, weight = (torch.randn(each, columns, device=device, dtype=torch.bfloat16) for each in (tokens, rows))

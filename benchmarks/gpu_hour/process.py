@@ -45,3 +45,16 @@ def begin() -> None:
         )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
+
+
+def free() -> None:
+    """Give back what nobody refers to any more, also to the device; megatron.core's chunks are in circles."""
+    gc.collect()
+    if backend.is_cuda():
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def largest_difference(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    """The most by which an element of one list of tensors differs from that of the other, in FP32."""
+    return max((a.float() - b.float()).abs().max().item() for a, b in zip(some, others, strict=True))

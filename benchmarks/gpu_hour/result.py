@@ -39,6 +39,11 @@ class Result:
         write_whole(self._path, json.dumps(self.content, indent=1) + "\n")
 
 
+def key_of(name: str) -> str:
+    """A name for readers as a part of a figure's name."""
+    return name.replace(",", "").replace(".", "_").replace(" ", "_")
+
+
 def seconds_of(run: Callable[[], object], *, repeats: int, count: int = 1) -> list[float]:
     """Measure the seconds of a call, `repeats` times, each the mean of `count` calls between two idle devices.
 

@@ -7,7 +7,6 @@ reaches it. Only the samples are not the trainer's.
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -256,10 +255,3 @@ def prepare_environment(*, rehearse: bool) -> None:
     set_environment()
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def freed() -> None:
-    """Give back what nobody holds any more, also to the device."""
-    gc.collect()
-    if backend.is_cuda():
-        torch.cuda.empty_cache()

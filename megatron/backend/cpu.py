@@ -83,15 +83,17 @@ def install_stand_ins() -> None:
     )
 
 
+def _says_more_than_no_cuda(record: logging.LogRecord) -> bool:
+    return "No CUDA runtime is found" not in record.getMessage()
+
+
 @contextlib.contextmanager
 def import_stand_ins():
     """A block with the replacements that megatron.core needs only while it is imported."""
     compile_function = torch.compile
     added = stand_in_for_triton() if _core_imports_triton() else ()
     # megatron.core imports this module, which looks for a GPU where there is CUDA's compiler, and warns.
-    logging.getLogger("torch.utils.cpp_extension").addFilter(
-        lambda record: "No CUDA runtime is found" not in record.getMessage()
-    )
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_says_more_than_no_cuda)
     # Fused functions are decorated at import; compiling each takes seconds on a CPU and gains nothing there.
     torch.compile = _identity_compile
     try:

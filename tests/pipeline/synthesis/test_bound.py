@@ -6,7 +6,7 @@ import pytest
 
 from megatron.pipeline.program.edges import v
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.synthesis.bound import lower_bound
+from megatron.pipeline.synthesis.bound import _room, lower_bound
 from megatron.pipeline.synthesis.problem import Problem
 from megatron.pipeline.synthesis.search import bubble, synthesize
 from tests.pipeline.synthesis.made_up import least_seconds, small
@@ -55,6 +55,25 @@ def test_memory_bounds_a_v(limit, least):
     bound, bound_from = lower_bound(problem)
     assert bubble(problem, bound) == pytest.approx(least, abs=5e-5)
     assert bound_from == "fill and drain of rank 7 under its limit"
+
+
+@pytest.mark.parametrize("limit", [3.0, 3.5])
+def test_a_microbatch_at_a_stage_is_also_held_at_the_stages_before_it_on_its_rank(limit):
+    """Two stages on each of four ranks in a V, and room for three: one microbatch at a time is at the second stage of
+    rank 3, for eight computations; before it are four, behind it four and a W. Half a microbatch more is no room.
+    """
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=1.0, backward=2.0)
+    problem = Problem(rank_of_stage=v(4, 2), num_microbatches=10, costs=costs, limits=limit)
+    assert lower_bound(problem)[0] == 4 + 10 * 8 + 4 + 1
+
+
+def test_the_last_gradient_has_its_way_behind_a_full_rank():
+    """One stage on each of two ranks, and room for two: rank 1 is full, but for its last second, in which stage 0 has
+    the last gradient and rank 1 computes a W and holds nothing else. A second of a half-empty rank counts.
+    """
+    costs = Costs(forward=1.0, backward_input=1.0, backward_weight=3.0, backward=4.0)
+    problem = Problem(rank_of_stage=(0, 1), num_microbatches=10, costs=costs, limits=(9.0, 2.0))
+    assert _room(problem, 1) == 1 + 1 + (10 * 5 - 1) / 2
 
 
 def test_work_and_path_bound_a_pipeline_without_limits():
