@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megatron.pipeline.program.copies import validate_copies
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, WORDS, Instruction, Kind, Proof
 from megatron.pipeline.program.lane_order import awaited_in_lanes, awaited_moves
 from megatron.pipeline.program.program import Program
@@ -241,6 +242,8 @@ def compact(program: Program) -> CompactProgram:
             f"the stages live on ranks {program.rank_of_stage}, and the program has {len(program.rows)} rows: "
             "give each rank a stage and a row"
         )
+    if program.copies:
+        require_shared(program)
     num_microbatches = sum(program.batches)
     first = program.first_microbatch
     rank_of_stage = program.rank_of_stage
@@ -321,6 +324,21 @@ def _explain_owner(instruction: Instruction, rank_of_stage: tuple[int, ...]) -> 
     if not 0 <= instruction.stage < len(rank_of_stage):
         return f"there is no stage {instruction.stage}: the program has stages 0 to {len(rank_of_stage) - 1}"
     return f"stage {instruction.stage} lives on rank {rank_of_stage[instruction.stage]}"
+
+
+def require_shared(program: Program) -> None:
+    """Raise ValueError if stages that are copies do not share the microbatches, or the program allows no copies."""
+    validate_copies(program.copies, program.graph.edges, program.rank_of_stage)
+    for needs, word, remedy in (
+        (program.residency is not None, "weights on the host (residency)", "keep them on the device"),
+        (program.optimistic, "steps that do not wait for their norm (optimistic)", "let them wait"),
+        (program.weights.predicts, f"predicted weights ({program.weights.name})", "take 2bw or flush"),
+        (program.weights.batch_size is not None, f"weights {program.weights.name}", "take 2bw or flush"),
+        (bool(program.kept), "microbatches that a stage keeps (kept)", "recompute all of a stage or none"),
+        (any(program.num_evictions) or any(program.num_offloads), "moves of saved activations", "leave them out"),
+    ):
+        if needs:
+            raise ValueError(f"the stages are copies of the model's, and with copies there can be no {word}; {remedy}")
 
 
 def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: int) -> str:

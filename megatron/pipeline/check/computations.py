@@ -19,7 +19,8 @@ must not find others, and adds its own. A transfer has a fact for each peer stag
 
 A kind that a stage cannot have (the last stage sends no activations, a frozen stage computes no backward) has no rule.
 At the end every microbatch must have every fact for which its stage has a rule. So no instruction is missing, no
-activations stay saved, and each needed transfer was posted at both ends.
+activations stay saved, and each needed transfer was posted at both ends. Where stages are copies, a microbatch has all
+facts of the stages that do not take it from the start, and those of the transfers over edges that do not carry it.
 
 Proof: evicted activations come back before their backward, and both ends of every move agree.
 
@@ -96,6 +97,7 @@ class Facts:
         added: by slot, the facts that the instruction adds.
         complete: for each stage, all facts that a microbatch must have at the end.
         kept: the places of the microbatches that a stage keeps although it recomputes others. They count as recomputed.
+        known: place -> the facts that it has from the start.
     """
 
     def __init__(self, compact: CompactProgram) -> None:
@@ -110,11 +112,27 @@ class Facts:
                 self.complete[stage] |= rule[2] if rule else 0
         self.added = [rule[2] if rule else 0 for rule in self.rules]
         self.kept = _kept_places(compact)
+        self.known = {place: RECOMPUTED for place in self.kept} | self._elsewhere()
         self._fits_bytes = max(self.complete) < 256
 
     def none_yet(self, num_microbatches: int) -> bytearray | list[int]:
         """The initial states of `num_microbatches` microbatches, without any facts."""
         return bytearray(num_microbatches) if self._fits_bytes else [0] * num_microbatches
+
+    def _elsewhere(self) -> dict[int, int]:
+        """Place -> the facts of microbatches that a copy does not take, and of transfers that do not carry them."""
+        compact, found = self._compact, {}
+        program, width = compact.program, compact.num_microbatches
+        for stage in range(compact.num_stages * bool(program.copies)):
+            peers = [(fact, compact.transfers[slot].peer) for slot, fact in self.of_transfers(stage).items()]
+            for index, microbatch in enumerate(range(program.first_microbatch, program.first_microbatch + width)):
+                if not program.takes(stage, microbatch):
+                    found[stage * width + index] = self.complete[stage]
+                elif given := self.complete[stage] & sum(
+                    fact for fact, peer in peers if not program.takes(peer, microbatch)
+                ):
+                    found[stage * width + index] = given
+        return found
 
     def of_transfers(self, stage: int) -> dict[int, int]:
         """The facts of a stage's transfers: slot -> fact."""
@@ -157,6 +175,24 @@ class Facts:
             if fact & wanted & ~found:
                 return f"{missing}: no {word} stands before it"
         raise AssertionError("facts agree")
+
+    def explain_known(self, rank: int, position: int, place: int) -> str | None:
+        """The message for an instruction whose facts its place has from the start; None for any other one."""
+        compact, code = self._compact, self._compact.codes[rank][position]
+        if place in self.kept and code == R:
+            return "the program keeps this microbatch (kept) at this stage"
+        if place not in self.known or not compact.program.copies:
+            return None
+        stage, index = divmod(place, compact.num_microbatches)
+        microbatch = compact.program.first_microbatch + index
+        if not compact.program.takes(stage, microbatch):
+            return f"another copy of stage {compact.program.copies[stage].stage} of the model takes this microbatch"
+        peer = FIRST_TRANSFER <= code < FIRST_MOVE and compact.program.graph.peer_of(
+            compact.program.rows[rank][position]
+        )
+        if peer is False or compact.program.takes(peer, microbatch):
+            return None
+        return f"stage {peer} does not take this microbatch"
 
     def incomplete(self, place: int, lacking: int) -> ProgramError:
         """The error for a microbatch that lacks facts at the end; it points at the forward if the row has one."""
@@ -204,8 +240,8 @@ def prove_computations(compact: CompactProgram) -> None:
     num_microbatches = compact.num_microbatches
     known = Facts(compact)
     rules, facts = known.rules, known.none_yet(compact.num_stages * num_microbatches)
-    for place in known.kept:
-        facts[place] = RECOMPUTED
+    for place, given in known.known.items():
+        facts[place] = given
     for rank, (slots, places) in enumerate(zip(compact.slots, compact.places, strict=True)):
         for position, (slot, place) in enumerate(zip(slots, places, strict=True)):
             rule = rules[slot]
@@ -214,8 +250,8 @@ def prove_computations(compact: CompactProgram) -> None:
             looked_at, wanted, added = rule
             found = facts[place]
             if found & looked_at != wanted:
-                if place in known.kept and compact.codes[rank][position] == R:
-                    raise compact.error(rank, position, "the program keeps this microbatch (kept) at this stage")
+                if reason := known.explain_known(rank, position, place):
+                    raise compact.error(rank, position, reason)
                 raise compact.error(rank, position, known.explain(place, found & looked_at, wanted))
             facts[place] = found | added
     for stage, complete in enumerate(known.complete):

@@ -32,6 +32,7 @@ limit the number. Its largest number of held microbatches repeats from the secon
 the first period may still be in progress. So peaks are taken from two periods.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -45,7 +46,7 @@ from megatron.pipeline.check.compact import (
     F,
     error_at,
 )
-from megatron.pipeline.check.computations import RECOMPUTED, Facts, moves_of_rank
+from megatron.pipeline.check.computations import Facts, moves_of_rank
 from megatron.pipeline.check.memory import hold
 from megatron.pipeline.check.predictions import codes_of_predictions
 from megatron.pipeline.check.progress import list_channels, run
@@ -214,7 +215,7 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
         facts[stage][index] |= known.added[slot]
         if code == F:
             forward_version[place] = version
-            facts[stage][index] |= RECOMPUTED if place in known.kept else 0
+            facts[stage][index] |= known.known.get(place, 0)
         elif code >= FIRST_UPDATE:
             posted[code, stage] += 1
             if code == maker:
@@ -223,13 +224,13 @@ def _rows_state(compact: CompactProgram, known: Facts, rank: int, end: int, orig
                 keeps = _KEEPS[code]
     state: _RankState = {"whether gradients are kept for a prediction": keeps}
     for stage in stages:
-        complete = known.complete[stage]
-        begun = next((width - back for back, found in enumerate(reversed(facts[stage])) if found), 0)
-        state[f"how many microbatches are begun at stage {stage}"] = begun - origin.microbatch
+        complete, taken = known.complete[stage], compact.program.indexes_taken(stage)
+        begun = next((len(taken) - back for back, index in enumerate(reversed(taken)) if facts[stage][index]), 0)
+        state[f"how many microbatches are begun at stage {stage}"] = begun - bisect_left(taken, origin.microbatch)
         state[f"what is under way at stage {stage} (microbatch, facts, version)"] = [
             (index - origin.microbatch, found, _minus(forward_version.get(stage * width + index), origin.batch))
-            for index, found in enumerate(facts[stage][:begun])
-            if found != complete
+            for index in taken[:begun]
+            if (found := facts[stage][index]) != complete
         ]
         if not compact.versioned:
             continue
@@ -366,9 +367,9 @@ def _versions_at(compact: CompactProgram, stage: int, facts: Sequence[int], num_
     If stages always use their newest version, it is also the oldest; other versions are kept only for microbatches in
     flight.
     """
-    program, index = compact.program, facts.index(0) if 0 in facts else -1
+    program = compact.program
     newest = program.first_batch + num_made
     delay = program.weights.delay or 0
-    index = len(facts) if index < 0 else index
+    index = next((index for index in program.indexes_taken(stage) if not facts[index]), len(facts))
     following = program.version_of_forward(stage, program.first_microbatch + index)
     return max(newest - delay, min(program.entry_versions)), following

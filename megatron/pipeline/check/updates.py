@@ -131,7 +131,7 @@ def prove_updates(compact: CompactProgram) -> None:
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
         ends = (F,) if program.is_frozen(rank) else (B, W)
         owners = [
-            _Owner(stages, [stage for stage in stages if F in ends or not is_forward_only(stage)], program.batches)
+            _Owner(stages, [stage for stage in stages if F in ends or not is_forward_only(stage)], program)
             for stages in program.owners(rank)
         ]
         owner_of = {stage: owner for owner in owners for stage in owner.stages}
@@ -189,9 +189,10 @@ class _Owner:
         posted: per code, the number of batches that have this link.
     """
 
-    def __init__(self, stages: Sequence[int], taking_part: Sequence[int], batches: Sequence[int]) -> None:
+    def __init__(self, stages: Sequence[int], taking_part: Sequence[int], program: Program) -> None:
         self.stages = stages
-        self.unfinished = [size * len(taking_part) for size in batches]
+        batches = range(program.first_batch, program.first_batch + len(program.batches))
+        self.unfinished = [sum(program.num_taken(stage, batch) for stage in taking_part) for batch in batches]
         self.begun: set[int] = set()
         self.posted = [0] * NUM_CODES
 

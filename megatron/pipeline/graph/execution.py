@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
+from megatron.pipeline.program.copies import Copy, taken_of
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import (
     OWN_MOVES,
@@ -31,6 +32,7 @@ class Executed(Protocol):
     rank_of_stage: Sequence[int]
     batches: Sequence[int]
     first_microbatch: int
+    copies: Sequence[Copy]
     graph: StageGraph
     pairs: Pairs
 
@@ -93,11 +95,14 @@ class Channels:
         posted: kind of transfer -> for each stage, the peer that the instruction names -> where the transfer is posted.
         delivered: tensor -> for each stage, the channels that carry the tensor without a word in the rows. These are
             the channels within a rank, and all channels of a program without transfers.
+        taken: for each stage, the microbatches that it takes, counted from the program's first; empty: every stage
+            takes all. With copies, a channel carries the microbatches that both its ends take (`of_microbatches`).
     """
 
     def __init__(self, executed: Executed, node_of: list[list[int]]) -> None:
         kinds, num_stages, graph = SENDS | RECEIVES, len(executed.rank_of_stage), executed.graph
         self.all: list[Channel] = []
+        self.taken = taken_of(executed.copies, executed.batches)
         self.needed, self.delivered = ({tensor: [()] * num_stages for tensor in Tensor} for _ in range(2))
         self.posted: dict[Kind, list[dict[int | None, Posted]]] = {
             kind: [{} for _ in range(num_stages)] for kind in kinds
@@ -125,6 +130,14 @@ class Channels:
                     self.posted[kind][stage][peer] = posted
                     if len(peers) == 1:  # an instruction need not name an only peer
                         self.posted[kind][stage][None] = posted
+
+    def of_microbatches(self, stage: int, channels: Iterable[Channel]) -> dict[int, tuple[Channel, ...]]:
+        """Return for each microbatch that a copy takes those of its `channels` that carry it."""
+        found: dict[int, tuple[Channel, ...]] = dict.fromkeys(self.taken[stage], ())
+        for channel in channels:
+            for microbatch in self.taken[channel.maker] & self.taken[channel.taker]:
+                found[microbatch] += (channel,)
+        return found
 
 
 START = 0  # the node that all others stand behind, at time 0

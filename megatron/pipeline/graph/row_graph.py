@@ -115,8 +115,8 @@ class RowExecution(Execution):
         """Find the action for a kind that is met for the first time, and a list with an entry for each stage.
 
         The entry of a computation holds the number of its `Take`, the channels that bring its inputs and the channels
-        that deliver its outputs. The entry of an update is the number of its `Take`. The entry of a transfer says where
-        it is posted, by peer. Moves, reductions and host words have an empty list.
+        that deliver its outputs; with copies, both by microbatch. The entry of an update is the number of its `Take`.
+        The entry of a transfer says where it is posted, by peer. Moves, reductions and host words have an empty list.
 
         Raises:
             SimulationError: the kind is unknown.
@@ -130,6 +130,11 @@ class RowExecution(Execution):
             nothing = [()] * len(stages)
             needed = self._channels.needed.get(kind.row.needs, nothing)
             delivered = self._channels.delivered.get(kind.row.makes, nothing)
+            if self._channels.taken:
+                needed, delivered = (
+                    [self._channels.of_microbatches(stage, of_kind[stage]) for stage in stages]
+                    for of_kind in (needed, delivered)
+                )
             of_stage = [(self._take(kind, (stage,)), needed[stage], delivered[stage]) for stage in stages]
         elif action in (_UPDATE, _KEEP):
             of_stage = [self._take(kind, (stage,)) for stage in stages]
@@ -164,7 +169,7 @@ class RowExecution(Execution):
         row, node_of, meanings, runnable = self.executed.rows[rank], self.node_of[rank], self._meanings, self.runnable
         held: set[int] = set()  # positions that wait for moves or host words
         first, limit, holds = self.executed.first_microbatch, sum(self.executed.batches), not self.overlap
-        takes_of, moves = self.takes_of, self._moves_known
+        takes_of, moves, by_microbatch = self.takes_of, self._moves_known, bool(self._channels.taken)
         add_before, add_source, add_take = self.befores.append, self.sources.append, takes_of.append
         now, begin = START, 0
         while True:
@@ -181,6 +186,8 @@ class RowExecution(Execution):
                         raise self.error(rank, position, instruction, "there is no such microbatch")
                     if action == _COMPUTE:
                         take, needs, makes = of_stage[instruction.stage]
+                        if by_microbatch:
+                            needs, makes = needs.get(microbatch, ()), makes.get(microbatch, ())
                         behind: Sequence[int] = ()
                         if held and position in held:
                             while (wait := self._hold_up(rank, position)) is not None:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.documents import counted
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.extent import Extent, Kept
 from megatron.pipeline.program.instruction import (
@@ -87,6 +88,10 @@ def _kept(text: str) -> tuple[Kept, ...]:
     return tuple(map(Kept.parse, text.split()))
 
 
+def _copies(text: str) -> tuple[Copy, ...]:
+    return tuple(map(Copy.parse, text.split()))
+
+
 def _edges(text: str) -> tuple[Edge, ...]:
     return tuple(map(Edge.parse, text.split()))
 
@@ -110,6 +115,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "provisional_microbatches": _integer,
     "reduce_partial": _flag,
     "forward_only": _flag,
+    "copies": _copies,
     "optimistic": _flag,
 }
 
@@ -121,7 +127,7 @@ _NOTES = _OF_COMPLETION | {"tensor": _count, "data": _count}
 # The keys that are written only if their value is given and not empty. Zero microbatches are a value.
 _OF_FEW = (
     "edges", "not_recomputed", "kept", "tied_stage", "residency", "unread", "provisional_microbatches",
-    "reduce_partial", "optimistic",
+    "reduce_partial", "copies", "optimistic",
 )  # fmt: skip
 
 

@@ -8,12 +8,13 @@ need its extent before its rows are complete.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from megatron.pipeline.program.copies import Copy, taken_of
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Pairs, Residency
@@ -28,15 +29,14 @@ class Tied:
     tied_stage: int | None
 
     @property
-    def tied_stages(self) -> tuple[int, int]:
-        """The two stages that share an embedding if embeddings are tied."""
+    def tied_stages(self) -> tuple[int, ...]:
+        """The stages that share an embedding if embeddings are tied: two, or all copies of two."""
         return 0, len(self.rank_of_stage) - 1 if self.tied_stage is None else self.tied_stage
 
     @property
-    def tied_ranks(self) -> tuple[int, int]:
+    def tied_ranks(self) -> tuple[int, ...]:
         """The ranks of these stages."""
-        first, other = self.tied_stages
-        return self.rank_of_stage[first], self.rank_of_stage[other]
+        return tuple(self.rank_of_stage[stage] for stage in self.tied_stages)
 
     @property
     def ties_ranks(self) -> bool:
@@ -85,6 +85,8 @@ class Extent(Tied):
             prediction takes the last update again; None: all but the `unread` ones.
         reduce_partial: whether predictions read the sum of the gradients over the replicas.
         forward_only: the program evaluates: it has forwards at the newest entry version, no backwards and no updates.
+        copies: of which stage of the model each stage is a copy, and which microbatches it takes; empty: each stage is
+            a stage of the model, and takes all. With copies, `tied_stage` is a stage of the model.
         optimistic: each rank steps before the norm of all gradients is known, as if it changed nothing, and VALIDATEs
             the step in the next batch.
     """
@@ -107,6 +109,7 @@ class Extent(Tied):
     provisional_microbatches: int | None = None
     reduce_partial: bool = False
     forward_only: bool = False
+    copies: tuple[Copy, ...] = ()
     optimistic: bool = False
 
     @property
@@ -157,6 +160,38 @@ class Extent(Tied):
             return False
         kept = self._kept_positions.get(stage)
         return kept is None or microbatch - self.microbatches_of(self.batch_of(microbatch)).start not in kept
+
+    @property
+    def tied_stages(self) -> tuple[int, ...]:
+        if not self.copies:
+            return super().tied_stages
+        ends = {0, self.copies[-1].stage if self.tied_stage is None else self.tied_stage}
+        return tuple(stage for stage, copy in enumerate(self.copies) if copy.stage in ends)
+
+    def takes(self, stage: int, microbatch: int) -> bool:
+        """Whether a stage takes a microbatch of this program, which a copy of it takes otherwise."""
+        return not self.copies or microbatch - self.first_microbatch in self._taken[stage]
+
+    def carries(self, stage: int, other: int, microbatch: int) -> bool:
+        """Whether two stages with an edge between them exchange the tensors of a microbatch: both take it."""
+        return self.takes(stage, microbatch) and self.takes(other, microbatch)
+
+    def num_taken(self, stage: int, batch: int) -> int:
+        """Return how many microbatches of a batch a stage takes. Raises ValueError as `microbatches_of`."""
+        microbatches = self.microbatches_of(batch)
+        return sum(self.takes(stage, each) for each in microbatches) if self.copies else len(microbatches)
+
+    def indexes_taken(self, stage: int) -> Sequence[int]:
+        """Return the microbatches that a stage takes, counted from the program's first one, ascending."""
+        return self._indexes_taken[stage] if self.copies else range(self.num_microbatches)
+
+    @cached_property
+    def _indexes_taken(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(each)) for each in self._taken)
+
+    @cached_property
+    def _taken(self) -> tuple[frozenset[int], ...]:
+        return taken_of(self.copies, self.batches)
 
     def trained_stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank that have backwards, ascending."""

@@ -25,6 +25,7 @@ from itertools import accumulate, chain
 
 from megatron.pipeline.check import check
 from megatron.pipeline.graph.row_graph import forget_graph
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.extent import Extent, Tied
 from megatron.pipeline.program.instruction import Kind, Row, Rows
@@ -94,6 +95,7 @@ class PipelineSchedule(Tied, ABC):
         num_virtual_stages: the largest number of stages on a rank, Megatron's v.
         rank_of_stage: the rank of each stage.
         edges: which stages hand tensors to which; empty: a chain.
+        copies: of which stage of the model each stage is a copy; empty: each is a stage of the model.
         graph: the stages with their edges.
         pairs: the pairs of stages that exchange saved activations if the schedule balances them.
         num_frozen: the number of frozen stages, which are the first ones.
@@ -136,6 +138,7 @@ class PipelineSchedule(Tied, ABC):
     provisional_microbatches: int | None
     reduce_partial: bool
     optimistic: bool
+    copies: tuple[Copy, ...] = ()
     max_in_flight: int | None
     report_lag: int
     settling_batches: int
@@ -264,6 +267,7 @@ class PipelineSchedule(Tied, ABC):
         extent = Extent(
             rank_of_stage=self.rank_of_stage,
             edges=self.edges,
+            copies=self.copies,
             batches=(num_microbatches,),
             weights=self.weights,
             first_batch=version,
@@ -275,7 +279,9 @@ class PipelineSchedule(Tied, ABC):
         segments_of_rank = []
         for rank in range(self.num_ranks):
             computations = chain.from_iterable(self._evaluation_order.segments_of_rank(rank, [microbatches]))
-            segments = [[replace(each, version=version) for each in computations if each.kind is Kind.FORWARD]]
+            forwards = (each for each in computations if each.kind is Kind.FORWARD)
+            taken = (each for each in forwards if extent.takes(each.stage, each.microbatch))
+            segments = [[replace(each, version=version) for each in taken]]
             segments_of_rank.append(add_residency(segments, extent) if extent.residency else segments)
         return ProgramInSegments.join(extent, add_communication(segments_of_rank, extent)).program
 

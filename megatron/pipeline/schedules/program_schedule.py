@@ -128,6 +128,8 @@ class ProgramSchedule(PipelineSchedule):
     recompute = property(attrgetter("program.recompute"))
     tied_embeddings = property(attrgetter("program.tied_embeddings"))
     tied_stage = property(attrgetter("program.tied_stage"))
+    tied_stages = property(attrgetter("program.tied_stages"))
+    copies = property(attrgetter("program.copies"))
     data_parallel = property(attrgetter("program.data_parallel"))
     provisional_microbatches = property(attrgetter("program.provisional_microbatches"))
     reduce_partial = property(attrgetter("program.reduce_partial"))
@@ -382,7 +384,7 @@ def _agreed(program: Program, stated: Collection[str], asked: Mapping[str, bool 
         says = getattr(program, name)
         if wanted is None or says == wanted:
             continue
-        is_moot = name == "tied_embeddings" and not program.crosses(*program.tied_stages)
+        is_moot = name == "tied_embeddings" and len({*program.tied_ranks}) == 1
         is_left = name not in stated and not has_updates and not says
         if not (is_moot or is_left):
             raise OtherRun(name, wanted, f"the program {_SAYS[name][says]}; write it for this run")

@@ -60,7 +60,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Timeline:
             row[position], free_at = max(ends[requested], free_at), ends[node]
     return Timeline(
         program.rows, tuple(starts_of_row), tuple(ends_of_row), tuple(program.rank_of_stage), tuple(program.batches),
-        program.first_batch, program.first_microbatch, "simulated", program.edges,
+        program.first_batch, program.first_microbatch, "simulated", program.edges, program.copies,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 from megatron.pipeline.program.instruction import (
     BUSY,
@@ -67,6 +68,7 @@ class Timeline:
             microbatch.
         name: the timeline's name in a legend.
         edges: the edges between stages; empty for a chain.
+        copies: of which stage of the model each stage is a copy; empty: each is a stage of the model.
 
     Raises:
         ValueError: for lists of different lengths, and for a span that ends before it starts.
@@ -81,6 +83,7 @@ class Timeline:
     first_microbatch: int = 0
     name: str = ""
     edges: tuple[Edge, ...] = ()
+    copies: tuple[Copy, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.rows) == len(self.starts) == len(self.ends):
@@ -344,6 +347,7 @@ class Timeline:
             "first_batch": self.first_batch,
             "first_microbatch": self.first_microbatch,
             **({"edges": list(map(str, self.edges))} if self.edges else {}),
+            **({"copies": list(map(str, self.copies))} if self.copies else {}),
             "rows": [
                 [[str(instruction), start, end] for instruction, start, end in zip(*lists, strict=True)]
                 for lists in zip(self.rows, self.starts, self.ends, strict=True)
@@ -365,7 +369,7 @@ class Timeline:
             return cls(
                 rows, starts, ends, rank_of_stage, tuple(data["batches"]),
                 data["first_batch"], data["first_microbatch"], data["name"],
-                tuple(map(Edge.parse, data.get("edges", ()))),
+                tuple(map(Edge.parse, data.get("edges", ()))), tuple(map(Copy.parse, data.get("copies", ()))),
             )  # fmt: skip
         except (KeyError, TypeError) as error:
             raise ValueError(

@@ -162,6 +162,8 @@ def add_communication(
                 continue
             stage, microbatch = instruction.stage, instruction.microbatch
             for target, send, receive, send_peer, receive_peer in routes[tensor, stage]:
+                if extent.copies and not extent.carries(stage, target, microbatch):
+                    continue
                 need = tensor, target, microbatch
                 if need not in needs:
                     raise ValueError(f"{instruction} makes a tensor for stage {target}, where nothing needs it")

@@ -88,10 +88,10 @@ class _ChainOfStages:
     def __init__(self, rank: int, stages: tuple[int, ...], extent: Extent) -> None:
         self.stages = stages
         self._extent, self._rank = extent, rank
-        sizes = enumerate(extent.batches, start=extent.first_batch)
+        batches = range(extent.first_batch, extent.first_batch + len(extent.batches))
         self._is_frozen = extent.is_frozen(rank)
         trained = [stage for stage in stages if self._is_frozen or not extent.graph.is_forward_only(stage)]
-        self._left = {batch: size * len(trained) for batch, size in sizes}
+        self._left = {batch: sum(extent.num_taken(stage, batch) for stage in trained) for batch in batches}
 
     def after(self, end: Instruction) -> Segment | None:
         """Return the chain after `end` without REDUCE_NORM; None if `end` is not the last one of its batch here.

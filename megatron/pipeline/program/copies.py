@@ -1,0 +1,151 @@
+"""Copies of a stage: several ranks hold the weights of one stage of the model, and share the microbatches of a batch.
+
+Replicas of a pipeline are such copies: in a program of all replicas, replica j of d takes the microbatches j, j + d,
+j + 2d, ... of each batch at all of its stages. If a rank of a replica is lost, the same stages of other replicas take
+its microbatches (ReCycle, SOSP 2024, section 4). So a microbatch may go through stages of several replicas, and an edge
+between two copies carries only the microbatches that both take.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron.pipeline.program.edges import Edge
+
+_TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)")
+_RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
+
+
+class Copy(NamedTuple):
+    """A copy of a stage of the model.
+
+    The text form names the stage and its positions, such as 2:0-12/4,1 for the positions 0, 4, 8, 12 and 1.
+
+    Attributes:
+        stage: the stage of the model.
+        positions: the positions in a batch of the microbatches that the copy takes, ascending. With n positions over
+            all copies of the stage, a microbatch at position n + 1 of a batch is taken like that at position 1.
+    """
+
+    stage: int
+    positions: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Copy:
+        """Read the text form. Raises ValueError for another text."""
+        match = _TEXT.fullmatch(text)
+        runs = [_RUN.fullmatch(each) for each in match[2].split(",")] if match else [None]
+        if None in runs:
+            raise ValueError(f"{text!r} is no stage with the positions of its microbatches, such as 2:0-12/4")
+        positions: list[int] = []
+        for run in runs:
+            first, last, step = int(run[1]), int(run[2] or run[1]), int(run[3] or 1)
+            if last < first or not step:
+                raise ValueError(f"{text!r} has the positions {run[0]}; give FIRST-LAST/STEP, such as 0-12/4")
+            positions += range(first, last + 1, step)
+        if len({*positions}) < len(positions):
+            raise ValueError(f"{text!r} names a position twice; name each once")
+        return cls(int(match[1]), tuple(sorted(positions)))
+
+    def __str__(self) -> str:
+        return f"{self.stage}:{','.join(_runs(self.positions))}"
+
+
+def _runs(positions: Sequence[int]) -> list[str]:
+    """Return ascending numbers as runs of equal steps, the longest run at each place."""
+    runs, at = [], 0
+    while at < len(positions):
+        end = at + 1
+        step = positions[end] - positions[at] if end < len(positions) else 1
+        while end < len(positions) and positions[end] - positions[end - 1] == step:
+            end += 1
+        if end - at < 3:
+            runs.append(str(positions[at]))
+            at += 1
+            continue
+        runs.append(f"{positions[at]}-{positions[end - 1]}" + f"/{step}" * (step > 1))
+        at = end
+    return runs
+
+
+def taken_of(copies: Sequence[Copy], batches: Sequence[int]) -> tuple[frozenset[int], ...]:
+    """Return for each copy the microbatches that it takes of batches of these sizes, counted from the first one."""
+    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    starts = list(accumulate(batches, initial=0))
+    return tuple(
+        frozenset(
+            start + at
+            for start, size in zip(starts, batches, strict=False)
+            for position in copy.positions
+            for at in range(position, size, num_positions)
+        )
+        for copy in copies
+    )
+
+
+def edges_of_copies(copies: Sequence[Copy], edges: Iterable[Edge]) -> tuple[Edge, ...]:
+    """Return the edges between copies that share a microbatch.
+
+    Args:
+        copies: the copies, such that those of earlier stages of the model stand before those of later ones.
+        edges: the edges of the model's stages.
+    """
+    of_stage: dict[int, list[int]] = defaultdict(list)
+    taken = [frozenset(copy.positions) for copy in copies]
+    for number, copy in enumerate(copies):
+        of_stage[copy.stage].append(number)
+    return tuple(
+        Edge(source, target, edge.gradient)
+        for edge in edges
+        for source in of_stage[edge.source]
+        for target in of_stage[edge.target]
+        if not taken[source].isdisjoint(taken[target])
+    )
+
+
+def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage: Sequence[int]) -> None:
+    """Raise ValueError unless the copies of each stage of the model share the microbatches of a batch among them.
+
+    Args:
+        copies: the copy that each stage of a program is.
+        edges: the edges between the program's stages.
+        rank_of_stage: the rank of each stage of the program.
+    """
+    if len(copies) != len(rank_of_stage):
+        raise ValueError(
+            f"there are {len(rank_of_stage)} stages and {len(copies)} copies; say for each stage what it is"
+        )
+    stages = sorted({copy.stage for copy in copies})
+    if stages != list(range(len(stages))):
+        raise ValueError(f"the copies are of the stages {stages} of the model; number these 0, 1, ... without a gap")
+    everything = {
+        stage: sorted(at for copy in copies if copy.stage == stage for at in copy.positions) for stage in stages
+    }
+    num_positions = len(everything[0])
+    for stage, positions in everything.items():
+        if positions != list(range(num_positions)):
+            raise ValueError(
+                f"the copies of stage {stage} of the model take the positions {positions} of a batch; each of 0 to "
+                f"{num_positions - 1} has to be taken once"
+            )
+    for number, copy in enumerate(copies):
+        if not copy.positions:
+            raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
+    between = {(copies[edge.source].stage, copies[edge.target].stage, edge.gradient) for edge in edges}
+    needed = edges_of_copies(copies, (Edge(*each) for each in sorted(between)))
+    if sorted(edges) != sorted(needed):
+        raise ValueError(
+            f"the edges {' '.join(map(str, edges))} are not those between copies that share a microbatch; write "
+            f"{' '.join(map(str, sorted(needed)))}"
+        )
+    for edge in edges:
+        one, other = copies[edge.source], copies[edge.target]
+        if rank_of_stage[edge.source] == rank_of_stage[edge.target] and one.positions != other.positions:
+            raise ValueError(
+                f"stages {edge.source} and {edge.target} of rank {rank_of_stage[edge.source]} hand tensors to each "
+                "other and take other microbatches; let both take the same"
+            )
