@@ -134,15 +134,15 @@ class _Action(ctypes.Structure):
 _installed: dict[int, _Action] = {}  # process id -> its handler, kept alive because the C library calls it
 
 
-def end_by_bus_error(sentence: str) -> None:
-    """End this process with a sentence, from inside a read that cannot complete."""
+def end_at_once(sentence: str) -> None:
+    """End this process with a sentence, whatever its threads are doing."""
     write_error_file(sentence)
     sys.stderr.write(f"process {os.getpid()} stops: {sentence}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
-def name_cut_files(tell: Callable[[str], None] = end_by_bus_error) -> None:
+def name_cut_files(tell: Callable[[str], None] = end_at_once) -> None:
     """Install a handler that calls `tell` with a sentence when a bus error comes from a truncated file.
 
     `tell` has to end the process. Only the first call in a process has an effect. Does nothing except on 64-bit Linux.
