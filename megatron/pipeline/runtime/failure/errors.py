@@ -98,6 +98,15 @@ def write_error_file(sentence: str) -> None:
         os.replace(temporary, path)  # an incomplete file would make torchrun fail
 
 
+def read_error_file(path: str | os.PathLike[str]) -> str | None:
+    """The sentence in a launcher's error file; None if there is none."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return str(json.load(stream)["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def end(prog: str, error: Exception) -> int:
     """Print the error once in the job and return the exit status.
 

@@ -28,23 +28,16 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
 from megatron.pipeline.runtime.failure.errors import OnThisRank, end_at_once
-from megatron.pipeline.runtime.failure.failure_board import (
-    root_of,
-    silenced,
-    story_of_lost_store,
-    story_of_silent_store,
-)
 from megatron.pipeline.runtime.failure.heartbeats import Door, Lookout, Member
+from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
 LAUNCHER = "launcher"
 """Prefix of the keys that a launcher reads, in the store itself and not in a part of it."""
@@ -54,10 +47,9 @@ _BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there ar
 _PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
 _ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lead
 _MOST_WATCHED = 16  # of those that others wait for, beside the ring's
-_PATIENCE = 5.0  # seconds to wait for an answer of the store, which normally takes milliseconds
 
 
-class Membership:
+class Membership(StoreThread):
     """This process's place among the processes of the job.
 
     Args:
@@ -87,13 +79,12 @@ class Membership:
         on_thrown_out: Callable[[str], None] = end_at_once,
         store_host: int = 0,
     ) -> None:
+        super().__init__(store, "membership", name=f"rank {rank}", store_host=store_host)
         self.rank, self.world_size, self._timeout = rank, world_size, failure_timeout
         self._interval = min(_BEAT, failure_timeout / 10)
         self._pace = min(self._interval, _PACE * max(1.0, world_size / 64))  # the store serves all ranks
-        self._on_alarm, self._on_thrown_out, self._store_host = on_alarm, on_thrown_out, store_host
+        self._on_alarm, self._on_thrown_out = on_alarm, on_thrown_out
         self._whole = store
-        self._store = PrefixStore("membership", store.clone() if hasattr(store, "clone") else store)
-        self._root = root_of(self._store)
         self._door = Door((self._root.host, self._root.port))
         self._me = Member(
             rank, secrets.token_hex(8), socket.gethostname(), self._door.address, self._door.port, os.getpid()
@@ -102,19 +93,12 @@ class Membership:
         self.alarm: str | None = None
         self._members: dict[str, Member] = {}
         self._lookout = Lookout(self._store, self._me, timeout=failure_timeout, interval=self._interval)
-        self._changed = threading.Condition()
-        self._wake = threading.Event()
-        self._error: OnThisRank | None = None
         self._wants: str | None = None  # "begin" or "join", until this process has its place
-        self._asks: list[tuple[Callable[[], Any], Future]] = []
         self._arrival: dict[str, Any] | None = None  # this process's line, while it is in `agree`
         self._forget_agreement()
         self._newcomers: tuple[Member, ...] = ()
-        self._num_ticks = self._num_read = 0
-        self._answered_at = time.monotonic()
-        self._is_leaving = False
-        self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
-        self._thread.start()
+        self._num_read = 0  # epochs that this process has seen begin without it
+        self._start()
 
     # -- called by the training thread --------------------------------------------------------------------------------
 
@@ -178,8 +162,8 @@ class Membership:
         Call it before something is done that outlasts the process, such as naming a checkpoint the latest.
         """
         target = self._num_ticks + 2  # a whole look at the store that begins after this call
-        self._wake.set()
-        self._wait(lambda: self._num_ticks >= target, _PATIENCE + self._timeout, "confirm that it is in the job")
+        self.wake()
+        self._wait(lambda: self._num_ticks >= target, self._timeout, "confirm that it is in the job")
 
     def store(self) -> Store:
         """The part of the store for the process groups of the current epoch. No earlier epoch has keys there."""
@@ -193,80 +177,42 @@ class Membership:
 
     def leave(self) -> None:
         """Leave the job normally. The others do not take this process for a lost one. Never raises."""
-        self._is_leaving = True
-        self._wake.set()
-        self._thread.join(_PATIENCE)
+        self._stop()
         self._door.close()
 
-    # -- how the training thread waits for the other one --------------------------------------------------------------
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Have the thread ask the store. Raises OnThisRank if the store is gone, or silent for `_PATIENCE` seconds."""
-        answer: Future = Future()
-        with self._changed:
-            self._asks.append((question, answer))
-        self._wake.set()
-        self._wait(answer.done, _PATIENCE, "reach the job's store")
-        return answer.result()
+    # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _next(self, number: int, timeout: float) -> Epoch:
         doing = f"begin epoch {number + 1}" if number >= 0 else "come into the job"
-        self._wake.set()
+        self.wake()
         try:
             self._wait(lambda: self.epoch is not None and self.epoch.number > number, timeout, doing)
         finally:
             self._arrival = None
         return self.epoch
 
-    def _wait(self, is_done: Callable[[], bool], timeout: float, doing: str) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: is_done() or self._error is not None, timeout)
-        if self._error is not None:
-            raise self._error
-        if not is_done():
-            raise OnThisRank(f"rank {self.rank} waited {timeout:g} s to {doing}{self._why_not()}")
-
     def _why_not(self) -> str:
-        silent = time.monotonic() - self._answered_at
-        if silent >= _PATIENCE:
-            return f"; {story_of_silent_store(self._store_host, silent)}"
-        absent = sorted(self._absent)
-        if not absent:
+        if not self._absent:
             return ""
-        named = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-        return f"; {named} did not come" + ("" if self.epoch is None else ", though alive")
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
-
-    def _live(self) -> None:
-        try:
-            while not self._is_leaving:
-                with silenced():
-                    self._tick()
-                is_busy = self._wants is not None or self._arrival is not None
-                self._wake.wait(self._pace if is_busy else self._interval)
-                self._wake.clear()
-            with silenced():
-                self._lookout.leave()
-        except OnThisRank as error:
-            self._fail(error)
-        except RuntimeError:  # torch's, of whatever kind: the store cannot be reached
-            if not self._is_leaving:
-                self._fail(OnThisRank(story_of_lost_store(self._store_host)))
+        ranks = ", ".join(map(str, sorted(self._absent)))
+        named = f"; rank{'s' * (len(self._absent) > 1)} {ranks} did not come"
+        return named + ("" if self.epoch is None else ", though alive")
 
     def _fail(self, error: OnThisRank) -> None:
-        with self._changed:
-            self._error, self.alarm = error, str(error)
-            self._changed.notify_all()
-        self._on_alarm(str(error))
+        self.alarm = str(error)
+        super()._fail(error)
+        self._on_alarm(self.alarm)
+
+    def _pause(self) -> float:
+        return self._interval if self._wants is None and self._arrival is None else self._pace
+
+    def _say_goodbye(self) -> None:
+        self._lookout.leave()
 
     def _tick(self) -> None:
         self._door.clear()
         self._lookout.beat()
-        with self._changed:
-            asks, self._asks = self._asks, []
-        for question, answer in asks:
-            answer.set_result(question())
+        self._answer()
         if self._wants == "begin":
             self._try_to_begin()
         elif self._wants == "join":
@@ -277,10 +223,6 @@ class Membership:
             self._hear_alarm()
             if self._arrival is not None:
                 self._try_to_decide()
-        self._answered_at = time.monotonic()
-        with self._changed:
-            self._num_ticks += 1
-            self._changed.notify_all()
 
     # -- coming in ----------------------------------------------------------------------------------------------------
 
