@@ -47,7 +47,12 @@ _NODE_TIMEOUT = 30.0  # seconds of silence after which nobody waits for a node's
 
 @dataclass
 class _Worker:
-    """A process of the job on this node. `num_starts`: how often it was started."""
+    """A process of the job on this node.
+
+    Attributes:
+        num_starts: how often it was started.
+        is_out: whether the others have taken it for lost.
+    """
 
     rank: int
     local_rank: int
@@ -56,6 +61,7 @@ class _Worker:
     mark: str
     num_starts: int = 1
     is_running: bool = True
+    is_out: bool = False
 
     @property
     def name(self) -> str:
@@ -165,12 +171,13 @@ class _Node:
             return
         sentence, status = worker.end(), worker.status()
         self.failure = self.failure or (sentence, status)
-        if self.board.read(ACCEPTS_LOSSES) != "yes":
+        accepts = self.board.read(ACCEPTS_LOSSES) == "yes"
+        if not accepts and not worker.is_out:
             told = self.board.tell(f"{status} {sentence}")
             status, _, sentence = told.partition(" ")
             raise _JobFailed(sentence, int(status))
         end_marked(worker.mark)  # its children
-        restarts = worker.num_starts <= self.options.max_restarts and self.num_ended_well == 0
+        restarts = accepts and worker.num_starts <= self.options.max_restarts and self.num_ended_well == 0
         say(f"{sentence}; the job goes on" + (", and its place is taken by a new process" if restarts else ""))
         if restarts:
             worker.error_file.unlink(missing_ok=True)
@@ -178,7 +185,7 @@ class _Node:
                 worker.rank, worker.local_rank, worker.num_starts, worker.error_file, worker.mark
             )
             worker.num_starts += 1
-            worker.is_running = True
+            worker.is_running, worker.is_out = True, False
 
     def _look_at_store(self) -> None:
         self.beat()
@@ -192,6 +199,7 @@ class _Node:
                 process, _, reason = out.partition(" ")
                 if process == str(worker.process.pid):
                     say(f"{worker.name} was taken for lost by the others ({reason}) and is ended")
+                    worker.is_out = True
                     worker.process.kill()
 
     def beat(self) -> None:
