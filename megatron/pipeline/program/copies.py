@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.pipeline.program.edges import Edge
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 
 _TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)")
 _RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
@@ -105,6 +105,54 @@ def edges_of_copies(copies: Sequence[Copy], edges: Iterable[Edge]) -> tuple[Edge
         for target in of_stage[edge.target]
         if not taken[source].isdisjoint(taken[target])
     )
+
+
+def graph_of_model(copies: Sequence[Copy], edges: Iterable[Edge]) -> StageGraph:
+    """Return the stages of the model with their edges, from the copies and the edges between these."""
+    joined = {Edge(copies[edge.source].stage, copies[edge.target].stage, edge.gradient) for edge in edges}
+    return StageGraph.of(max(copy.stage for copy in copies) + 1, sorted(joined))
+
+
+class PeersOfCopy:
+    """With which copies a copy exchanges the tensors of each microbatch: one of each neighbouring stage of the model.
+
+    Args:
+        copies: the copy that each stage of a program is.
+        stage: the stage of the program that exchanges tensors.
+        peers: the stages of the program to which it has edges for one kind of tensor.
+    """
+
+    def __init__(self, copies: Sequence[Copy], stage: int, peers: Iterable[int]) -> None:
+        self._num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+        self._at: dict[int, dict[int, int]] = {position: {} for position in copies[stage].positions}
+        for peer in sorted(peers):
+            for position in self._at.keys() & copies[peer].positions:
+                self._at[position][copies[peer].stage] = peer
+
+    def of(self, position: int) -> Mapping[int, int]:
+        """Return stage of the model -> its copy, for the microbatch at a position of a batch. KeyError: not taken."""
+        return self._at[position % self._num_positions]
+
+
+def ranks_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold copies of the stages of a rank, ascending, with the rank itself.
+
+    Raises:
+        ValueError: the stages of the rank have copies on different ranks.
+    """
+    found = {
+        copies[stage].stage: tuple(
+            sorted(rank_of_stage[other] for other, copy in enumerate(copies) if copy.stage == copies[stage].stage)
+        )
+        for stage in stages_of(rank_of_stage, rank)
+    }
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"stages of rank {rank} have copies on different ranks, stage {' and stage '.join(map(str, found))} of the "
+            f"model on {' and '.join(map(str, found.values()))}; one reduction sums the gradients of a rank, so let "
+            "ranks hold copies of the same stages"
+        )
+    return next(iter(found.values()))
 
 
 def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage: Sequence[int]) -> None:
