@@ -100,6 +100,11 @@ class Membership(StoreThread):
         self._num_read = 0  # epochs that this process has seen begin without it
         self._start()
 
+    @property
+    def ports(self) -> frozenset[int]:
+        """The ports of the store and of this process's door, whose connections serve the membership alone."""
+        return frozenset({self._root.port, self._me.port})
+
     # -- called by the training thread --------------------------------------------------------------------------------
 
     def begin(self, timeout: float = 600.0) -> Epoch:

@@ -292,6 +292,14 @@ class MegatronStage:
             self._losses.pop(microbatch.batch, None)
         self._drawn.give_again()
 
+    def abandon(self) -> None:
+        """Drop what is saved of batches in flight. The data iterators have to be replaced."""
+        for index in list(self._saved):
+            del self._saved[index]
+            self._captured.drop(index)
+        self._losses.clear()
+        self._products = DeferredProducts()
+
     def split_backward(self) -> None:
         """Prepare for backwards in two halves.
 
