@@ -173,8 +173,8 @@ class LostRanks:
         survivors = without(args.schedule, size, num_replicas=num_replicas, lost=lost)
         if survivors.slowdown * args.minimum_speed > 1:
             raise ValueError(
-                f"without {counted(len(lost), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less than "
-                f"--minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
+                f"without {counted(len(lost), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "
+                f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
             )
         return survivors
 
