@@ -208,7 +208,7 @@ class MicrobatchIterator:
         repeats: bool = False,
         share: Share | None = None,
     ) -> None:
-        self._share = share
+        self._taken = share
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
         self.fields = [field for field in fields if field.is_needed(stage, num_stages)]
@@ -238,14 +238,14 @@ class MicrobatchIterator:
             "micro_batch_size": self.args.micro_batch_size,
             "repeats": repeats,
         }
-        if self._share is None:
+        if self._taken is None:
             sampler = SequentialSampler(
                 data_parallel_rank=parallel_state.get_data_parallel_rank(),
                 data_parallel_size=self.args.data_parallel_size,
                 **options,
             )
         else:
-            sampler = ShareSampler(num_replicas=self.args.data_parallel_size, share=self._share, **options)
+            sampler = ShareSampler(num_replicas=self.args.data_parallel_size, share=self._taken, **options)
         return torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,
