@@ -72,9 +72,35 @@ def _runs(positions: Sequence[int]) -> list[str]:
     return runs
 
 
+class Share(NamedTuple):
+    """The share of a copy in each batch.
+
+    Attributes:
+        positions: the positions in a batch of the microbatches that it takes, ascending.
+        num_positions: the number of positions over all copies of the stage.
+    """
+
+    positions: tuple[int, ...]
+    num_positions: int
+
+    def takes(self, position: int) -> bool:
+        """Whether the copy takes the microbatch at a position of a batch."""
+        return position % self.num_positions in self.positions
+
+
+def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
+    """Return the share of a stage of a program; None if the program has no copies."""
+    return Share(copies[stage].positions, num_positions_of(copies)) if copies else None
+
+
+def num_positions_of(copies: Sequence[Copy]) -> int:
+    """Return the number of positions in a batch that the copies of each stage of the model share."""
+    return sum(len(copy.positions) for copy in copies if copy.stage == 0)
+
+
 def taken_of(copies: Sequence[Copy], batches: Sequence[int]) -> tuple[frozenset[int], ...]:
     """Return for each copy the microbatches that it takes of batches of these sizes, counted from the first one."""
-    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    num_positions = num_positions_of(copies)
     starts = list(accumulate(batches, initial=0))
     return tuple(
         frozenset(
@@ -123,7 +149,7 @@ class PeersOfCopy:
     """
 
     def __init__(self, copies: Sequence[Copy], stage: int, peers: Iterable[int]) -> None:
-        self._num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+        self._num_positions = num_positions_of(copies)
         self._at: dict[int, dict[int, int]] = {position: {} for position in copies[stage].positions}
         for peer in sorted(peers):
             for position in self._at.keys() & copies[peer].positions:

@@ -62,8 +62,8 @@ class PipelineEngine:
         backend: "gloo" or "nccl", for the transfers between stages.
         device: the device of the stages' tensors.
         store: the store through which the pipeline's ranks connect (default: the default group's).
-        metrics_group: the group over which evaluation sums losses (default: all ranks of the job). Only the main
-            thread uses it.
+        metrics_group: the group over which evaluation sums losses, as a torch.distributed group or a bare backend
+            (default: all ranks of the default group). Only the main thread uses it.
         tracer: records when instructions start and end; None: nothing is traced.
         first_batch, first_microbatch: the numbers at which a run resumes from a checkpoint, else 0.
         activation_memory: the memory with which this rank's stages were built. Needed to count activations and to
@@ -388,8 +388,11 @@ class PipelineEngine:
     def _sum_losses(self, losses: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         names = self._stages[0].loss_names
         sums = torch.tensor([losses.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=self._device)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size(self._metrics_group) > 1:
-            torch.distributed.all_reduce(sums, group=self._metrics_group)
+        group = self._metrics_group
+        if group is None and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        if group is not None and group.size() > 1:
+            group.allreduce([sums]).wait()
         return {name: (sums[i, 0].item(), sums[i, 1].item()) for i, name in enumerate(names)}
 
     def _doing(self) -> tuple[str, int | None]:

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megatron import backend
 from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _num_created: Counter[tuple] = Counter()  # by name and ranks; part of a group's prefix, so that no two groups share it
@@ -96,17 +98,24 @@ class _Staged:
 
 @dataclass
 class ChainGroups:
-    """The groups of the chain; None for a group that has one member or to which this rank does not belong."""
+    """The groups of the chain; None for a group that has one member or to which this rank does not belong.
+
+    `copies`: the ranks of `data`, `embedding` and `world` in a program with copies, where `data` are the copies.
+    """
 
     data: ChainGroup | None
     expert_data: ChainGroup | None  # replicas of the same experts; under expert parallelism alone
     tensor: ChainGroup | None
     embedding: ChainGroup | None
     world: ChainGroup | None
+    copies: CopyRanks | None = None
 
     @classmethod
-    def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT) -> "ChainGroups":
-        """Duplicate megatron.core's groups. Collective: every rank of the job calls it once."""
+    def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT, copies: CopyRanks | None = None) -> "ChainGroups":
+        """Duplicate megatron.core's groups, but where `copies` says other ranks.
+
+        Collective: every rank of the job calls it once.
+        """
         backend_name = "nccl" if uses_nccl() else "gloo"
 
         def duplicate(name: str, ranks: list[int]) -> ChainGroup | None:
@@ -114,6 +123,15 @@ class ChainGroups:
                 return None
             return ChainGroup(name, ranks, backend_name=backend_name, timeout=timeout)
 
+        if copies is not None:
+            return cls(
+                data=duplicate("copies", list(copies.copies)),
+                expert_data=None,
+                tensor=duplicate("tensor", _ranks(parallel_state.get_tensor_model_parallel_group())),
+                embedding=duplicate("embedding", list(copies.tied)),
+                world=duplicate("world", list(copies.job)),
+                copies=copies,
+            )
         return cls(
             data=duplicate("data", _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             expert_data=duplicate("expert_data", _expert_data_ranks()),
@@ -121,6 +139,25 @@ class ChainGroups:
             embedding=duplicate("embedding", _ranks(parallel_state.get_embedding_group(check_initialized=False))),
             world=duplicate("world", list(range(dist.get_world_size()))),
         )
+
+    @property
+    def adds_embedding(self) -> bool:
+        """Whether this rank's gradient of a shared embedding is added: of copies, which have the same, the first's."""
+        return self.copies is None or self.copies.is_first(dist.get_rank())
+
+    @property
+    def spans_default(self) -> bool:
+        """Whether the job is all ranks of the default group, which may have lost some."""
+        return self.copies is None or len(self.copies.job) == dist.get_world_size()
+
+    def meet(self) -> None:
+        """Wait for all ranks of the job."""
+        if self.spans_default:
+            dist.barrier()
+        elif self.world is not None:
+            self.world.all_reduce(torch.zeros(1, device=backend.device()))
+            streams = streams_of(backend.device())
+            streams.finish(streams.record())
 
     def close(self) -> None:
         """End all groups. Call it while drained. Collective over all ranks."""

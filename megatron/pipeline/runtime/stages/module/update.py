@@ -17,7 +17,7 @@ version before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,17 @@ class ModuleUpdate(DeviceUpdate):
         self.clip_factor: float | None = None if clip_grad else 1.0
         if isinstance(versions, AheadVersions):
             versions.make_with(self._maker(versions.ahead, parameters))
+        self._reduction.warm_up()
+
+    def regroup(self, **changes: Any) -> None:
+        """Let reductions span other ranks, as where the program changes to or from one with copies.
+
+        Call it while drained, on all ranks of the new groups. `changes`: the new values of `data_parallel_group`,
+        `copies_group`, `job_group`, `counts_in_norm` and `tied`; the others stay.
+        """
+        assert not self._batches, "what is in flight is reduced over the ranks of before"
+        self._reduction = replace(self._reduction, **changes)
+        self._tied = self._reduction.tied
         self._reduction.warm_up()
 
     def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
