@@ -1,5 +1,6 @@
 """What the ranks of the tests of copies of stages run, and the same in one process."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,6 +21,7 @@ from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedParameter
 from megatron.pipeline.runtime.update.versions import WeightVersions
+from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from tests.pipeline.runtime import copied_programs, graph_cases
 from tests.pipeline.runtime.stages.module import reference
@@ -147,21 +149,26 @@ def in_one_process(case: Case) -> Outcome:
 
 
 class Groups:
-    """The groups of this rank in a program with copies. All ranks make all groups, in one order."""
+    """The groups of this rank in a program with copies. All ranks make all groups, in one order.
 
-    def __init__(self, schedule: ProgramSchedule) -> None:
-        self.rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        assert num_ranks == schedule.num_ranks
+    `ranks`: global ranks by their places in the program; None: they are equal.
+    """
+
+    def __init__(self, schedule: ProgramSchedule, ranks: Sequence[int] | None = None) -> None:
+        self.ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        assert len(self.ranks) == schedule.num_ranks
         self.made = []
-        self.job = self._group(range(num_ranks))
-        of_rank = [ranks_of_copies(schedule.copies, schedule.rank_of_stage, rank) for rank in range(num_ranks)]
+        self.job = self._group(range(schedule.num_ranks))
+        of_rank = [ranks_of_copies(schedule.copies, schedule.rank_of_stage, rank) for rank in range(schedule.num_ranks)]
         groups = {ranks: self._group(ranks) for ranks in sorted({*of_rank}) if len(ranks) > 1}
-        self.copies = groups.get(of_rank[self.rank])
-        self.is_first = of_rank[self.rank][0] == self.rank
         self.tied = self._group(sorted({*schedule.tied_ranks}))
+        if dist.get_rank() in self.ranks:
+            self.rank = self.ranks.index(dist.get_rank())
+            self.copies = groups.get(of_rank[self.rank])
+            self.is_first = of_rank[self.rank][0] == self.rank
 
     def _group(self, ranks):
-        self.made.append(dist.new_group(list(ranks)))
+        self.made.append(dist.new_group([self.ranks[each] for each in ranks]))
         return self.made[-1]
 
     def close(self) -> None:
@@ -186,39 +193,84 @@ def train(case: Case) -> Outcome:
     if case.tied:
         parts[-1] = deepcopy(parts[-1])
     own = [case.copies[number].stage for number in schedule.stages_of(groups.rank)]
-    parameters = {name: each for stage in own for name, each in parts[stage].named_parameters()}
-    versions = WeightVersions(parameters, window=1 if case.weights == "flush" else 2)
-    last = case.num_stages - 1
-    stages = [
-        ModuleStage(
-            parts[stage], index=stage, num_stages=case.num_stages, versions=versions,
-            source=None if stage else lambda microbatch: case.data(microbatch.index)[0],
-            loss=(lambda output, microbatch: case.loss(output, case.data(microbatch.index)[1])) if stage == last
-            else None,
-            input_spec=_SPEC if stage else None, output_spec=None if stage == last else _SPEC,
-        )
-        for stage in own
-    ]  # fmt: skip
-    update = ModuleUpdate(
-        parameters, versions=versions, optimizer=case.make_optimizer(parameters.values()), clip_grad=case.clip_grad,
-        num_grad_buffers=1 if case.weights == "flush" else 2, copies_group=groups.copies,
-        counts_in_norm=groups.is_first, job_group=groups.job, tied=_tied(case, groups, parameters),
+    stages, update = _stages_and_update(
+        case, [parts[stage] for stage in own], own, lambda microbatch: case.data(microbatch.index),
+        copies_group=groups.copies, counts_in_norm=groups.is_first, job_group=groups.job,
+        tied=lambda names: _tied(case, groups, names),
     )  # fmt: skip
     return _run(case, schedule, stages, update, groups, reference.MICROBATCH_SIZE)
 
 
-def _run(case, schedule, stages, update, groups, samples) -> Outcome:
-    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=20), tracer=Tracer(num_batches=64))
-    reports, evaluations = [], []
-    for batch in range(case.num_batches):
+def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **groups):
+    """`data`: microbatch -> its input and target."""
+    parameters = {name: each for part in parts for name, each in part.named_parameters()}
+    versions = WeightVersions(parameters, window=1 if case.weights == "flush" else 2)
+    last = case.num_stages - 1
+    stages = [
+        ModuleStage(
+            part, index=stage, num_stages=case.num_stages, versions=versions,
+            source=None if stage else lambda microbatch: data(microbatch)[0],
+            loss=(lambda output, microbatch: case.loss(output, data(microbatch)[1])) if stage == last else None,
+            input_spec=_SPEC if stage else None, output_spec=None if stage == last else _SPEC,
+        )
+        for part, stage in zip(parts, own, strict=True)
+    ]  # fmt: skip
+    update = ModuleUpdate(
+        parameters, versions=versions, optimizer=case.make_optimizer(parameters.values()), clip_grad=case.clip_grad,
+        num_grad_buffers=1 if case.weights == "flush" else 2, tied=tied(parameters), **groups,
+    )  # fmt: skip
+    return stages, update
+
+
+def go_on(case: Case, border: int) -> Outcome | None:
+    """Train `border` batches on all ranks, replica by replica, and the others without the lost ones, whose outcome is
+    None; weights, moments and gradient buffers stay as they are.
+    """
+    p, d = case.num_stages, case.num_replicas
+    replica, stage = divmod(dist.get_rank(), p)
+    schedule = case.schedule()
+    left = [each * p + place for place in range(p) for each in range(d) if (each, place) not in case.lost]
+    groups = Groups(schedule, left)
+    replicas = [dist.new_group([each * p + place for each in range(d)]) for place in range(p)][stage]
+    own = [replica]  # and nobody, once batches are those of all replicas
+    [module], update = _stages_and_update(
+        case, [parts_of(reference.build_model(), p)[stage]], [stage],
+        lambda microbatch: case.data(microbatch.index * d + own[0] if own else microbatch.index),
+        data_parallel_group=replicas, counts_in_norm=replica == 0, job_group=dist.new_group(),
+    )  # fmt: skip
+    whole = Schedule.preset(case.weights, num_stages=p, data_parallel=True)
+    engine = PipelineEngine(whole, module, update, ranks=range(replica * p, (replica + 1) * p))
+    reports = []
+    for _ in range(border):
+        reports += engine.run_batch(case.num_microbatches, case.batch_size * reference.MICROBATCH_SIZE)
+    reports += engine.drain()
+    engine.close()
+    if dist.get_rank() not in left:
+        return None
+    update.regroup(
+        data_parallel_group=None, copies_group=groups.copies, counts_in_norm=groups.is_first, job_group=groups.job
+    )
+    own.clear()
+    return _run(case, schedule, [module], update, groups, reference.MICROBATCH_SIZE, reports, tracer=None)
+
+
+def _run(case, schedule, stages, update, groups, samples, reports=(), **options) -> Outcome:
+    """Train the batches behind those of `reports`."""
+    border = len(reports)
+    engine = PipelineEngine(
+        schedule, stages, update, ranks=groups.ranks, timeout=timedelta(seconds=20), first_batch=border,
+        first_microbatch=border * case.batch_size, **{"tracer": Tracer(num_batches=64)} | options,
+    )  # fmt: skip
+    reports, evaluations = list(reports), []
+    for batch in range(border, case.num_batches):
         reports += engine.run_batch(case.batch_size, case.batch_size * samples)
         if batch == 1 and case.evaluates:
             reports += engine.drain()
             evaluations.append(engine.evaluate(case.evaluates))
     reports += engine.drain()
-    traces = gather_traces(engine.trace())
+    traces = None if engine.tracer is None else gather_traces(engine.trace())
     rows = timeline(traces).rows if traces else ()
-    dist.barrier()
+    dist.barrier(group=groups.job)
     left = len(engine._executor._exchange), sum(len(each.activations) for each in stages), engine.num_unread_sends()
     engine.close()
     groups.close()

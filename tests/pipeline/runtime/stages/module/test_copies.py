@@ -68,6 +68,15 @@ def test_two_peers_share_what_a_lost_rank_would_take(weights, optimizer):
     assert_same(train(case), expected)
 
 
+@pytest.mark.parametrize("weights", ["flush", "2bw"])
+def test_a_drained_job_changes_to_copies_in_place(weights):
+    """Four ranks train two batches, and three of them go on with the same weights, both versions, and moments."""
+    case = Case(weights=weights, optimizer="adamw", clip_grad=0.05)
+    outcomes = workers.run(4, f"{_PLACE}go_on", case=case, border=2, timeout=60)
+    assert outcomes.pop(3) is None
+    assert_same(outcomes, copies_cases.in_one_process(case))
+
+
 def test_a_copy_between_copies_gets_from_two_and_gives_to_two():
     """The stage in the middle has one copy left; backwards are split, and the timeline has every computation."""
     case = Case(num_stages=3, lost=((1, 1),), weights="2bw", splits=True)
