@@ -137,8 +137,8 @@ class _Job:
             )
         if program.copies:
             raise ValueError(
-                "launches are modelled for replicas that run alike, and the stages of this program are copies; prove the "
-                "program of one replica"
+                "launches are modelled for replicas that run alike, and the stages of this program are copies; prove "
+                "the program of one replica"
             )
         self.compact = compact(program)
         if program.residency is not None or self.compact.swaps:
