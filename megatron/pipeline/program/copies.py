@@ -9,7 +9,7 @@ between two copies carries only the microbatches that both take.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -180,18 +180,18 @@ def _require_shares(copies: Sequence[Copy]) -> None:
     stages = sorted({copy.stage for copy in copies})
     if stages != list(range(len(stages))):
         raise ValueError(f"the copies are of the stages {stages} of the model; number these 0, 1, ... without a gap")
-    everything = {
-        stage: sorted(at for copy in copies if copy.stage == stage for at in copy.positions) for stage in stages
-    }
-    num_positions = len(everything[0])
     for number, copy in enumerate(copies):
         if not copy.positions:
             raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
-    for stage, positions in everything.items():
-        if positions != list(range(num_positions)):
+    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    for stage in stages:
+        counts = Counter(at for copy in copies if copy.stage == stage for at in copy.positions)
+        wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]
+        if wrong:
+            at = min(wrong)
             raise ValueError(
-                f"the copies of stage {stage} of the model take the positions {','.join(_runs(positions))} of a batch; "
-                f"each of 0 to {num_positions - 1} has to be taken once, as many as at stage 0"
+                f"position {at} of a batch is taken by {counts[at]} cop{'y' if counts[at] == 1 else 'ies'} of stage {stage} of the "
+                f"model; each of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
             )
 
 
