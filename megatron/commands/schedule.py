@@ -212,7 +212,7 @@ def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Progr
 
 def _describe(report: CheckReport, program: Program) -> str:
     facts = [
-        ("ranks, stages", f"{report.num_ranks}, {report.num_stages}"),
+        ("ranks, stages", f"{report.num_ranks}, {report.num_stages}{_of_model(program)}"),
         ("batches of microbatches", ", ".join(map(str, program.batches))),
         ("instructions", str(report.num_instructions)),
         ("transfers", "sends and receives pair up" if report.communicates else "none (compute-only program)"),
@@ -245,6 +245,11 @@ def _describe(report: CheckReport, program: Program) -> str:
     return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
 
 
+def _of_model(program: Program) -> str:
+    stages = len({copy.stage for copy in program.copies})
+    return f", copies of the model's {stages}" if stages else ""
+
+
 def _training_lines(program: Program, notes: dict[str, int], name: str) -> list[str]:
     """Lines about the fill, period and drain of a correct program; or the reason that no run can train with it.
 
@@ -259,8 +264,9 @@ def _training_lines(program: Program, notes: dict[str, int], name: str) -> list[
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
     drains = ", and drains with each, since the rows repeat as a whole only" * schedule.drains_between_periods
     lag = schedule.report_lag
+    runs = "" if program.copies else ", as --pipeline-program runs them"
     return [
-        "proved for every number of batches, as --pipeline-program runs them:",
+        f"proved for every number of batches{runs}:",
         f"  fill, period     {_batches(fill)}, {_batches(period)}{drains}",
         f"  reports          {'with their batch' if not lag else f'{_batches(lag)} later'}",
         f"  complete rows    {schedule.program.num_instructions} instructions, {_added(program, schedule.program)}",
