@@ -13,7 +13,8 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.survivors.order import Ordered, Work, bound, busiest, drained_orders, limits, steady_orders
+from megatron.pipeline.survivors.bound import drained_bound, steady_bound
+from megatron.pipeline.survivors.order import Ordered, drained_orders, held_undisturbed, steady_orders
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]
@@ -70,46 +71,51 @@ def without(
         ValueError: a stage has no rank left, or the schedule cannot go on without a rank (see `Sharing`), or the ranks
             that are left would have to hold more.
     """
-    costs = costs or Costs()
-    sharing = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost))
+    sharing, costs = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost)), costs or Costs()
+    limit = max(held_undisturbed(sharing)) if most_held is None else most_held
+    if limit < 1:
+        raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
     found = _drained if schedule.weights.drains else _steady
-    program, seconds, least = found(sharing, costs, most_held)
-    limit = max(schedule.max_saved_on_rank(_settled(schedule, num_microbatches))) if most_held is None else most_held
+    program, least = found(sharing, costs, limit)
     if (needed := max(program.max_saved_on_rank(program.program.batches))) > limit:
         raise ValueError(
             f"{program.name} holds {needed} microbatches on a rank, and may hold {limit}; give its ranks room for "
             f"{needed}, or let the job end with a lost rank"
         )
-    undisturbed = _seconds(schedule, costs, num_microbatches)
+    seconds, undisturbed = _seconds(program, sharing.costs(costs)), _seconds(schedule, costs, num_microbatches)
     return Survivors(program, sharing.ranks, tuple(sorted(sharing.lost)), seconds, undisturbed, least)
 
 
-def _drained(sharing: Sharing, costs: Costs, most_held: int | None) -> tuple[ProgramSchedule, float, float]:
-    """Return the fastest program that drains after each batch, the time of a batch, and the bound on it."""
-    orders = drained_orders(sharing, costs, most_held)
-    allowed = max(map(max, limits(sharing, most_held, (0,))))
-    fitting = [each for each in orders if max(each.held) <= allowed] or sorted(orders, key=lambda each: max(each.held))
-    program = _program(sharing, fitting[0])
-    return program, _seconds(program, sharing.costs(costs)), bound(Work(sharing, costs))
+def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that drains after each batch, and the bound on the time of a batch.
+
+    If no order fits into the limit, it is the program that holds the fewest microbatches.
+    """
+    orders = drained_orders(sharing, costs, limit)
+    fitting = [each for each in orders if max(each.held) <= limit]
+    best = fitting[0] if fitting else min(orders, key=lambda each: max(each.held))
+    return _program(sharing, best), drained_bound(sharing, costs, limit)
 
 
-def _steady(sharing: Sharing, costs: Costs, most_held: int | None) -> tuple[ProgramSchedule, float, float]:
-    """Return the fastest program that goes on without a drain, the steady time of a batch, and the bound on it.
+def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that goes on without a drain, and the bound on the steady time of a batch.
 
     An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
     taken, and one that repeats with every batch before others.
     """
-    allowed = max(map(max, limits(sharing, most_held, (0,))))
-    num_batches = sharing.schedule.num_fill + _REPEATED
-    orders = steady_orders(sharing, costs, most_held, num_batches)
-    orders.sort(key=lambda each: (max(each.held) > allowed, each.seconds, max(each.held)))
+    num_batches = sharing.schedule.settling_batches + _REPEATED
+    orders = steady_orders(sharing, costs, limit, num_batches)
+    orders.sort(key=lambda each: (max(each.held) > limit, each.seconds, max(each.held)))
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
                 program = _program(sharing, ordered, num_batches, period)
                 if not program.drains_between_periods:
-                    return program, _seconds(program, sharing.costs(costs)), busiest(sharing, costs)
-    raise AssertionError("the merged rows repeat")
+                    return program, steady_bound(sharing, costs, limit)
+    raise ValueError(
+        f"no order was found in which the ranks that are left repeat their work with every batch or few; take "
+        f"{sharing.schedule.name_of_weights} from a preset, or flush"
+    )
 
 
 def _program(sharing: Sharing, ordered: Ordered, num_batches: int = 1, period: int | None = None) -> ProgramSchedule:
@@ -118,8 +124,8 @@ def _program(sharing: Sharing, ordered: Ordered, num_batches: int = 1, period: i
     return ProgramSchedule.of(Program.of(sharing.extent_of(num_batches), ordered.rows), name=name, period=period)
 
 
-_REPEATED = 4
-"""Batches behind the fill in rows that are to repeat: two that are alike, and the last, which drains."""
+_REPEATED = 5
+"""Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
 
 
 def _settled(schedule: PipelineSchedule, num_microbatches: int) -> tuple[int, ...]:

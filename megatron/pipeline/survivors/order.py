@@ -208,79 +208,34 @@ def run(
     return Ordered(tuple(map(tuple, done)), max(free_at), tuple(peaks))
 
 
-def bound(work: Work) -> float:
-    """Return a time that no order of these computations on these ranks undercuts, in seconds.
-
-    A rank begins when the first microbatch has come through the stages before it. It has all its work to do, and behind
-    its last backward the gradient has its way to the first stage.
-    """
-    found = 0.0
-    head, tail = _head_and_tail(work)
-    for row in work.rows:
-        stages = {each.stage for each in row}
-        begins, ends = min(map(head.__getitem__, stages)), min(map(tail.__getitem__, stages))
-        everything = sum(map(work.seconds, row))
-        found = max(
-            found,
-            begins + everything,
-            begins + ends + everything - sum(work.seconds(each) for each in row if each.kind is _WEIGHT),
-        )
-    return found
+def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
+    """Return how many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
+    schedule = sharing.schedule
+    return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
 
 
-def busiest(sharing: Sharing, costs: Costs) -> float:
-    """Return the seconds of the busiest rank's computations of a batch, which no steady state undercuts."""
-    work = Work(sharing, costs)
-    return max(sum(map(work.seconds, row)) for row in work.rows)
-
-
-def _head_and_tail(work: Work) -> tuple[list[float], list[float]]:
-    """For each stage, the least seconds before its first forward, and behind its last backward, or half I."""
-    extent = work.extent
-    head, tail = [0.0] * extent.num_stages, [0.0] * extent.num_stages
-    by_stage: dict[int, dict[Kind, Instruction]] = defaultdict(dict)
-    for row in work.rows:
-        for each in row:
-            by_stage[each.stage].setdefault(each.kind, each)
-    for stage in range(extent.num_stages):
-        before = extent.graph.makers(Tensor.ACTIVATION, stage)
-        forwards = (head[each] + work.seconds(by_stage[each][Kind.FORWARD]) for each in before)
-        head[stage] = min(forwards, default=0.0)
-        backwards = (
-            tail[each] + work.seconds(by_stage[each].get(Kind.BACKWARD) or by_stage[each][_INPUT]) for each in before
-        )
-        tail[stage] = min(backwards, default=0.0)
-    return head, tail
-
-
-def limits(sharing: Sharing, most_held: int | None, more: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many microbatches each rank may hold: as many as while no rank is lost, and some more or fewer.
-
-    `most_held`: the largest number; None: that of the fullest rank while no rank is lost.
-    """
-    size = sharing.num_microbatches
-    own = sharing.schedule.max_saved_on_rank((size,) * (1 + sharing.schedule.settling_batches))
-    limit = max(own) if most_held is None else most_held
+def _caps(sharing: Sharing, limit: int, more: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how many microbatches each rank may hold: as many as while no rank is lost, and some more or fewer."""
+    own = held_undisturbed(sharing)
     found = (tuple(max(1, min(limit, own[rank] + each)) for _, rank in sharing.ranks) for each in more)
     return list(dict.fromkeys(found))
 
 
-def drained_orders(sharing: Sharing, costs: Costs, most_held: int | None) -> list[Ordered]:
+def drained_orders(sharing: Sharing, costs: Costs, limit: int) -> list[Ordered]:
     """Return orders of a schedule that drains after each batch, the fastest first.
 
     Args:
         sharing: the ranks that are left.
         costs: the costs of the model's stages and edges.
-        most_held: the number of microbatches that a rank may hold, over its stages (see `limits`).
+        limit: the number of microbatches that a rank may hold, over its stages; not all orders keep it.
     """
     work = Work(sharing, costs)
-    bounds = limits(sharing, most_held, _MORE)
-    tried = [run(work), *(run(work, each, first) for each in bounds for first in work.priorities)]
+    tried = [run(work), *(run(work, each, first) for each in _caps(sharing, limit, _MORE) for first in work.priorities)]
     found = [each for each in tried if each is not None]
     return sorted(found, key=lambda each: (each.seconds, max(each.held), sum(each.held)))
 
 
-def steady_orders(sharing: Sharing, costs: Costs, most_held: int | None, num_batches: int) -> list[Ordered]:
+def steady_orders(sharing: Sharing, costs: Costs, limit: int, num_batches: int) -> list[Ordered]:
     """Return orders of batches that follow one another without a drain, with their time at `costs`.
 
     Ranks begin what is ready in the order of the merged rows. Where a rank has as many microbatches as it may hold,
@@ -290,8 +245,8 @@ def steady_orders(sharing: Sharing, costs: Costs, most_held: int | None, num_bat
     real, found = Work(sharing, costs, num_batches), {}
     for assumed in (Costs(), costs):
         work = Work(sharing, assumed, num_batches)
-        ways = limits(sharing, most_held, _FEW_MORE)
-        for ordered in (run(work), *(run(work, each, work.priorities[1]) for each in ways)):
+        caps = _caps(sharing, limit, _FEW_MORE)
+        for ordered in (run(work), *(run(work, each, work.priorities[1]) for each in caps)):
             if ordered is not None and ordered.rows not in found:
                 timed = run(real.with_rows(ordered.rows))
                 found[ordered.rows] = ordered if timed is None else timed

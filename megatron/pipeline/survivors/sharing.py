@@ -17,6 +17,7 @@ replica k go on (ReCycle, SOSP 2024, section 4):
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -171,14 +172,21 @@ class Sharing:
         return replace(self.extent, batches=(self.batch_size,) * num_batches)
 
     def costs(self, costs: Costs) -> Costs:
-        """Return the costs of the surviving job's stages and edges, from those of the model's stages and edges."""
+        """Return the costs of the surviving job's stages and edges, from those of the model's stages and edges.
+
+        Raises ValueError for costs of another number of stages or edges.
+        """
+        costs.seconds(self.schedule.num_stages)
+        costs.edges(len(self.model_edges))
         extent, number = self.extent, {(each.source, each.target): at for at, each in enumerate(self.model_edges)}
         stage_of = [stage for stage, _ in self.stages]
         edges = [number[stage_of[each.source], stage_of[each.target]] for each in extent.graph.edges]
         of_edges = ("latency", "bandwidth", "forward_bytes", "backward_bytes")
-        spread = {
-            name: tuple(value[at] for at in (edges if name in of_edges else stage_of))
-            for name, value in vars(costs).items()
-            if isinstance(value, (tuple, list))
-        }
-        return replace(costs, **spread)
+
+        def spread(name: str, value: object) -> object:
+            places = edges if name in of_edges else stage_of
+            return tuple(value[at] for at in places) if isinstance(value, Sequence) else value
+
+        spread_out = {name: spread(name, value) for name, value in vars(costs).items()}
+        others = {name: spread(name, value) for name, value in costs.others.items()}
+        return replace(costs, **{**spread_out, "others": others})
