@@ -14,7 +14,7 @@ from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
-from megatron.pipeline.survivors.order import Ordered, drained_orders, held_undisturbed, steady_orders
+from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, held_undisturbed, steady_orders
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]
@@ -91,10 +91,10 @@ def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedul
 
     If no order fits into the limit, it is the program that holds the fewest microbatches.
     """
-    orders = drained_orders(sharing, costs, limit)
+    work, orders = drained_orders(sharing, costs, limit)
     fitting = [each for each in orders if max(each.held) <= limit]
     best = fitting[0] if fitting else min(orders, key=lambda each: max(each.held))
-    return _program(sharing, best), drained_bound(sharing, costs, limit)
+    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
 
 
 def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
@@ -104,12 +104,11 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     taken, and one that repeats with every batch before others.
     """
     num_batches = sharing.schedule.settling_batches + _REPEATED
-    orders = steady_orders(sharing, costs, limit, num_batches)
-    orders.sort(key=lambda each: (max(each.held) > limit, each.seconds, max(each.held)))
+    work, orders = steady_orders(sharing, costs, limit, num_batches)
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
-                program = _program(sharing, ordered, num_batches, period)
+                program = _program(sharing, work, ordered, num_batches, period)
                 if not program.drains_between_periods:
                     return program, steady_bound(sharing, costs, limit)
     raise ValueError(
@@ -118,10 +117,12 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     )
 
 
-def _program(sharing: Sharing, ordered: Ordered, num_batches: int = 1, period: int | None = None) -> ProgramSchedule:
+def _program(
+    sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
+) -> ProgramSchedule:
     weights = sharing.schedule.name_of_weights
     name = f"{weights} without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
-    return ProgramSchedule.of(Program.of(sharing.extent_of(num_batches), ordered.rows), name=name, period=period)
+    return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
 
 
 _REPEATED = 5
