@@ -31,7 +31,9 @@ class Survivors:
         lost: the lost ranks.
         seconds: the simulated time of a batch: drained or, if the weights need no drain, in the steady state.
         undisturbed: the same of a replica while no rank is lost.
-        bound: a time of a batch that no order of these computations undercuts.
+        bound: a time of a batch that no order of these computations undercuts within the memory limit.
+        held: for each rank of the pipeline, how many microbatches it holds at most, over its stages and in any replica.
+        held_undisturbed: the same while no rank is lost.
     """
 
     schedule: ProgramSchedule
@@ -40,6 +42,8 @@ class Survivors:
     seconds: float
     undisturbed: float
     bound: float
+    held: tuple[int, ...]
+    held_undisturbed: tuple[int, ...]
 
     @property
     def slowdown(self) -> float:
@@ -69,21 +73,34 @@ def without(
 
     Raises:
         ValueError: a stage has no rank left, or the schedule cannot go on without a rank (see `Sharing`), or the ranks
-            that are left would have to hold more.
+            that are left would have to hold more, or the costs are those of another number of stages or edges.
     """
     sharing, costs = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost)), costs or Costs()
-    limit = max(held_undisturbed(sharing)) if most_held is None else most_held
+    before = held_undisturbed(sharing)
+    limit = max(before) if most_held is None else most_held
     if limit < 1:
         raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
     found = _drained if schedule.weights.drains else _steady
     program, least = found(sharing, costs, limit)
-    if (needed := max(program.max_saved_on_rank(program.program.batches))) > limit:
+    needed = program.max_saved_on_rank(program.program.batches)
+    if max(needed) > limit:
         raise ValueError(
-            f"{program.name} holds {needed} microbatches on a rank, and may hold {limit}; give its ranks room for "
-            f"{needed}, or let the job end with a lost rank"
+            f"{program.name} holds {max(needed)} microbatches on a rank, and may hold {limit}; give its ranks room for "
+            f"{max(needed)}, or let the job end with a lost rank"
         )
-    seconds, undisturbed = _seconds(program, sharing.costs(costs)), _seconds(schedule, costs, num_microbatches)
-    return Survivors(program, sharing.ranks, tuple(sorted(sharing.lost)), seconds, undisturbed, least)
+    held = [0] * schedule.num_ranks
+    for each, count in zip(sharing.ranks, needed, strict=True):
+        held[each.rank] = max(held[each.rank], count)
+    return Survivors(
+        schedule=program,
+        ranks=sharing.ranks,
+        lost=tuple(sorted(sharing.lost)),
+        seconds=_seconds(program, sharing.costs(costs)),
+        undisturbed=_seconds(schedule, costs, num_microbatches),
+        bound=least,
+        held=tuple(held),
+        held_undisturbed=before,
+    )
 
 
 def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
@@ -105,15 +122,23 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     """
     num_batches = sharing.schedule.settling_batches + _REPEATED
     work, orders = steady_orders(sharing, costs, limit, num_batches)
+    schedule, fuller = sharing.schedule, None
+    may_drain = isinstance(schedule, ProgramSchedule) and schedule.drains_between_periods
+    least = steady_bound(sharing, costs, limit)
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
                 program = _program(sharing, work, ordered, num_batches, period)
-                if not program.drains_between_periods:
-                    return program, steady_bound(sharing, costs, limit)
+                if program.drains_between_periods and not may_drain:
+                    continue
+                if max(program.max_saved_on_rank(program.program.batches)) <= limit:
+                    return program, least
+                fuller = fuller or program
+    if fuller is not None:
+        return fuller, least
     raise ValueError(
-        f"no order was found in which the ranks that are left repeat their work with every batch or few; take "
-        f"{sharing.schedule.name_of_weights} from a preset, or flush"
+        "no order was found in which the ranks that are left repeat their work with every batch or few; take "
+        f"{schedule.name_of_weights} from a preset, or flush"
     )
 
 
@@ -121,7 +146,8 @@ def _program(
     sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
 ) -> ProgramSchedule:
     weights = sharing.schedule.name_of_weights
-    name = f"{weights} without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
+    without = f"without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
+    name = f"{weights} {without if sharing.lost else 'of ' + counted(sharing.num_replicas, 'replica')}"
     return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
 
 

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
@@ -39,7 +40,9 @@ _FEW_MORE = (0, 1, 2, 4)
 class Ordered:
     """Rows of computations, as numbers of `Work`, with their time from a drained state to one, without updates.
 
-    `starts`: of each computation. `held`: for each rank, the largest number of microbatches between forward and end of backward, over its stages.
+    Attributes:
+        starts: of each computation, in seconds.
+        held: for each rank, the largest number of microbatches between forward and end of backward, over its stages.
     """
 
     rows: list[list[int]]
@@ -54,7 +57,9 @@ class Work:
     Attributes:
         extent: the extent of the batches.
         rows: the merged rows, which hold every computation once, as numbers.
+        turns: of each rank, when it begins something among ranks that could at the same time.
         computations: the computation of each number.
+        places: of each computation, the place of its microbatch (`Sharing.place`).
         ranks, seconds: of each computation.
         first: whether it is a forward of its rank's first stage.
         held: the change in the number of microbatches that its rank holds, at its end.
@@ -71,6 +76,15 @@ class Work:
         self.computations = everything = [each for row in merged for each in row]
         number = {each: at for at, each in enumerate(everything)}
         self.rows = [[number[each] for each in row] for row in merged]
+        self.places = [sharing.place(each.microbatch) for each in everything]
+        of_turn = sorted(
+            range(len(merged)),
+            key=lambda at: (
+                sharing.ranks[at].rank,
+                (sharing.ranks[at].replica - sharing.first_lost) % sharing.num_replicas,
+            ),
+        )
+        self.turns = [of_turn.index(rank) for rank in range(len(merged))]
         self.ranks = [extent.rank_of_stage[each.stage] for each in everything]
         first_stages = {extent.stages_of(rank)[0] for rank in range(len(merged))}
         self.first = [each.kind is Kind.FORWARD and each.stage in first_stages for each in everything]
@@ -78,7 +92,7 @@ class Work:
         places = [at for row in merged for at in range(len(row))]
         urgencies = sorted(
             range(len(everything)),
-            key=lambda at: (_URGENCY[everything[at].kind], everything[at].microbatch, -everything[at].stage),
+            key=lambda at: (_URGENCY[everything[at].kind], self.places[at], -everything[at].stage),
         )
         urgency = [0] * len(everything)
         for place, at in enumerate(urgencies):
@@ -156,7 +170,7 @@ def merged_rows(sharing: Sharing, num_batches: int) -> Rows:
     schedule, num_replicas, extent = sharing.schedule, sharing.num_replicas, sharing.extent
     program = schedule.build((sharing.num_microbatches,) * num_batches)
     timeline = simulate(program)  # in units of a forward, whose sums are exact
-    keyed: list[list[tuple[float, int, Instruction]]] = [[] for _ in sharing.ranks]
+    keyed: list[list[tuple[float, int, int, Instruction]]] = [[] for _ in sharing.ranks]
     for rank, (row, starts) in enumerate(zip(program.rows, timeline.starts, strict=True)):
         for at, (each, start) in enumerate(zip(row, starts, strict=True)):
             if not each.kind.is_computation or each.kind is Kind.RECOMPUTE:
@@ -164,13 +178,9 @@ def merged_rows(sharing: Sharing, num_batches: int) -> Rows:
             for replica in range(num_replicas):
                 microbatch = each.microbatch * num_replicas + replica
                 stage = sharing.number_of[each.stage, sharing.takers[rank][microbatch % sharing.batch_size]]
-                keyed[extent.rank_of_stage[stage]].append((start, at, Instruction(each.kind, stage, microbatch)))
-    return tuple(tuple(each for *_, each in sorted(row, key=_place)) for row in keyed)
-
-
-def _place(keyed: tuple[float, int, Instruction]) -> tuple[float, int, int]:
-    start, at, each = keyed
-    return start, at, each.microbatch
+                found = start, at, sharing.place(microbatch), Instruction(each.kind, stage, microbatch)
+                keyed[extent.rank_of_stage[stage]].append(found)
+    return tuple(tuple(each for *_, each in sorted(row, key=itemgetter(0, 1, 2))) for row in keyed)
 
 
 def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[int] = ()) -> Ordered | None:
@@ -191,13 +201,13 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
     queues: list[dict[int, deque[int]]] = [{} for _ in range(num_ranks)]
     done: list[list[int]] = [[] for _ in range(num_ranks)]
     free_at, held, peaks = [0.0] * num_ranks, [0] * num_ranks, [0] * num_ranks
-    wakes: list[tuple[float, int]] = []
+    wakes: list[tuple[float, int, int]] = []
 
     def becomes_ready(each: int) -> None:
         rank = ranks[each]
         if not keeps_rows:
             queues[rank].setdefault(work.queues[each], deque()).append(each)
-        heapq.heappush(wakes, (max(ready_at[each], free_at[rank]), rank))
+        heapq.heappush(wakes, (max(ready_at[each], free_at[rank]), work.turns[rank], rank))
 
     def chosen(rank: int, now: float) -> int | None:
         if keeps_rows:
@@ -210,11 +220,11 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
         return min(heads, key=priority.__getitem__, default=None)
 
     for row in work.rows:
-        for each in sorted(row, key=lambda each: work.computations[each].microbatch):
+        for each in sorted(row, key=work.places.__getitem__):
             if not num_awaited[each]:
                 becomes_ready(each)
     while wakes:
-        now, rank = heapq.heappop(wakes)
+        now, _, rank = heapq.heappop(wakes)
         if now < free_at[rank] or (each := chosen(rank, now)) is None:
             continue
         if not keeps_rows:
@@ -224,7 +234,7 @@ def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[i
         free_at[rank] = end = now + seconds[each]
         held[rank] += work.held[each]
         peaks[rank] = max(peaks[rank], held[rank])
-        heapq.heappush(wakes, (end, rank))
+        heapq.heappush(wakes, (end, work.turns[rank], rank))
         for follower, takes in work.followers[each]:
             ready_at[follower] = max(ready_at[follower], end + takes)
             num_awaited[follower] -= 1

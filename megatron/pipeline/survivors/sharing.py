@@ -111,19 +111,29 @@ class Sharing:
         """The number of microbatches of a batch over all replicas."""
         return self.num_microbatches * self.num_replicas
 
+    @property
+    def first_lost(self) -> int:
+        """The first replica that has lost a rank; 0 if none has."""
+        return min((each.replica for each in self.lost), default=0)
+
+    def place(self, microbatch: int) -> int:
+        """Return a number of a microbatch such that the search is the same whichever replica has lost the rank."""
+        index, replica = divmod(microbatch, self.num_replicas)
+        return index * self.num_replicas + (replica - self.first_lost) % self.num_replicas
+
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
         """For each pipeline rank and each position in a batch, the replica that takes the microbatch there."""
         found = []
         for rank in range(self.schedule.num_ranks):
             alive, load = self._alive(rank), Counter[int]()
-            takers = []
-            for position in range(self.batch_size):
+            takers = [0] * self.batch_size
+            for position in sorted(range(self.batch_size), key=self.place):
                 replica = position % self.num_replicas
                 if replica not in alive:  # the peer that has the fewest; in turn where several have
                     replica = min(alive, key=lambda each: (load[each], (each - position) % self.num_replicas))
                     load[replica] += 1
-                takers.append(replica)
+                takers[position] = replica
             found.append(tuple(takers))
         return tuple(found)
 
