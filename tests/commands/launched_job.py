@@ -4,7 +4,8 @@ Without torch: `environment` (each rank prints what it was given), `fail` (rank 
 status 7), `kill` (rank 1 kills itself), `hang` (each rank starts a child in a session of its own; both are deaf).
 
 With a membership: `survive` (rank 1 kills itself and rank 2 stops itself; new processes take their places, if they are
-started), `give-up` (rank 1 kills itself, and rank 0 then says that the job no longer accepts losses).
+started), `give-up` (the same, and then rank 0 says that the job no longer accepts losses), `cut` (ranks 2 and 3 are on
+a host that is cut off; the others end when they have noticed).
 """
 
 import os
@@ -50,11 +51,13 @@ def with_membership(mode: str) -> None:
     membership.accept_losses()
     epoch = membership.begin(60)
     say(f"rank {RANK}: epoch {epoch.number} with {epoch.ranks}, joined {epoch.joined}")
-    if RANK == 1 and not IS_NEW:
+    if RANK == 1 and not IS_NEW and mode != "cut":
         os.kill(os.getpid(), signal.SIGKILL)
-    if RANK == 2 and not IS_NEW:
+    if RANK == 2 and not IS_NEW and mode != "cut":
         os.kill(os.getpid(), signal.SIGSTOP)
-    wanted = tuple(range(membership.world_size)) if "--restarts" in sys.argv else (0, 3)
+    wanted = (0, 1) if mode == "cut" else (0, 3)
+    if "--restarts" in sys.argv:
+        wanted = tuple(range(membership.world_size))
     while epoch.number == 0 or epoch.ranks != wanted:
         if membership.alarm is not None:
             epoch = membership.agree(timeout=60)
@@ -74,4 +77,4 @@ def with_membership(mode: str) -> None:
 
 
 if __name__ == "__main__":
-    (with_membership if sys.argv[1] in ("survive", "give-up") else without_torch)(sys.argv[1])
+    (with_membership if sys.argv[1] in ("survive", "give-up", "cut") else without_torch)(sys.argv[1])

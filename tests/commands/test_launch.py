@@ -1,9 +1,11 @@
 """The launcher: who dies takes the job along or not, as the job wants it; nothing of it is left."""
 
+import contextlib
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 
 from megatron.commands import launch
 from tests import workers
+from tests.network_hosts import make_hosts
 
 pytestmark = pytest.mark.alone
+ROOT = Path(__file__).resolve().parents[2]
 JOB = Path(__file__).with_name("launched_job.py")
 PATIENCE = 60.0
 
@@ -136,6 +140,46 @@ def test_a_job_that_gives_up_is_ended(tmp_path):
     status, output = run(tmp_path, "--nproc-per-node", 4, "--max-restarts", 3, JOB, "give-up")
     assert status == 5, output
     assert re.search(r"launch: rank 0 .* ended with status 5; the job is ended\n\Z", output), output
+
+
+@pytest.mark.full
+def test_a_host_that_is_cut_off_is_lost(tmp_path):
+    """The ranks of the first host go on without those of the second, whose launcher ends them itself."""
+    (tmp_path / "0.txt").touch()
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(make_hosts(2))
+        nodes, options = (
+            [],
+            ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "host0", "--master-port", "29500"],
+        )
+        for node in range(2):
+            command = [
+                sys.executable,
+                str(ROOT / "tools/launch.py"),
+                *options,
+                "--node-rank",
+                str(node),
+                str(JOB),
+                "cut",
+            ]
+            output = stack.enter_context(open(tmp_path / f"{node}.txt", "w"))
+            process = subprocess.Popen(
+                hosts.command(node, command, directory=tmp_path), stdout=output, stderr=output,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            nodes.append(process)
+        deadline = time.monotonic() + 2 * PATIENCE
+        while (tmp_path / "0.txt").read_text().count("epoch 0") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        hosts.set_link(1, up=False)
+        assert [node.wait(2 * PATIENCE) for node in nodes] == [0, 1]
+    said = [(tmp_path / f"{node}.txt").read_text() for node in range(2)]
+    assert said[0].count("epoch 1 with (0, 1), joined ()") == 2, said[0]
+    assert said[1].endswith(
+        "launch: the launcher on host0, which hosts the job's store, is gone or cannot be reached; the job is ended\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -23,6 +23,7 @@ from torch.distributed import Store
 
 LEFT = "left"
 """The heartbeat of a process that has left the job normally."""
+HAS_LEFT = "it has left the job"
 NUM_SILENT_LOOKS = 1.5
 """Intervals without a heartbeat after which a watcher tries the door of a process."""
 _BACKLOG = 64
@@ -179,7 +180,7 @@ class Lookout:
         if silence >= self._timeout:
             return f"no heartbeat for {self._timeout:g} s"
         if self._watch.has_left(member.token):
-            return "it has left the job" if is_awaited else None
+            return HAS_LEFT if is_awaited else None
         if silence >= NUM_SILENT_LOOKS * self._interval and now >= self._tries_at.get(member.token, 0.0):
             self._tries_at[member.token] = now + self._interval
             if has_ended(member, patience=self._interval / 2):

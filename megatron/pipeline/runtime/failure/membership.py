@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, Store
 
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
 from megatron.pipeline.runtime.failure.errors import OnThisRank, end_at_once
-from megatron.pipeline.runtime.failure.heartbeats import Door, Lookout, Member
+from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
 LAUNCHER = "launcher"
@@ -134,15 +134,18 @@ class Membership(StoreThread):
         Args:
             reason: why, in a few words, such as "connection closed by peer in 1RECV_F3".
         """
-        suspects = set(ranks)
+        suspects, epoch = sorted(set(ranks)), self.epoch
+        named = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
 
         def tell() -> None:
+            if self.epoch is not epoch:
+                return  # its links are gone with it
             for member in self._members.values():
                 if member.rank in suspects and member != self._me:
                     told = f"rank {self.rank}: {reason}"
                     self._append({"kind": "suspected", "token": member.token, "reason": told})
                     self._waited_for.append(member)
-            self._raise_alarm(f"rank {self.rank} suspects rank {', '.join(map(str, sorted(suspects)))}: {reason}")
+            self._raise_alarm(f"rank {self.rank} suspects {named}: {reason}")
 
         self._ask(tell)
 
@@ -277,8 +280,10 @@ class Membership(StoreThread):
             )
             self._on_thrown_out(sentence)
             raise OnThisRank(sentence)
-        for member in left_out:  # a launcher ends what is left of them
-            self._root.set(f"{LAUNCHER}/out/{member.rank}", f"{member.process} {epoch.lost[member.rank]}")
+        for member in left_out:
+            reason = epoch.lost[member.rank]
+            if reason != HAS_LEFT:  # a launcher ends what is there of it
+                self._root.set(f"{LAUNCHER}/out/{member.rank}", f"{member.process} {reason}")
         self._members = {member.token: member for member in members}
         self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)
         self._forget_agreement()
