@@ -27,7 +27,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
-from megatron.pipeline.runtime.failure.connections import break_connections
+from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
 from megatron.pipeline.runtime.transport.channels import TransferError
@@ -52,15 +52,14 @@ class LostRanks:
         self._args = args
         self._world_size = world_size
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
-        self._kept_ports: frozenset[int] = frozenset()
         self.membership = Membership(
             store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm
         )
-        self._kept_ports = self.membership.ports
+        self._kept = open_connections()  # the store's, over which the ranks agree
         self.epoch = self.membership.begin(self._timeout.total_seconds())
 
     def _on_alarm(self, sentence: str) -> None:
-        break_connections(ports_kept=self._kept_ports)
+        break_connections(kept=self._kept)
 
     def comes_from_loss(self, error: Exception) -> bool:
         """Whether an error of this rank follows from the loss of another. Raises the alarm if nobody has."""
@@ -119,7 +118,7 @@ class LostRanks:
     # --- parts
 
     def _give_up(self, run: Run) -> list[BatchReport]:
-        break_connections(ports_kept=self._kept_ports)
+        break_connections(kept=self._kept)
         reports: list[BatchReport] = []
         if run.engine is not None:
             reports = run.engine.abandon(self._args.failure_timeout)

@@ -100,11 +100,6 @@ class Membership(StoreThread):
         self._num_read = 0  # epochs that this process has seen begin without it
         self._start()
 
-    @property
-    def ports(self) -> frozenset[int]:
-        """The ports of the store and of this process's door, whose connections serve the membership alone."""
-        return frozenset({self._root.port, self._me.port})
-
     # -- called by the training thread --------------------------------------------------------------------------------
 
     def begin(self, timeout: float = 600.0) -> Epoch:
@@ -174,9 +169,12 @@ class Membership(StoreThread):
         self._wait(lambda: self._num_ticks >= target, self._timeout, "confirm that it is in the job")
 
     def store(self) -> Store:
-        """The part of the store for the process groups of the current epoch. No earlier epoch has keys there."""
+        """The part of the store for the process groups of the current epoch. No earlier epoch has keys there.
+
+        It has a connection of its own, which may be broken.
+        """
         assert self.epoch is not None, "no epoch yet"
-        return PrefixStore(f"of_epoch/{self.epoch.number}", self._whole)
+        return PrefixStore(f"of_epoch/{self.epoch.number}", self._whole.clone())
 
     def accept_losses(self, accepts: bool = True) -> None:
         """Tell the launcher whether the job goes on when a process is lost. Until it is told, it ends the job."""
