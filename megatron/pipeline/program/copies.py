@@ -264,8 +264,8 @@ def _require_shares(copies: Sequence[Copy]) -> None:
         if wrong:
             at = min(wrong)
             raise ValueError(
-                f"position {at} of a batch is taken by {counts[at]} of the copies of stage {stage} of "
-                f"the model; each of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
+                f"position {at} of a batch is taken by {counts[at]} of the copies of stage {stage} of the model; each "
+                f"of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
             )
 
 

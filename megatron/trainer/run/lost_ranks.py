@@ -28,6 +28,8 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
+from megatron.pipeline.runtime.failure.errors import OnThisRank, number_of
+from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
 from megatron.pipeline.runtime.transport.channels import TransferError
@@ -56,6 +58,11 @@ class LostRanks:
             store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
+        if number_of("TORCHELASTIC_RESTART_COUNT", 0):
+            raise OnThisRank(
+                f"rank {rank} was started again, and a job that goes on without a rank does not take it back; leave "
+                "--max-restarts out"
+            )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
 
     def _on_alarm(self, sentence: str) -> None:
@@ -87,29 +94,32 @@ class LostRanks:
             ValueError: no rank is left that has some stage, or the program would be slower than `--minimum-speed`.
         """
         start = time.monotonic()
-        reports = {report.batch: report for report in self._give_up(run)}
+        reports = self._give_up(run)
+        lost: dict[int, str] = {}
         while True:
-            newest = run.update.versions.newest
-            note = {"version": newest, "settled": settled, "sums": _as_note(run.update.sums_of_newest())}
+            note = {
+                "version": run.update.versions.newest, "settled": settled, "sums": _as_note(run.update.sums_of_newest())
+            }  # fmt: skip
             self.epoch = self.membership.agree(json.dumps(note))
+            lost |= self.epoch.lost
+            notes = [json.loads(each) for each in self.epoch.notes.values()]
             try:
-                notes = [json.loads(each) for each in self.epoch.notes.values()]
-                report = self._take_on(run, notes)
+                self._make_groups()
+                reports += self._take_on(run, notes)
+                self._begin(run)
             except Exception as error:
                 if not self.comes_from_loss(error):
                     raise
                 self._give_up(run)
-                continue
-            break
-        if report is not None:
-            reports[report.batch] = report
-        settled = min(each["settled"] for each in notes)
-        lost = ", ".join(f"rank {rank} ({why})" for rank, why in self.epoch.lost.items()) or "no rank"
+            else:
+                break
+        named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(lost.items())) or "no rank"
         run.reporter.say(
-            f"lost {lost}: {counted(len(self.epoch.ranks), 'rank')} of {self._world_size} go on from iteration "
+            f"lost {named}: {counted(len(self.epoch.ranks), 'rank')} of {self._world_size} go on from iteration "
             f"{run.iteration} after {time.monotonic() - start:.1f} s" + _speed(run.survivors)
         )
-        return settled, [reports[batch] for batch in sorted(reports) if batch < run.iteration]
+        stepped = {report.batch: report for report in reports if report.batch < run.iteration}
+        return min(each["settled"] for each in notes), [stepped[batch] for batch in sorted(stepped)]
 
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
@@ -129,40 +139,48 @@ class LostRanks:
             dist.destroy_process_group()
         return reports
 
-    def _take_on(self, run: Run, notes: list[dict]) -> BatchReport | None:
-        args, rank = self._args, self.membership.rank
-        survivors = self._survivors(args)
-        own = self.epoch.ranks.index(rank)
-        dist.init_process_group(
-            args.distributed_backend, store=self.membership.store(), rank=own, world_size=len(self.epoch.ranks),
-            timeout=self._timeout,
-        )  # fmt: skip
+    def _make_groups(self) -> None:
+        """Form the process group of the ranks that are left. Collective over these."""
+        with silenced():  # a loss meanwhile is told in a sentence
+            dist.init_process_group(
+                self._args.distributed_backend, store=self.membership.store(), timeout=self._timeout,
+                rank=self.epoch.ranks.index(self.membership.rank), world_size=len(self.epoch.ranks),
+            )  # fmt: skip
+
+    def _take_on(self, run: Run, notes: list[dict]) -> list[BatchReport]:
+        """Begin anew with the newest version that a rank has. Returns the report of a step that this rank makes."""
+        newest = max(each["version"] for each in notes)
+        sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
+        report = run.update.go_on_from(newest, sums and NormReduction(**sums))
+        behind = newest - run.iteration
+        run.iteration = newest
+        run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
+        return [] if report is None else [report]
+
+    def _begin(self, run: Run) -> None:
+        """Let groups, stages and engine be those of the program of the ranks that are left. Collective over these."""
+        args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
+        survivors = self._survivors()
         schedule = survivors.schedule
-        copies = CopyRanks.of(schedule, rank=own, ranks=range(len(self.epoch.ranks)))
+        copies = CopyRanks.of(schedule, rank=own, ranks=ranks)
         name_groups_of_survivors(
             copies.copies, pipeline_rank=survivors.ranks[own].rank, num_pipeline_ranks=args.pipeline_model_parallel_size
         )
-        newest = max(each["version"] for each in notes)
-        sums = next(each["sums"] for each in notes if each["version"] == newest)
-        report = run.update.go_on_from(newest, sums and NormReduction(**sums))
         run.update.regroup(copies)
         for stage, number in zip(run.stages, schedule.stages_of(own), strict=True):
             stage.take_from_now(share_of(schedule.copies, number))
-        behind = newest - run.iteration  # the batches of one size, see the rules
-        run.iteration = newest
-        run.consumed_samples += behind * args.global_batch_size
         run.engine = PipelineEngine(
-            schedule, run.stages, run.update, ranks=range(len(self.epoch.ranks)), timeout=self._timeout,
-            backend=args.distributed_backend, device=backend.device(), first_batch=run.iteration,
-            first_microbatch=run.consumed_samples // args.micro_batch_size, deferred_bytes=run.deferred_bytes,
+            schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
+            device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,
+            first_microbatch=run.consumed_samples // args.micro_batch_size,
         )  # fmt: skip
         run.survivors = survivors
-        run.go_on_with(replace(run.args, rank=own, world_size=len(self.epoch.ranks)))
+        run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
         run.reporter.take_over()
         run.take_over_saving()
-        return report
 
-    def _survivors(self, args: TrainConfig) -> Survivors:
+    def _survivors(self) -> Survivors:
+        args = self._args
         num_replicas = args.data_parallel_size
         lost = {
             ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas)

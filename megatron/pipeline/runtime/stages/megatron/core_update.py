@@ -117,12 +117,12 @@ class Decisions:
             layers_squared=[*layers_squared, *tokens],
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
-        self.sums[report.batch] = sums
-        self.sums.pop(report.batch - _KEPT_SUMS, None)
         self.fill(report, sums, num_layers=len(layers_squared))
 
     def fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
         """Complete a batch's report with the sums over all ranks. Raises ValueError as `complete`."""
+        self.sums[report.batch] = sums
+        self.sums.pop(report.batch - _KEPT_SUMS, None)
         overflow, losses = sums.num_overflows > 0, dict(sums.losses)
         num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
         if not num_microbatches:
