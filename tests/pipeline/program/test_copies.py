@@ -109,7 +109,7 @@ EDGES = (Edge(0, 2), Edge(1, 2))
     [
         ((Copy(0, (0,)), Copy(2, (0,))), (Edge(0, 1),), (0, 1), r"of the stages \[0, 2\] of the model; number"),
         ((Copy(0, ()), Copy(0, (0,))), (), (0, 1), "stage 0 takes no microbatch of a batch"),
-        ((Copy(0, (0, 1)), Copy(0, (1,))), (), (0, 1), "position 1 of a batch is taken by 2 copies of stage 0"),
+        ((Copy(0, (0, 1)), Copy(0, (1,))), (), (0, 1), "position 1 of a batch is taken by 2 of the copies of stage 0"),
         ((Copy(0, (0,)), Copy(0, (2,))), (), (0, 1), "position 1 of a batch is taken by 0 copies .* each of 0 to 1"),
         ((*VALID[:2], Copy(1, (0, 1, 2))), EDGES, (0, 1, 2), "position 3 of a batch is taken by 0 copies of stage 1"),
         (
