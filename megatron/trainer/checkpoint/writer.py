@@ -42,12 +42,13 @@ from megatron.trainer.checkpoint.directory import (
     sync_file,
     write_synced,
 )
-from megatron.trainer.checkpoint.ownership import OwnerMark
+from megatron.trainer.checkpoint.ownership import PATIENCE, OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
 
 # Newer versions of megatron.core write through another package unless they are told to use their own files' writer.
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
+_OWNER_PATIENCE = PATIENCE + 15.0  # seconds that a lost process may live on
 _BETWEEN_LOOKS = 0.2  # seconds between two looks at the mark of a process that may be dead
 
 # Bytes that torch.save and the index add to each tensor.
@@ -134,12 +135,22 @@ class CheckpointWriter:
         self._thread.start()
 
     def own(self) -> None:
-        """Let this process, which is rank 0 from now on, own the directory. Raises CheckpointError if it cannot."""
-        if self._owner_mark is None:
+        """Let this process, which is rank 0 from now on, own the directory.
+
+        Raises CheckpointError if it cannot, or if the owner before does not end in time.
+        """
+        deadline = time.monotonic() + _OWNER_PATIENCE
+        while self._owner_mark is None:
             mark = OwnerMark(self.root)
-            while not mark.try_to_take():
+            try:
+                while not mark.try_to_take():
+                    time.sleep(_BETWEEN_LOOKS)
+            except CheckpointError:  # a stopped process, for example, lives until its launcher ends it
+                if time.monotonic() > deadline:
+                    raise
                 time.sleep(_BETWEEN_LOOKS)
-            self._owner_mark = mark
+            else:
+                self._owner_mark = mark
 
     def finish(self) -> None:
         """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""

@@ -16,7 +16,7 @@ class Profiler:
 
     def before(self, iteration: int) -> None:
         """Start the profile if it begins with the batch of `iteration`, counted from 0."""
-        if not self._on or iteration != self._args.profile_step_start:
+        if not self._on or self._running or iteration != self._args.profile_step_start:
             return
         self._running = True
         if self._args.use_pytorch_profiler:

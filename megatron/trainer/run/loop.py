@@ -102,8 +102,6 @@ class Loop:
             profiler.close()
             if args.manual_gc:
                 gc.enable()
-        if args.save is not None and run.saved_iteration != run.iteration:
-            self.save()
         return True
 
     def _goes_on(self, profiler: Profiler) -> bool:
@@ -118,8 +116,13 @@ class Loop:
             self._valid_before = (run.iteration, run.consumed_valid_samples)
             if self._between_stretches():
                 return False
+            if run.iteration >= self.args.train_iters and self._is_to_save():
+                self.save()
         self._settled = run.iteration
         return True
+
+    def _is_to_save(self) -> bool:
+        return self.args.save is not None and self.run.saved_iteration != self.run.iteration
 
     def _is_due(self) -> bool:
         """Whether something is due after the last batch that was begun and not done when a rank was lost."""
@@ -128,11 +131,13 @@ class Loop:
     def _go_on_without_lost(self) -> None:
         run, before = self.run, self.run.iteration
         self.close_data()
-        self._settled, reports = self.lost_ranks.go_on(run, self._settled)
+        self._settled, self._stop_requests, reports = self.lost_ranks.go_on(run, self._settled, self._stop_requests)
         size = self.args.global_batch_size
         run.flops += (run.iteration - before) * self._flops_per_sample * size
         if self._valid_before[0] == run.iteration > self._settled:
             run.consumed_valid_samples = self._valid_before[1]
+        if run.saved_iteration == run.iteration > self._settled:
+            run.saved_iteration = None  # others may not know that it was saved
         known = {progress.iteration: progress for progress in self._waiting}
         self._waiting.clear()
         for report in reports:
@@ -271,7 +276,7 @@ class Loop:
             self.save()
         if not ends and self._agree_to_stop():  # a stop request that came while evaluating or saving: do not save twice
             ends = True
-            if args.save is not None and self.run.saved_iteration != self.run.iteration:
+            if self._is_to_save():
                 self.save()
         if ends:
             why = "on request" if self._stop_requests else "as --exit-interval says"

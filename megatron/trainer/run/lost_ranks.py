@@ -80,15 +80,16 @@ class LostRanks:
             self.membership.suspect(peers, " ".join(str(error).split()))
         return self.membership.alarm is not None
 
-    def go_on(self, run: Run, settled: int) -> tuple[int, list[BatchReport]]:
+    def go_on(self, run: Run, settled: int, stop_requests: int) -> tuple[int, int, list[BatchReport]]:
         """Collective over the ranks that are left: take the run on without the lost ones.
 
         Args:
             run: the run, which has an error that comes from a loss.
             settled: the last iteration after which this rank has done all that is due between batches.
+            stop_requests: those of which this rank knows.
 
         Returns:
-            The same of all ranks, and the reports of this rank's batches that have stepped and are not reported yet.
+            Both of all ranks, and the reports of this rank's batches that have stepped and are not reported yet.
 
         Raises:
             ValueError: no rank is left that has some stage, or the program would be slower than `--minimum-speed`.
@@ -98,7 +99,8 @@ class LostRanks:
         lost: dict[int, str] = {}
         while True:
             note = {
-                "version": run.update.versions.newest, "settled": settled, "sums": _as_note(run.update.sums_of_newest())
+                "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
+                "sums": _as_note(run.update.sums_of_newest()),
             }  # fmt: skip
             self.epoch = self.membership.agree(json.dumps(note))
             lost |= self.epoch.lost
@@ -119,7 +121,9 @@ class LostRanks:
             f"{run.iteration} after {time.monotonic() - start:.1f} s" + _speed(run.survivors)
         )
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
-        return min(each["settled"] for each in notes), [stepped[batch] for batch in sorted(stepped)]
+        for each in notes:
+            stop_requests |= each["stop_requests"]
+        return min(each["settled"] for each in notes), stop_requests, [stepped[batch] for batch in sorted(stepped)]
 
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
@@ -135,6 +139,7 @@ class LostRanks:
             run.engine = None
         for stage in run.stages:
             stage.abandon()
+        run.deferred_bytes.add(-run.deferred_bytes.now)
         if dist.is_initialized():
             dist.destroy_process_group()
         return reports
@@ -169,6 +174,7 @@ class LostRanks:
         run.update.regroup(copies)
         for stage, number in zip(run.stages, schedule.stages_of(own), strict=True):
             stage.take_from_now(share_of(schedule.copies, number))
+            stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
         run.engine = PipelineEngine(
             schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
             device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,

@@ -58,8 +58,9 @@ class Membership(StoreThread):
         world_size: the number of ranks of the job.
         failure_timeout: seconds of silence after which a process counts as lost, if nothing proves it before. A call
             that holds the interpreter (GIL) that long silences a process, too.
-        on_alarm: called with a sentence, once an epoch and on another thread, when a rank of the epoch is lost or
-            suspected. It must not block. It is to interrupt what the training thread waits for.
+        on_alarm: called with a sentence on another thread when a rank of the epoch is lost or suspected, and with every
+            heartbeat until this process comes to `agree`: the training thread may begin to wait for another rank after
+            a call. It must not block. It is to interrupt what the training thread waits for.
         on_thrown_out: called when the others have gone on without this process. Must end the process.
         store_host: the rank whose process hosts the store, if no launcher does.
 
@@ -347,6 +348,7 @@ class Membership(StoreThread):
         key = f"alarm/{self.epoch.number}"
         if self.alarm is None and self._store.check([key]):
             self.alarm = self._store.get(key).decode()
+        if self.alarm is not None and self._arrival is None:
             self._on_alarm(self.alarm)
 
     def _try_to_decide(self) -> None:

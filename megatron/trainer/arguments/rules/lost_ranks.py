@@ -21,6 +21,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
     (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone,
      "predicted or stashed weights", "needs weights that follow from whole batches"),
+    (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
+     "steps before all ranks have reduced their gradients"),
     (lambda args: args.optimistic_steps, "--optimistic-steps", "may have to take a step back"),
     (lambda args: args.freeze_training or args.elastic_pipeline, "a pipeline that changes while it trains",
      "changes the ranks of its stages by itself"),
