@@ -188,8 +188,8 @@ class CheckpointWriter:
                 problem = f"cannot write {path}: {error}"
         agree(problem)  # before any rank enters the collectives of a plan
         strategy = planning = _PlanningStrategy("torch_dist", 1, thread_count=2)
-        if fully_parallel and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
-            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if fully_parallel and _most(group.size()) > 1:
             strategy = FullyParallelSaveStrategyWrapper(planning, group)
         strategy.async_save(without_copies(sharded), str(staging))
         return planning
@@ -249,6 +249,17 @@ class CheckpointWriter:
         except OSError:  # `reason` already names the cause
             free = ""
         return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
+
+
+def _most(number: int) -> int:
+    """Collective: the largest of the ranks' numbers.
+
+    Where ranks were lost, some stages have replicas and others none. The wrapper for replicas checks the shards of all
+    ranks together, so all use it or none.
+    """
+    most = torch.tensor([number])
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
+    return int(most)
 
 
 def _without_arguments(common_state: dict) -> dict:
