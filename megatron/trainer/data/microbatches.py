@@ -5,7 +5,7 @@ size) + data rank x microbatch size` starts microbatch k of a data parallel rank
 batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
 stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. Ranks that share
 sequences (context parallelism) read the same samples, and each keeps its tokens. If a rank has several stages, each has
-an iterator of its own.
+an iterator of its own. A stage that is one of several copies reads its share of the microbatches of all replicas.
 """
 
 import atexit
@@ -18,6 +18,7 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.pipeline.program.copies import Share
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.pipeline.start_up.core_version import installed_core
 from megatron.processes import end_with_parent
@@ -89,12 +90,15 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
 class SequentialSampler:
     """A sampler that yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
 
+    With a share it yields those of a copy's microbatches, which may be of any replica.
+
     Args:
         num_samples: length of the dataset.
         consumed_samples: number of samples that were consumed before, over all replicas.
         micro_batch_size: samples of a microbatch.
         data_parallel_rank, data_parallel_size: this replica, and the number of replicas.
         repeats: start over at the end of the dataset, without end.
+        share: the share of a copy in batches of which the first begins at `consumed_samples`; None: there are none.
     """
 
     def __init__(
@@ -106,20 +110,26 @@ class SequentialSampler:
         data_parallel_rank: int,
         data_parallel_size: int,
         repeats: bool = False,
+        share: Share | None = None,
     ) -> None:
         self.num_samples, self.consumed_samples = num_samples, consumed_samples
         self.micro_batch_size = micro_batch_size
         self.stride = micro_batch_size * data_parallel_size
-        self.offset = micro_batch_size * data_parallel_rank
+        self.replicas = range(data_parallel_size) if share is not None else (data_parallel_rank,)
         self.repeats = repeats
+        self.share = share
 
     def __iter__(self) -> Iterator[list[int]]:
         start, end = self.consumed_samples, self.num_samples
         if self.repeats:
             start %= end // self.stride * self.stride
+        before = 0  # microbatches of all replicas
         while start + self.stride <= end:
-            first = start + self.offset
-            yield list(range(first, first + self.micro_batch_size))
+            for replica in self.replicas:
+                if self.share is None or self.share.takes(before + replica):
+                    first = start + replica * self.micro_batch_size
+                    yield list(range(first, first + self.micro_batch_size))
+            before += len(self.replicas)
             start += self.stride
             if self.repeats and start + self.stride > end:
                 start = 0
@@ -150,6 +160,7 @@ class MicrobatchIterator:
         vocab_size: token ids from this number on raise ValueError.
         stage, num_stages: the stage, and the number of stages.
         repeats: start over at the end of the dataset; otherwise its end raises ValueError.
+        share: the stage's share of a batch, where it is a copy (see `SequentialSampler`).
     """
 
     def __init__(
@@ -164,6 +175,7 @@ class MicrobatchIterator:
         stage: int = 0,
         num_stages: int = 1,
         repeats: bool = False,
+        share: Share | None = None,
     ) -> None:
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
@@ -171,7 +183,10 @@ class MicrobatchIterator:
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
         self.reads = bool(self.fields) and parallel_state.get_tensor_model_parallel_rank() == 0
+        self._taken, self._num_read, self._consumed = share, 0, consumed_samples
         self.loader = self._start(dataset, repeats) if self.reads else None
+        if share is not None:
+            self.next_sample += share.position_of(0) * args.micro_batch_size
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
         """Start the processes that load samples.
@@ -195,6 +210,7 @@ class MicrobatchIterator:
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=self.args.data_parallel_size,
             repeats=repeats,
+            share=self._taken,
         )
         return torch.utils.data.DataLoader(
             dataset,
@@ -211,10 +227,12 @@ class MicrobatchIterator:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         batch = self._read() if self.reads else None
-        first, self.next_sample = (
-            self.next_sample,
-            self.next_sample + self.args.micro_batch_size * self.args.data_parallel_size,
-        )
+        first, size = self.next_sample, self.args.micro_batch_size
+        self._num_read += 1
+        if self._taken is None:
+            self.next_sample += size * self.args.data_parallel_size
+        else:
+            self.next_sample = self._consumed + self._taken.position_of(self._num_read) * size
         if batch is not None:
             self._check(batch, first)
         shared = {field.name: self._share(field, batch) for field in self.fields}

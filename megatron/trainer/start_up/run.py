@@ -337,7 +337,7 @@ class Run:
             MicrobatchIterator(
                 self.args, self.datasets[index], fields=self.program.fields_provider(self.args), name=name,
                 consumed_samples=consumed, vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
-                repeats=name == "validation",
+                repeats=name == "validation", share=stage.share,
             )
             for stage in self.stages
         ]  # fmt: skip

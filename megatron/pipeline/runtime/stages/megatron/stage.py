@@ -122,6 +122,7 @@ class MegatronStage:
 
     Attributes:
         data_iterator, evaluation_iterator: may be replaced between batches.
+        share: as given, or as `take_from_now` has changed it.
         output_cache: the cached outputs of the first stage, if it is frozen; None: no cache.
 
     Raises:
@@ -216,6 +217,7 @@ class MegatronStage:
 
         Precondition: the pipeline is drained. The data iterators have to be replaced.
         """
+        self.share = share
         self._drawn = DrawnData(share)
         num_replicas, replica = 1, 0
         if share is None:
