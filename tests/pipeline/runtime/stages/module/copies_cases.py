@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedPar
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.survivors import ReplicaRank, without
 from tests.pipeline.runtime import copied_programs, graph_cases
 from tests.pipeline.runtime.stages.module import reference
 
@@ -46,9 +47,14 @@ class Case:
     tied: bool = False
     splits: bool = False
     evaluates: int = 0  # microbatches, after the second batch
+    preset: str = ""  # the schedule of each replica, from which `survivors.without` makes that of those left
+    virtual_stages: int = 1  # of its ranks
+    recompute: bool = False
 
     @property
     def copies(self) -> tuple[Copy, ...]:
+        if self.preset:
+            return self.schedule().copies
         return copied_programs.copies_without(
             self.lost,
             num_stages=self.num_stages,
@@ -61,13 +67,7 @@ class Case:
         return self.num_replicas * self.num_microbatches
 
     def schedule(self) -> ProgramSchedule:
-        return copied_programs.schedule_of(
-            self.copies,
-            weights=self.weights,
-            rank_of_stage=self.rank_of_stage,
-            tied_embeddings=self.tied,
-            splits=self.splits,
-        )
+        return _schedule_of(self)
 
     def data(self, index: int) -> tuple[Tensor, Tensor]:
         """Of the microbatch of the whole run: replica j takes every d-th one, from j on."""
@@ -81,6 +81,25 @@ class Case:
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
+
+
+@cache
+def _schedule_of(case: Case) -> ProgramSchedule:
+    if case.preset:
+        of_replica = Schedule.preset(
+            case.preset, num_stages=case.num_stages, num_virtual_stages=case.virtual_stages,
+            recompute=case.recompute, data_parallel=True,
+        )  # fmt: skip
+        lost = [ReplicaRank(*each) for each in case.lost]
+        survivors = without(of_replica, case.num_microbatches, num_replicas=case.num_replicas, lost=lost, most_held=12)
+        return survivors.schedule
+    return copied_programs.schedule_of(
+        case.copies,
+        weights=case.weights,
+        rank_of_stage=case.rank_of_stage,
+        tied_embeddings=case.tied,
+        splits=case.splits,
+    )
 
 
 @dataclass
@@ -212,6 +231,7 @@ def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **gro
             source=None if stage else lambda microbatch: data(microbatch)[0],
             loss=(lambda output, microbatch: case.loss(output, data(microbatch)[1])) if stage == last else None,
             input_spec=_SPEC if stage else None, output_spec=None if stage == last else _SPEC,
+            recompute=case.recompute,
         )
         for part, stage in zip(parts, own, strict=True)
     ]  # fmt: skip

@@ -23,7 +23,7 @@ _PLACE = "tests.pipeline.runtime.stages.module.copies_cases:"
 
 
 def train(case: Case, function: str = "train", **options) -> list[copies_cases.Outcome]:
-    num_ranks = max(case.rank_of_stage) + 1 if case.rank_of_stage else len(case.copies)
+    num_ranks = case.schedule().num_ranks if function == "train" else len(case.copies)
     return workers.run(num_ranks, _PLACE + function, case=case, timeout=60, **options)
 
 
@@ -84,6 +84,26 @@ def test_a_copy_between_copies_gets_from_two_and_gives_to_two():
     assert_same(outcomes, copies_cases.in_one_process(case), exact=True)
     for word in ("2RECV_F1<1", "2SEND_F1>4", "2RECV_B1<4", "2SEND_B1>1", "4I1@0", "4W1@0"):
         assert word in outcomes[0].drawn
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "flush", "recompute": True},
+        {"preset": "2bw", "weights": "2bw", "num_replicas": 3, "lost": ((2, 1),)},
+        {"preset": "zb-h1", "num_replicas": 3, "lost": ((2, 1), (0, 0)), "num_microbatches": 4},
+        {"preset": "interleaved", "num_stages": 4, "virtual_stages": 2},
+        pytest.param(
+            {"preset": "2bw", "weights": "2bw", "num_stages": 3, "num_microbatches": 3}, marks=pytest.mark.full
+        ),
+        pytest.param({"preset": "zb-h2", "num_stages": 3, "num_microbatches": 4}, marks=pytest.mark.full),
+    ],
+    ids=lambda options: options["preset"],
+)
+def test_ranks_that_are_left_run_the_program_made_for_them(options):
+    """The schedule of one replica, without the lost ranks, as `survivors.without` orders it."""
+    case = Case(clip_grad=0.05, optimizer="adamw", num_batches=4, **options)
+    assert_same(train(case), copies_cases.in_one_process(case))
 
 
 def test_ranks_with_several_stages_hold_copies():
