@@ -20,6 +20,7 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedParameter
+from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
@@ -206,18 +207,36 @@ def _tied(case: Case, groups: Groups, names) -> TiedParameter | None:
 
 def train(case: Case) -> Outcome:
     """Train this rank's stages of a chain."""
+    groups = Groups(case.schedule())
+    return _run(case, case.schedule(), *_own(case, groups), groups, reference.MICROBATCH_SIZE)
+
+
+def error_of_a_wait(case: Case) -> str:
+    """What the last rank says that waits for others, which do nothing."""
     schedule = case.schedule()
     groups = Groups(schedule)
+    engine = PipelineEngine(schedule, *_own(case, groups), timeout=timedelta(seconds=0.5))
+    said = ""
+    if groups.rank == schedule.num_ranks - 1:
+        try:
+            engine.run_batch(case.batch_size, case.batch_size * reference.MICROBATCH_SIZE)
+        except TransferError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def _own(case: Case, groups: Groups) -> tuple[list[ModuleStage], ModuleUpdate]:
+    """This rank's stages of a chain, and their update."""
     parts = parts_of(reference.build_model(tied=case.tied), case.num_stages)
     if case.tied:
         parts[-1] = deepcopy(parts[-1])
-    own = [case.copies[number].stage for number in schedule.stages_of(groups.rank)]
-    stages, update = _stages_and_update(
+    own = [case.copies[number].stage for number in case.schedule().stages_of(groups.rank)]
+    return _stages_and_update(
         case, [parts[stage] for stage in own], own, lambda microbatch: case.data(microbatch.index),
         copies_group=groups.copies, counts_in_norm=groups.is_first, job_group=groups.job,
         tied=lambda names: _tied(case, groups, names),
     )  # fmt: skip
-    return _run(case, schedule, stages, update, groups, reference.MICROBATCH_SIZE)
 
 
 def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **groups):

@@ -134,6 +134,13 @@ def test_copies_of_the_stages_of_a_graph():
     assert_same(train(case, "train_graph"), expected)
 
 
+def test_a_rank_that_waits_names_the_stage_of_the_model():
+    """Instructions have the numbers of the program, whose stages the user does not know."""
+    said = workers.run(3, f"{_PLACE}error_of_a_wait", case=Case())[2]
+    assert said.startswith("rank 2 (stage 2 of the program, 1 of the model) waited 0.5 s in 2F0@0 for 2RECV_F0<0 from ")
+    assert said.endswith("rank 0 (stage 0 of the program, 0 of the model)")
+
+
 def test_shared_parameters_of_a_graph_are_refused():
     case = Case(num_stages=4, lost=((1, 0), (0, 2), (1, 3)))
     for said in train(case, "refusal"):
