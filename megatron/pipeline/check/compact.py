@@ -329,6 +329,8 @@ def _explain_owner(instruction: Instruction, rank_of_stage: tuple[int, ...]) -> 
 def require_shared(program: Program) -> None:
     """Raise ValueError if stages that are copies do not share the microbatches, or the program allows no copies."""
     validate_copies(program.copies, program.graph.edges, program.rank_of_stage)
+    if not program.forward_only:
+        _require_gradients(program)
     for needs, word, remedy in (
         (program.residency is not None, "weights on the host (residency)", "keep them on the device"),
         (program.optimistic, "steps that do not wait for their norm (optimistic)", "let them wait"),
@@ -339,6 +341,22 @@ def require_shared(program: Program) -> None:
     ):
         if needs:
             raise ValueError(f"the stages are copies of the model's, and with copies there can be no {word}; {remedy}")
+
+
+def _require_gradients(program: Program) -> None:
+    """Raise ValueError if a copy has no gradient in some batch, or copies of one stage do not add up theirs."""
+    fewest = min(program.batches)
+    for stage, copy in enumerate(program.copies):
+        if copy.positions[0] >= fewest:
+            raise ValueError(
+                f"stage {stage} takes no microbatch of a batch of {fewest}: its first position is {copy.positions[0]}; "
+                "give it an earlier one, or make batches larger"
+            )
+    if not program.data_parallel and len({copy.stage for copy in program.copies}) < program.num_stages:
+        raise ValueError(
+            "copies of one stage of the model share a batch, and nothing adds up their gradients (data_parallel: no); "
+            "make it data_parallel: yes"
+        )
 
 
 def _explain_microbatch(microbatch: int | None, first: int, num_microbatches: int) -> str:

@@ -135,6 +135,11 @@ class _Job:
             raise ValueError(
                 f"the program has no REDUCE_GRAD for {data} data parallel replicas; build it with data_parallel"
             )
+        if program.copies:
+            raise ValueError(
+                "launches are modelled for replicas that run alike, and the stages of this program are copies; prove "
+                "the program of one replica"
+            )
         self.compact = compact(program)
         if program.residency is not None or self.compact.swaps:
             raise ValueError("what lanes between device and host launch is not modelled; keep weights on the device")

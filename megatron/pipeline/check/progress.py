@@ -28,7 +28,7 @@ from dataclasses import replace
 from megatron.pipeline.check.compact import CompactProgram
 from megatron.pipeline.graph.execution import LANES, MOVES, REDUCTIONS, Channel, ReductionQueue
 from megatron.pipeline.graph.row_graph import RowExecution, graph_of
-from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, SHARED_REDUCTIONS, WORDS, Instruction, Kind
+from megatron.pipeline.program.instruction import RECEIVE_OF, SEND_OF, WORDS, Instruction, Kind
 
 Ends = tuple[int, int, int]  # of a channel: code of the send, sending stage, receiving stage
 
@@ -168,34 +168,31 @@ def _word(execution: RowExecution, channel: Channel, kind: Kind, microbatch: int
 
 
 def _queue_waits_for(execution: RowExecution, queue: ReductionQueue) -> tuple[str, _Node | None]:
-    running = _first_of(queue)
+    running = queue.posted[0][2]
+    key = execution.key_of(running)
     for rank in _members(execution, queue, running):
         queues = (execution.chains[rank], execution.reports[rank])
-        member = next((each for each in queues if running in map(_key, each.posted)), None)
+        member = next(
+            (each for each in queues if any(execution.key_of(word) == key for _, _, word in each.posted)), None
+        )
         here = f"{_text(running)} of rank {queue.rank} waits for rank {rank}"
         if member is None:
             return f"{here}, which has not posted it", rank
-        if not (member.joined and _first_of(member) == running):
-            return f"{here}, where it stands behind {_text(_first_of(member))}", member
+        first = member.posted[0][2]
+        if not (member.joined and execution.key_of(first) == key):
+            return f"{here}, where it stands behind {_text(first)}", member
     raise AssertionError("a reduction that all members have joined is complete")
 
 
-def _members(execution: RowExecution, queue: ReductionQueue, running: tuple[Kind, int | None]) -> list[int]:
+def _members(execution: RowExecution, queue: ReductionQueue, running: Instruction) -> list[int]:
     """Return the ranks that take part in the reduction `running` of a queue."""
-    if running[0] not in SHARED_REDUCTIONS:
+    if not execution.is_shared(running):
         return [queue.rank]
-    rows = enumerate(execution.executed.rows)
-    return [rank for rank, row in rows if any((each.kind, each.version) == running for each in row)]
+    key, rows = execution.key_of(running), enumerate(execution.executed.rows)
+    return [
+        rank for rank, row in rows if any(each.kind is running.kind and execution.key_of(each) == key for each in row)
+    ]
 
 
-def _first_of(queue: ReductionQueue) -> tuple[Kind, int | None]:
-    return _key(queue.posted[0])
-
-
-def _key(posted: tuple[int, int, Instruction]) -> tuple[Kind, int | None]:
-    return posted[2].kind, posted[2].version
-
-
-def _text(reduction: tuple[Kind, int | None]) -> str:
-    kind, version = reduction
-    return f"{kind.value}@{version}"
+def _text(reduction: Instruction) -> str:
+    return f"{reduction.kind.value}@{reduction.version}"

@@ -5,11 +5,13 @@ pixels. So it is derived here once, by the rows of the words' table: a computati
 that a rank computes is a mark; a move goes from row to row; a lane carries a word to or from the host.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.draw import colours
+from megatron.pipeline.program.copies import numbered
 from megatron.pipeline.program.instruction import (
     COMPUTATIONS,
     ENDS_BACKWARD,
@@ -109,12 +111,13 @@ class Scene:
     @cached_property
     def borders(self) -> dict[int, list[Cell]]:
         """Batch -> its first forward at the first stage of each rank; empty for a single batch."""
-        batch_of = {first: batch for batch, first in enumerate(self.timeline.batch_borders()[:-1])}
+        borders, first_batch = self.timeline.batch_borders(), self.timeline.first_batch
         first_stages = [self.timeline.stages_of(rank)[0] for rank in range(self.timeline.num_ranks)]
         found: dict[int, list[Cell]] = {}
         for cell in self.cells if len(self.timeline.batches) > 1 else ():
             if cell.begins_batch and cell.start >= 0 and cell.instruction.stage == first_stages[cell.rank]:
-                found.setdefault(self.timeline.first_batch + batch_of[cell.instruction.microbatch], []).append(cell)
+                batch = first_batch + bisect_right(borders, cell.instruction.microbatch) - 1
+                found.setdefault(batch, []).append(cell)
         return dict(sorted(found.items()))
 
 
@@ -153,8 +156,14 @@ def cells_of(timeline: Timeline) -> list[Cell]:
 
 
 def names_of_rows(timeline: Timeline) -> list[str]:
-    """The names of the rows: `stage N` if each rank has one stage, otherwise `rank N`."""
+    """The names of the rows: `stage N` if each rank has one stage, otherwise `rank N`.
+
+    With copies, the names are those of all stages of a rank: `stage 1.0` is the first copy of stage 1 of the model.
+    """
     owned = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]
+    if timeline.copies:
+        names = [f"{stage}.{copy}" for stage, copy in numbered(timeline.copies)]
+        return [f"stage{'s' * (len(stages) > 1)} {' '.join(names[stage] for stage in stages)}" for stages in owned]
     if all(len(stages) == 1 for stages in owned):
         return [f"stage {stages[0]}" for stages in owned]
     return [f"rank {rank}" for rank in range(timeline.num_ranks)]

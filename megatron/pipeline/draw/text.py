@@ -55,11 +55,12 @@ def timeline_text(timeline: Timeline, *, width: int = 120, one_based: bool = Fal
     """
     first, last = extent(timeline)
     scene = Scene(timeline.shifted(-first))
+    of_model = {stage: copy.stage for stage, copy in enumerate(timeline.copies)}
     several = [len(timeline.stages_of(rank)) > 1 for rank in range(timeline.num_ranks)]
 
     def label(cell: Cell) -> str:
         word, version = cell.instruction, f"@{cell.named_version}" if versions and cell.named_version else ""
-        stage = word.stage if several[cell.rank] else ""
+        stage = of_model.get(word.stage, word.stage) if several[cell.rank] else ""
         return f"{stage}{word.kind.value}{word.microbatch + one_based}{version}"
 
     labels = [label(cell) for cell in scene.cells]

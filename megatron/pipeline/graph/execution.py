@@ -151,6 +151,10 @@ MOVES, LANES, REDUCTIONS = "moves", "lanes", "reductions"
 """What a rank waits for, unless it waits for a tensor."""
 
 
+ReductionKey = tuple[Kind, int | None, int | None]
+"""What the members of a reduction have in common: kind, version, and with copies the group of a gradient reduction."""
+
+
 class SimulationError(ValueError):
     """A program cannot be executed to its end."""
 
@@ -200,7 +204,8 @@ class Execution(ABC):
     pair have reached it. A rank carries out its reductions one after another, too, in the order of its row. A reduction
     starts when all of its members have reached it. The members of a norm reduction are all ranks, and those of an
     embedding reduction are the ranks that post it. A gradient reduction waits for no other rank, because the replicas
-    run the same program.
+    run the same program. Where stages are copies, the replicas are in this program, and the members of a gradient
+    reduction are the ranks that hold copies of the same stages of the model.
 
     A reduction that stands after the STEP of its version serves only the report, or a VALIDATE. Such a reduction has a
     queue of its own, beside the chain. In the chain it would hold up the gradients of the next microbatch until the
@@ -211,16 +216,19 @@ class Execution(ABC):
         chains, reports: for each rank, the queue of reductions before their STEP, and the queue of those after it.
     """
 
-    def __init__(self, num_ranks: int, pairs: Pairs, updates: Iterable[Instruction]) -> None:
+    def __init__(
+        self, num_ranks: int, pairs: Pairs, updates: Iterable[Instruction], *, groups: Sequence[int] = ()
+    ) -> None:
         """Set up an execution.
 
         Args:
             num_ranks: the number of rows.
             pairs: the ranks between which activations move.
             updates: at least the reductions of all rows whose members are several ranks; others are ignored.
+            groups: with copies, for each stage the number of its rank's group (`groups_of_copies`).
         """
         ranks = range(num_ranks)
-        self.pairs, self.takes = pairs, {}
+        self.pairs, self.takes, self._groups = pairs, {}, groups
         self.moves = [MoveQueue() for _ in ranks]
         self._partners: dict[int, tuple[int, int]] = {}  # stage -> rank of its pair stage, pair stage
         self.chains = [ReductionQueue(rank) for rank in ranks]
@@ -229,11 +237,11 @@ class Execution(ABC):
         self.reduced: list[dict[int | None, list[int]]] = [{} for _ in ranks]  # version -> nodes of completed ones
         self.stepped: list[set[int | None]] = [set() for _ in ranks]
         self.awaits_reductions = [False] * num_ranks
-        self._running: dict[tuple[Kind, int | None], list[ReductionQueue]] = {}
-        self._num_members: dict[tuple[Kind, int | None], int] = defaultdict(int)
+        self._running: dict[ReductionKey, list[ReductionQueue]] = {}
+        self._num_members: dict[ReductionKey, int] = defaultdict(int)
         for each in updates:
-            if each.kind in SHARED_REDUCTIONS:
-                self._num_members[each.kind, each.version] += 1
+            if self.is_shared(each):
+                self._num_members[self.key_of(each)] += 1
         self.runnable: list[int] = []
         self.waits: list[tuple[int, object]] = [(0, None)] * num_ranks
         self.ends = [0] * num_ranks
@@ -320,6 +328,15 @@ class Execution(ABC):
 
     # --- reductions
 
+    def is_shared(self, update: Instruction) -> bool:
+        """Whether ranks wait for each other in a reduction."""
+        return update.kind in SHARED_REDUCTIONS or (bool(self._groups) and update.kind is Kind.REDUCE_GRAD)
+
+    def key_of(self, reduction: Instruction) -> ReductionKey:
+        """Return what the members of a reduction have in common: its kind, its version, and their group of copies."""
+        shares = self._groups and reduction.kind is Kind.REDUCE_GRAD
+        return reduction.kind, reduction.version, self._groups[reduction.stage] if shares else None
+
     def _post(self, rank: int, position: int, reduction: Instruction, now: int) -> None:
         """Post a reduction, run all reductions that can run now, and wake the ranks that wait for them."""
         version = reduction.version
@@ -332,7 +349,7 @@ class Execution(ABC):
             if not queue.posted or queue.joined:
                 continue
             _, _, first = queue.posted[0]
-            key = first.kind, first.version
+            key = self.key_of(first)
             num_members = self._num_members.get(key, 1)
             members = self._running.setdefault(key, []) if num_members > 1 else []
             members.append(queue)
@@ -345,10 +362,7 @@ class Execution(ABC):
     def _complete(self, members: Sequence[ReductionQueue]) -> None:
         found = [queue.posted.popleft() for queue in members]
         _, _, first = found[0]
-        if first.kind in SHARED_REDUCTIONS:
-            stages = tuple(sorted(each.stage for _, _, each in found))
-        else:
-            stages = self._stages_of(first)
+        stages = tuple(sorted(each.stage for _, _, each in found)) if self.is_shared(first) else self._stages_of(first)
         behind = dict.fromkeys(
             each
             for queue, (posted, position, _) in zip(members, found, strict=True)

@@ -20,6 +20,7 @@ from megatron.pipeline.graph.execution import (
     MoveQueue,
     Take,
 )
+from megatron.pipeline.program.copies import groups_of_copies
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, COMPUTATIONS, SEND_OF, Instruction, Kind, Lane
 from megatron.pipeline.program.lane_order import awaited_in_lanes, awaited_moves
 
@@ -96,7 +97,9 @@ class RowExecution(Execution):
     ) -> None:
         rows = executed.rows
         self.executed, self.overlap, self.lengths = executed, overlap, list(map(len, rows))
-        super().__init__(len(rows), executed.pairs, (each for row in rows for each in row if each.microbatch is None))
+        updates = (each for row in rows for each in row if each.microbatch is None)
+        groups = groups_of_copies(executed.copies, executed.rank_of_stage) if executed.copies else ()
+        super().__init__(len(rows), executed.pairs, updates, groups=groups)
         self.befores, self.sources, self.takes_of = [START], [START], [NOTHING]
         self.takes[None, ()] = NOTHING
         self.node_of = [[START] * len(row) for row in rows]
@@ -187,7 +190,9 @@ class RowExecution(Execution):
                     if action == _COMPUTE:
                         take, needs, makes = of_stage[instruction.stage]
                         if by_microbatch:
-                            needs, makes = needs.get(microbatch, ()), makes.get(microbatch, ())
+                            if microbatch not in needs:
+                                raise self.error(rank, position, instruction, "another copy takes this microbatch")
+                            needs, makes = needs[microbatch], makes[microbatch]
                         behind: Sequence[int] = ()
                         if held and position in held:
                             while (wait := self._hold_up(rank, position)) is not None:

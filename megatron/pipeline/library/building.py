@@ -275,6 +275,11 @@ def _validate(schedule: Any, choices: _Choices) -> None:
                 f"the schedule puts stages {list(due)} on rank {rank} of the pipeline, which brings "
                 f"{counted(given, 'module')}; give one for each, in this order"
             )
+    if schedule.copies:
+        raise ValueError(
+            "the stages of the schedule are copies of several replicas, and Pipeline has the stages of one; give a "
+            "schedule of one replica"
+        )
     if schedule.residency is not None:
         raise ValueError(
             "the schedule keeps weights on the host, which Pipeline does not; use another, or the engine with a "

@@ -59,8 +59,11 @@ def count_transfers(schedule: PipelineSchedule, num_microbatches: int) -> Messag
     """Count the messages that the ranks of `schedule` send in a batch.
 
     Raises:
-        ValueError: the schedule cannot run the batch, or a rank sends to a rank that is not its neighbour.
+        ValueError: the schedule cannot run the batch, its stages are copies, or a rank sends to a rank that is not its
+            neighbour.
     """
+    if schedule.copies:
+        raise ValueError("the stages of the schedule are copies of several replicas; place the schedule of one replica")
     num_batches = 1
     if schedule.weights.drains:
         rows = schedule.build((num_microbatches,)).rows

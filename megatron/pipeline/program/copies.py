@@ -9,13 +9,14 @@ between two copies carries only the microbatches that both take.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 
+_MOST_POSITIONS = 1 << 20  # in a batch; a text that names more is a slip
 _TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)")
 _RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
 
@@ -46,6 +47,8 @@ class Copy(NamedTuple):
             first, last, step = int(run[1]), int(run[2] or run[1]), int(run[3] or 1)
             if last < first or not step:
                 raise ValueError(f"{text!r} has the positions {run[0]}; give FIRST-LAST/STEP, such as 0-12/4")
+            if last >= _MOST_POSITIONS:
+                raise ValueError(f"{text!r} has position {last}; give positions of 0 to {_MOST_POSITIONS - 1}")
             positions += range(first, last + 1, step)
         if len({*positions}) < len(positions):
             raise ValueError(f"{text!r} names a position twice; name each once")
@@ -186,40 +189,60 @@ def ranks_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int], rank: 
     return next(iter(found.values()))
 
 
+def graph_of_copies(copies: Sequence[Copy], num_stages: int, edges: Sequence[Edge] = ()) -> StageGraph:
+    """Return the graph of a program's stages that are copies; without edges, that of a model whose stages are a chain.
+
+    Raises:
+        ValueError: there are more or fewer stages than copies, or the edges make no pipeline.
+    """
+    if len(copies) != num_stages:
+        raise ValueError(f"there are {num_stages} stages and {len(copies)} copies; say for each stage what it is")
+    if not edges:
+        last = max((copy.stage for copy in copies), default=0)
+        edges = edges_of_copies(copies, (Edge(stage, stage + 1) for stage in range(last)))
+    return StageGraph(num_stages, tuple(sorted(edges)))
+
+
+def groups_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int]) -> tuple[int, ...]:
+    """Return for each stage the lowest stage of the model on its rank: a number for the ranks that share gradients.
+
+    Ranks with a copy of one stage of the model have copies of the same ones (`validate_copies`).
+    """
+    lowest = [min(copies[stage].stage for stage in stages) for stages in stages_by_rank(rank_of_stage)]
+    return tuple(lowest[rank] for rank in rank_of_stage)
+
+
+def numbered(copies: Sequence[Copy]) -> tuple[tuple[int, int], ...]:
+    """Return for each copy the stage of the model, and its number among the copies of that stage, from 0."""
+    counts: dict[int, int] = defaultdict(int)
+    found = []
+    for copy in copies:
+        found.append((copy.stage, counts[copy.stage]))
+        counts[copy.stage] += 1
+    return tuple(found)
+
+
 def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage: Sequence[int]) -> None:
     """Raise ValueError unless the copies of each stage of the model share the microbatches of a batch among them.
 
     Args:
         copies: the copy that each stage of a program is.
         edges: the edges between the program's stages.
-        rank_of_stage: the rank of each stage of the program.
+        rank_of_stage: the rank of each stage of the program, one for each copy.
     """
-    if len(copies) != len(rank_of_stage):
-        raise ValueError(
-            f"there are {len(rank_of_stage)} stages and {len(copies)} copies; say for each stage what it is"
-        )
-    stages = sorted({copy.stage for copy in copies})
-    if stages != list(range(len(stages))):
-        raise ValueError(f"the copies are of the stages {stages} of the model; number these 0, 1, ... without a gap")
-    everything = {
-        stage: sorted(at for copy in copies if copy.stage == stage for at in copy.positions) for stage in stages
-    }
-    num_positions = len(everything[0])
-    for stage, positions in everything.items():
-        if positions != list(range(num_positions)):
+    _require_shares(copies)
+    between = sorted({Edge(copies[edge.source].stage, copies[edge.target].stage, edge.gradient) for edge in edges})
+    for edge in between:
+        if edge.source >= edge.target:
             raise ValueError(
-                f"the copies of stage {stage} of the model take the positions {positions} of a batch; each of 0 to "
-                f"{num_positions - 1} has to be taken once"
+                f"an edge leads from a copy of stage {edge.source} of the model to one of stage {edge.target}; number "
+                "the model's stages such that edges ascend"
             )
-    for number, copy in enumerate(copies):
-        if not copy.positions:
-            raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
-    between = {(copies[edge.source].stage, copies[edge.target].stage, edge.gradient) for edge in edges}
-    needed = edges_of_copies(copies, (Edge(*each) for each in sorted(between)))
-    if sorted(edges) != sorted(needed):
+    needed = sorted(edges_of_copies(copies, between))
+    if sorted(edges) != needed:
         raise ValueError(
             f"the edges {' '.join(map(str, edges))} are not those between copies that share a microbatch; write "
-            f"{' '.join(map(str, sorted(needed)))}"
+            f"{' '.join(map(str, needed))}"
         )
     for edge in edges:
         one, other = copies[edge.source], copies[edge.target]
@@ -228,3 +251,41 @@ def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage
                 f"stages {edge.source} and {edge.target} of rank {rank_of_stage[edge.source]} hand tensors to each "
                 "other and take other microbatches; let both take the same"
             )
+    _require_groups(copies, rank_of_stage)
+
+
+def _require_shares(copies: Sequence[Copy]) -> None:
+    """Raise ValueError unless each position of a batch is taken by one copy of each stage of the model."""
+    stages = sorted({copy.stage for copy in copies})
+    if stages != list(range(len(stages))):
+        raise ValueError(f"the copies are of the stages {stages} of the model; number these 0, 1, ... without a gap")
+    for number, copy in enumerate(copies):
+        if not copy.positions:
+            raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
+    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    for stage in stages:
+        counts = Counter(at for copy in copies if copy.stage == stage for at in copy.positions)
+        wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]
+        if wrong:
+            at = min(wrong)
+            raise ValueError(
+                f"position {at} of a batch is taken by {counts[at]} of the copies of stage {stage} of the model; each "
+                f"of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
+            )
+
+
+def _require_groups(copies: Sequence[Copy], rank_of_stage: Sequence[int]) -> None:
+    """Raise ValueError unless ranks with a copy of one stage of the model have copies of the same ones, each once."""
+    first: dict[int, tuple[int, list[int]]] = {}
+    for rank, own in enumerate(stages_by_rank(rank_of_stage)):
+        held = sorted(copies[stage].stage for stage in own)
+        if len({*held}) < len(held):
+            twice = next(stage for stage, following in pairwise(held) if stage == following)
+            raise ValueError(f"rank {rank} holds two copies of stage {twice} of the model; make them one")
+        for stage in held:
+            other, others = first.setdefault(stage, (rank, held))
+            if others != held:
+                raise ValueError(
+                    f"ranks {other} and {rank} have copies of stage {stage} of the model, and of the stages {others} "
+                    f"and {held}; ranks that share gradients have copies of the same stages"
+                )

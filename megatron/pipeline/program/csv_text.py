@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.documents import counted
-from megatron.pipeline.program.copies import Copy
+from megatron.pipeline.program.copies import Copy, graph_of_copies, validate_copies
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.extent import Extent, Kept
 from megatron.pipeline.program.instruction import (
@@ -176,8 +176,13 @@ def to_torch_csv(extent: Extent, rows: Rows, *, communication: bool = False) -> 
         communication: write transfers and REDUCE_GRAD, too (`compute_comms`). Torch adds its own if they are missing.
 
     Raises:
-        ValueError: transfers are requested, and the stages of the program are no chain.
+        ValueError: stages are copies, or transfers are requested and the stages of the program are no chain.
     """
+    if extent.copies:
+        raise ValueError(
+            "torch's text has no word for copies of a stage, which take a part of the microbatches each; write "
+            "this project's text"
+        )
     if communication and not extent.graph.is_chain:
         raise ValueError(
             "torch's text has no word for the stage at a transfer's other end; write the computations alone"
@@ -218,11 +223,18 @@ def read_csv(text: str, **given: Any) -> dict[str, Any]:
         if value is not None and stated.setdefault(name, value) != value:
             raise ValueError(f"{name} is given as {_write_value(value)}; the text says {_write_value(stated[name])}")
     rows = tuple(tuple(_read_row(rank, number, line)) for rank, (number, line) in enumerate(lines))
+    rows += ((),) * _num_left_out(rows, stated)
     if not any(rows):
         raise ValueError("the text holds no instructions; give one line of comma-separated instructions for each rank")
     facts = {**_derive_facts(rows, stated), **stated}
     _require_consistency(rows, facts)
     return {"rows": rows, **facts}
+
+
+def _num_left_out(rows: Rows, stated: Mapping[str, Any]) -> int:
+    """Return the number of last ranks without a line: copies that take no microbatch of a small evaluation."""
+    num_ranks = max(stated.get("rank_of_stage") or (0,)) + 1
+    return max(0, num_ranks - len(rows)) if num_ranks <= len(stated.get("copies", ())) else 0
 
 
 def read_notes(text: str) -> dict[str, int]:
@@ -328,12 +340,18 @@ def _derive_facts(rows: Rows, stated: dict[str, Any]) -> dict[str, Any]:
         "first_microbatch": first,
         "recompute": Kind.RECOMPUTE in kinds,
         "tied_embeddings": Kind.REDUCE_EMBED in kinds,
-        "data_parallel": Kind.REDUCE_GRAD in kinds,
+        "data_parallel": Kind.REDUCE_GRAD in kinds or _share_gradients(stated, kinds),
         "global_norm": Kind.REDUCE_NORM in kinds or Kind.STEP not in kinds,
         "reduce_partial": Kind.REDUCE_PARTIAL in kinds,
         "forward_only": not kinds & BACKWARDS,
         "optimistic": Kind.VALIDATE in kinds,
     }
+
+
+def _share_gradients(stated: Mapping[str, Any], kinds: Collection[Kind]) -> bool:
+    """Whether rows without updates train several copies of a stage of the model."""
+    stages = [copy.stage for copy in stated.get("copies", ())]
+    return len({*stages}) < len(stages) and bool(kinds & BACKWARDS) and Kind.STEP not in kinds
 
 
 def _derive_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -393,12 +411,18 @@ def _require_consistency(rows: Rows, facts: dict[str, Any]) -> None:
         raise ValueError(f"batches are {named}; give the number of microbatches of each, 1 and more")
     num_stages, tied = len(facts["rank_of_stage"]), facts.get("tied_stage")
     _require_kept(rows, facts)
-    if tied is not None and (not 0 < tied < num_stages or facts.get("residency")):
+    copies = facts.get("copies", ())
+    num_of_model = max(copy.stage for copy in copies) + 1 if copies else num_stages
+    if tied is not None and (not 0 < tied < num_of_model or facts.get("residency")):
         raise ValueError(
-            f"tied_stage is {tied}; give the stage, 1 to {num_stages - 1}, that shares the first one's embedding, and "
-            "keep weights on the device"
+            f"tied_stage is {tied}; give the stage, 1 to {num_of_model - 1}, that shares the first one's embedding, "
+            "and keep weights on the device"
         )
-    graph = StageGraph.of(num_stages, facts.get("edges", ()))
+    edges = facts.get("edges", ())
+    if copies:
+        edges = graph_of_copies(copies, num_stages, edges).edges
+        validate_copies(copies, edges, facts["rank_of_stage"])
+    graph = StageGraph.of(num_stages, edges)
     facts["edges"] = () if graph.is_chain else graph.edges
     num_microbatches, num_instructions = sum(facts["batches"]), sum(map(len, rows))
     if num_microbatches > num_instructions:

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.pipeline.program.copies import Copy, taken_of
+from megatron.pipeline.program.copies import Copy, graph_of_copies, taken_of
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Pairs, Residency
@@ -39,9 +39,14 @@ class Tied:
         return tuple(self.rank_of_stage[stage] for stage in self.tied_stages)
 
     @property
+    def ties_are_apart(self) -> bool:
+        """Whether these stages are on two ranks, which share an embedding if embeddings are tied."""
+        return len({*self.tied_ranks}) > 1
+
+    @property
     def ties_ranks(self) -> bool:
         """Whether two ranks share an embedding."""
-        return self.tied_embeddings and len({*self.tied_ranks}) > 1
+        return self.tied_embeddings and self.ties_are_apart
 
 
 class Kept(NamedTuple):
@@ -71,7 +76,7 @@ class Extent(Tied):
         batches: the number of microbatches of each batch of the program.
         weights: the weight policy.
         first_batch, first_microbatch: the numbers, counted over the whole run, of the first batch and microbatch.
-        edges: which stages hand tensors to which; empty: a chain.
+        edges: which stages hand tensors to which; empty: a chain, with copies one of the model's stages.
         recompute: whether a recompute precedes each backward.
         not_recomputed: the stages without recompute in a program that recomputes.
         kept: the microbatches without recompute at the other stages.
@@ -129,6 +134,8 @@ class Extent(Tied):
     @cached_property
     def graph(self) -> StageGraph:
         """The stages with their edges. Raises ValueError if the edges make no pipeline."""
+        if self.copies:
+            return graph_of_copies(self.copies, self.num_stages, self.edges)
         return StageGraph.of(self.num_stages, self.edges)
 
     @cached_property
@@ -165,8 +172,23 @@ class Extent(Tied):
     def tied_stages(self) -> tuple[int, ...]:
         if not self.copies:
             return super().tied_stages
-        ends = {0, self.copies[-1].stage if self.tied_stage is None else self.tied_stage}
+        ends = {0, self._last_tied}
         return tuple(stage for stage, copy in enumerate(self.copies) if copy.stage in ends)
+
+    @property
+    def ties_are_apart(self) -> bool:
+        if not self.copies:
+            return super().ties_are_apart
+        first, other = (
+            {rank for rank, copy in zip(self.rank_of_stage, self.copies, strict=True) if copy.stage == end}
+            for end in (0, self._last_tied)
+        )
+        return first != other
+
+    @property
+    def _last_tied(self) -> int:
+        """The stage of the model that shares the embedding of stage 0, with copies."""
+        return max(copy.stage for copy in self.copies) if self.tied_stage is None else self.tied_stage
 
     def takes(self, stage: int, microbatch: int) -> bool:
         """Whether a stage takes a microbatch of this program, which a copy of it takes otherwise."""

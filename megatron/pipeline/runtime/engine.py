@@ -339,6 +339,22 @@ class PipelineEngine:
             deferred_bytes=self.tracer.deferred_bytes(),
         )
 
+    def abandon(self, timeout: float) -> list[BatchReport]:
+        """Give up what is in flight after another rank was lost, and return the reports of batches that have stepped.
+
+        The connections to other ranks are broken (`failure.connections`), so all waits of the threads fail. The stages
+        and the update keep what they have saved of batches in flight. The engine cannot be used afterwards.
+
+        Raises:
+            RuntimeError: a thread that reduces gradients has not ended after `timeout` seconds. It might still write.
+        """
+        ended = [chain.abandon(timeout) for chain in (self._chain, self._late_chain)]
+        self._channels.abandon(timeout)
+        if not all(ended):
+            raise RuntimeError(f"a reduction of gradients has not ended {timeout:g} s after its connections broke")
+        reports = self._executor.reports
+        return [reports[batch] for batch in sorted(reports)]
+
     def close(self) -> None:
         """Stop the threads. Call it on all ranks while the pipeline is drained. Not needed after a failure."""
         if self._guard is not None:

@@ -174,10 +174,10 @@ def require_equal_batches(program: Program) -> int:
         return sizes[0]
     other = next(index for index, size in enumerate(sizes) if size != sizes[0])
     first = program.first_microbatch + sum(sizes[:other])
-    row = program.rows[program.rank_of_stage[0]]
-    position = next(at for at, each in enumerate(row) if each.microbatch == first)
+    rank = program.rank_of_stage[next(stage for stage in range(program.num_stages) if program.takes(stage, first))]
+    position = next(at for at, each in enumerate(program.rows[rank]) if each.microbatch == first)
     raise error_at(
-        program, program.rank_of_stage[0], position,
+        program, rank, position,
         f"batches of {' '.join(map(str, sizes))} microbatches are not alike, so the rows say nothing of a run of any "
         "number of them; write a file for each size",
     )  # fmt: skip

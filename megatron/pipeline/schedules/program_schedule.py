@@ -129,6 +129,7 @@ class ProgramSchedule(PipelineSchedule):
     tied_embeddings = property(attrgetter("program.tied_embeddings"))
     tied_stage = property(attrgetter("program.tied_stage"))
     tied_stages = property(attrgetter("program.tied_stages"))
+    ties_are_apart = property(attrgetter("program.ties_are_apart"))
     copies = property(attrgetter("program.copies"))
     data_parallel = property(attrgetter("program.data_parallel"))
     provisional_microbatches = property(attrgetter("program.provisional_microbatches"))
@@ -349,6 +350,11 @@ def read_schedule(
         _require_degrees(notes, {"tensor": tensor, "data": data})
         program = Program.from_csv(text)
         require_training(program)
+        if program.copies:
+            raise ValueError(
+                "its stages are copies (# copies: ...), and a file is for one of the replicas, which run it alike; "
+                "leave copies out"
+            )
         program = _agreed(program, names_stated(text), asked)
         require_known_norm(program.weights, f"weights {program.weights.name}", norm_decides=norm_decides)
         return ProgramSchedule.of(program, name=str(path), **notes_of_completion(notes))
@@ -384,7 +390,7 @@ def _agreed(program: Program, stated: Collection[str], asked: Mapping[str, bool 
         says = getattr(program, name)
         if wanted is None or says == wanted:
             continue
-        is_moot = name == "tied_embeddings" and len({*program.tied_ranks}) == 1
+        is_moot = name == "tied_embeddings" and not program.ties_are_apart
         is_left = name not in stated and not has_updates and not says
         if not (is_moot or is_left):
             raise OtherRun(name, wanted, f"the program {_SAYS[name][says]}; write it for this run")

@@ -20,13 +20,14 @@ long run has millions of spans; `spans` yields objects, for reading a few of the
 import json
 import math
 import operator
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.program.copies import Copy
+from megatron.pipeline.program.copies import Copy, graph_of_copies
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 from megatron.pipeline.program.instruction import (
     BUSY,
@@ -90,6 +91,10 @@ class Timeline:
             raise ValueError(
                 f"a timeline of {len(self.rows)} ranks has starts of {len(self.starts)} and ends of {len(self.ends)}"
             )
+        if self.copies and len(self.copies) != self.num_stages:
+            raise ValueError(
+                f"there are {self.num_stages} stages and {len(self.copies)} copies; say for each stage what it is"
+            )
         for rank, (row, starts, ends) in enumerate(zip(self.rows, self.starts, self.ends, strict=True)):
             if not len(row) == len(starts) == len(ends):
                 raise ValueError(
@@ -103,6 +108,8 @@ class Timeline:
     @cached_property
     def graph(self) -> StageGraph:
         """The stages with their edges."""
+        if self.copies:
+            return graph_of_copies(self.copies, self.num_stages, self.edges)
         return StageGraph.of(self.num_stages, self.edges)
 
     @cached_property
@@ -188,14 +195,20 @@ class Timeline:
         )
 
     def batch_starts(self) -> list[float]:
-        """Start of the first forward of each batch on stage 0, seconds."""
-        borders = {microbatch: index for index, microbatch in enumerate(self.batch_borders()[:-1])}
-        starts = [math.nan] * len(self.batches)
-        for span in self.computations(self.rank_of_stage[0]):
-            instruction = span.instruction
-            if instruction.kind is Kind.FORWARD and instruction.stage == 0 and instruction.microbatch in borders:
-                starts[borders[instruction.microbatch]] = span.start
-        return starts
+        """Start of the first forward of each batch on stage 0, seconds; with copies, on the first of its copies."""
+        borders, starts = self.batch_borders(), [math.inf] * len(self.batches)
+        for stage in self._first_stages:
+            for span in self.computations(self.rank_of_stage[stage]):
+                each = span.instruction
+                if each.kind is Kind.FORWARD and each.stage == stage and borders[0] <= each.microbatch < borders[-1]:
+                    batch = bisect_right(borders, each.microbatch) - 1
+                    starts[batch] = min(starts[batch], span.start)
+        return [math.nan if start == math.inf else start for start in starts]
+
+    @property
+    def _first_stages(self) -> list[int]:
+        """Stage 0; with copies, all copies of stage 0 of the model."""
+        return [stage for stage, copy in enumerate(self.copies) if copy.stage == 0] or [0]
 
     def steady_starts(self) -> list[float]:
         """The starts of the batches in the second half of the run, from which the time of a steady batch is computed.
@@ -204,11 +217,14 @@ class Timeline:
         stage 0 starts before its first backward still fill the pipeline, so they are left out as well.
         """
         starts = self.batch_starts()
-        backwards = (span.end for span in self.computations(self.rank_of_stage[0]) if span.instruction.stage == 0
-                     and span.instruction.kind in ENDS_BACKWARD)  # fmt: skip
-        filled = next(backwards, 0.0)
+        filled = max(map(self._first_backward, self._first_stages))
         first = max(1, len(starts) // 2 - 1)
         return [start for start in starts[first:] if start >= filled]
+
+    def _first_backward(self, stage: int) -> float:
+        """The end of a stage's first backward, seconds; 0 without one."""
+        return next((span.end for span in self.computations(self.rank_of_stage[stage])
+                     if span.instruction.stage == stage and span.instruction.kind in ENDS_BACKWARD), 0.0)  # fmt: skip
 
     def steady_time_per_batch(self) -> float:
         """Seconds from the start of a batch to the start of the next on stage 0, averaged over `steady_starts`.

@@ -13,7 +13,8 @@ from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
-from megatron.pipeline.survivors.order import Ordered, Work, bound, busiest, drained_orders, limits, steady_orders
+from megatron.pipeline.survivors.bound import drained_bound, steady_bound
+from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, held_undisturbed, steady_orders
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]
@@ -30,7 +31,9 @@ class Survivors:
         lost: the lost ranks.
         seconds: the simulated time of a batch: drained or, if the weights need no drain, in the steady state.
         undisturbed: the same of a replica while no rank is lost.
-        bound: a time of a batch that no order of these computations undercuts.
+        bound: a time of a batch that no order of these computations undercuts within the memory limit.
+        held: for each rank of the pipeline, how many microbatches it holds at most, over its stages and in any replica.
+        held_undisturbed: the same while no rank is lost.
     """
 
     schedule: ProgramSchedule
@@ -39,6 +42,8 @@ class Survivors:
     seconds: float
     undisturbed: float
     bound: float
+    held: tuple[int, ...]
+    held_undisturbed: tuple[int, ...]
 
     @property
     def slowdown(self) -> float:
@@ -68,58 +73,86 @@ def without(
 
     Raises:
         ValueError: a stage has no rank left, or the schedule cannot go on without a rank (see `Sharing`), or the ranks
-            that are left would have to hold more.
+            that are left would have to hold more, or the costs are those of another number of stages or edges.
     """
-    costs = costs or Costs()
-    sharing = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost))
+    sharing, costs = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost)), costs or Costs()
+    before = held_undisturbed(sharing)
+    limit = max(before) if most_held is None else most_held
+    if limit < 1:
+        raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
     found = _drained if schedule.weights.drains else _steady
-    program, seconds, least = found(sharing, costs, most_held)
-    limit = max(schedule.max_saved_on_rank(_settled(schedule, num_microbatches))) if most_held is None else most_held
-    if (needed := max(program.max_saved_on_rank(program.program.batches))) > limit:
+    program, least = found(sharing, costs, limit)
+    needed = program.max_saved_on_rank(program.program.batches)
+    if max(needed) > limit:
         raise ValueError(
-            f"{program.name} holds {needed} microbatches on a rank, and may hold {limit}; give its ranks room for "
-            f"{needed}, or let the job end with a lost rank"
+            f"{program.name} holds {max(needed)} microbatches on a rank, and may hold {limit}; give its ranks room for "
+            f"{max(needed)}, or let the job end with a lost rank"
         )
-    undisturbed = _seconds(schedule, costs, num_microbatches)
-    return Survivors(program, sharing.ranks, tuple(sorted(sharing.lost)), seconds, undisturbed, least)
+    held = [0] * schedule.num_ranks
+    for each, count in zip(sharing.ranks, needed, strict=True):
+        held[each.rank] = max(held[each.rank], count)
+    return Survivors(
+        schedule=program,
+        ranks=sharing.ranks,
+        lost=tuple(sorted(sharing.lost)),
+        seconds=_seconds(program, sharing.costs(costs)),
+        undisturbed=_seconds(schedule, costs, num_microbatches),
+        bound=least,
+        held=tuple(held),
+        held_undisturbed=before,
+    )
 
 
-def _drained(sharing: Sharing, costs: Costs, most_held: int | None) -> tuple[ProgramSchedule, float, float]:
-    """Return the fastest program that drains after each batch, the time of a batch, and the bound on it."""
-    orders = drained_orders(sharing, costs, most_held)
-    allowed = max(map(max, limits(sharing, most_held, (0,))))
-    fitting = [each for each in orders if max(each.held) <= allowed] or sorted(orders, key=lambda each: max(each.held))
-    program = _program(sharing, fitting[0])
-    return program, _seconds(program, sharing.costs(costs)), bound(Work(sharing, costs))
+def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that drains after each batch, and the bound on the time of a batch.
+
+    If no order fits into the limit, it is the program that holds the fewest microbatches.
+    """
+    work, orders = drained_orders(sharing, costs, limit)
+    fitting = [each for each in orders if max(each.held) <= limit]
+    best = fitting[0] if fitting else min(orders, key=lambda each: max(each.held))
+    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
 
 
-def _steady(sharing: Sharing, costs: Costs, most_held: int | None) -> tuple[ProgramSchedule, float, float]:
-    """Return the fastest program that goes on without a drain, the steady time of a batch, and the bound on it.
+def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that goes on without a drain, and the bound on the steady time of a batch.
 
     An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
     taken, and one that repeats with every batch before others.
     """
-    allowed = max(map(max, limits(sharing, most_held, (0,))))
-    num_batches = sharing.schedule.num_fill + _REPEATED
-    orders = steady_orders(sharing, costs, most_held, num_batches)
-    orders.sort(key=lambda each: (max(each.held) > allowed, each.seconds, max(each.held)))
+    num_batches = sharing.schedule.settling_batches + _REPEATED
+    work, orders = steady_orders(sharing, costs, limit, num_batches)
+    schedule, fuller = sharing.schedule, None
+    may_drain = isinstance(schedule, ProgramSchedule) and schedule.drains_between_periods
+    least = steady_bound(sharing, costs, limit)
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
-                program = _program(sharing, ordered, num_batches, period)
-                if not program.drains_between_periods:
-                    return program, _seconds(program, sharing.costs(costs)), busiest(sharing, costs)
-    raise AssertionError("the merged rows repeat")
+                program = _program(sharing, work, ordered, num_batches, period)
+                if program.drains_between_periods and not may_drain:
+                    continue
+                if max(program.max_saved_on_rank(program.program.batches)) <= limit:
+                    return program, least
+                fuller = fuller or program
+    if fuller is not None:
+        return fuller, least
+    raise ValueError(
+        "no order was found in which the ranks that are left repeat their work with every batch or few; take "
+        f"{schedule.name_of_weights} from a preset, or flush"
+    )
 
 
-def _program(sharing: Sharing, ordered: Ordered, num_batches: int = 1, period: int | None = None) -> ProgramSchedule:
+def _program(
+    sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
+) -> ProgramSchedule:
     weights = sharing.schedule.name_of_weights
-    name = f"{weights} without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
-    return ProgramSchedule.of(Program.of(sharing.extent_of(num_batches), ordered.rows), name=name, period=period)
+    without = f"without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
+    name = f"{weights} {without if sharing.lost else 'of ' + counted(sharing.num_replicas, 'replica')}"
+    return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
 
 
-_REPEATED = 4
-"""Batches behind the fill in rows that are to repeat: two that are alike, and the last, which drains."""
+_REPEATED = 5
+"""Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
 
 
 def _settled(schedule: PipelineSchedule, num_microbatches: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ replica k go on (ReCycle, SOSP 2024, section 4):
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -110,19 +111,29 @@ class Sharing:
         """The number of microbatches of a batch over all replicas."""
         return self.num_microbatches * self.num_replicas
 
+    @property
+    def first_lost(self) -> int:
+        """The first replica that has lost a rank; 0 if none has."""
+        return min((each.replica for each in self.lost), default=0)
+
+    def place(self, microbatch: int) -> int:
+        """Return a number of a microbatch such that the search is the same whichever replica has lost the rank."""
+        index, replica = divmod(microbatch, self.num_replicas)
+        return index * self.num_replicas + (replica - self.first_lost) % self.num_replicas
+
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
         """For each pipeline rank and each position in a batch, the replica that takes the microbatch there."""
         found = []
         for rank in range(self.schedule.num_ranks):
             alive, load = self._alive(rank), Counter[int]()
-            takers = []
-            for position in range(self.batch_size):
+            takers = [0] * self.batch_size
+            for position in sorted(range(self.batch_size), key=self.place):
                 replica = position % self.num_replicas
                 if replica not in alive:  # the peer that has the fewest; in turn where several have
                     replica = min(alive, key=lambda each: (load[each], (each - position) % self.num_replicas))
                     load[replica] += 1
-                takers.append(replica)
+                takers[position] = replica
             found.append(tuple(takers))
         return tuple(found)
 
@@ -171,14 +182,21 @@ class Sharing:
         return replace(self.extent, batches=(self.batch_size,) * num_batches)
 
     def costs(self, costs: Costs) -> Costs:
-        """Return the costs of the surviving job's stages and edges, from those of the model's stages and edges."""
+        """Return the costs of the surviving job's stages and edges, from those of the model's stages and edges.
+
+        Raises ValueError for costs of another number of stages or edges.
+        """
+        costs.seconds(self.schedule.num_stages)
+        costs.edges(len(self.model_edges))
         extent, number = self.extent, {(each.source, each.target): at for at, each in enumerate(self.model_edges)}
         stage_of = [stage for stage, _ in self.stages]
         edges = [number[stage_of[each.source], stage_of[each.target]] for each in extent.graph.edges]
         of_edges = ("latency", "bandwidth", "forward_bytes", "backward_bytes")
-        spread = {
-            name: tuple(value[at] for at in (edges if name in of_edges else stage_of))
-            for name, value in vars(costs).items()
-            if isinstance(value, (tuple, list))
-        }
-        return replace(costs, **spread)
+
+        def spread(name: str, value: object) -> object:
+            places = edges if name in of_edges else stage_of
+            return tuple(value[at] for at in places) if isinstance(value, Sequence) else value
+
+        spread_out = {name: spread(name, value) for name, value in vars(costs).items()}
+        others = {name: spread(name, value) for name, value in costs.others.items()}
+        return replace(costs, **{**spread_out, "others": others})

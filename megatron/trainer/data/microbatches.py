@@ -5,7 +5,7 @@ size) + data rank x microbatch size` starts microbatch k of a data parallel rank
 batch size and any schedule see the same samples. A model's `Field`s say which parts of a sample a stage needs. If a
 stage needs data, only its first tensor parallel rank reads, and broadcasts to its tensor group. Ranks that share
 sequences (context parallelism) read the same samples, and each keeps its tokens. If a rank has several stages, each has
-an iterator of its own. A stage that is one of several copies reads its share of the microbatches of all replicas.
+an iterator of its own.
 """
 
 import atexit
@@ -87,10 +87,48 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     )
 
 
+class ShareSampler:
+    """A sampler that yields the sample numbers of the microbatches that a copy of a stage takes.
+
+    Args:
+        num_samples, consumed_samples, micro_batch_size, repeats: as for `SequentialSampler`.
+        num_replicas: the number of replicas of the job while no rank is lost. As many microbatches make a round, and
+            data end with a whole round.
+        share: the positions in a batch of the microbatches that the copy takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        num_replicas: int,
+        share: Share,
+        repeats: bool = False,
+    ) -> None:
+        self.num_samples, self.consumed_samples = num_samples, consumed_samples
+        self.micro_batch_size, self.num_replicas, self.share = micro_batch_size, num_replicas, share
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, end, stride = self.micro_batch_size, self.num_samples, self.micro_batch_size * self.num_replicas
+        start = self.consumed_samples
+        if self.repeats:
+            start %= end // stride * stride
+        position = 0
+        while start + stride <= end:
+            for first in range(start, start + stride, size):
+                if self.share.takes(position):
+                    yield list(range(first, first + size))
+                position += 1
+            start += stride
+            if self.repeats and start + stride > end:
+                start = 0
+
+
 class SequentialSampler:
     """A sampler that yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
-
-    With a share it yields those of a copy's microbatches, which may be of any replica.
 
     Args:
         num_samples: length of the dataset.
@@ -98,7 +136,6 @@ class SequentialSampler:
         micro_batch_size: samples of a microbatch.
         data_parallel_rank, data_parallel_size: this replica, and the number of replicas.
         repeats: start over at the end of the dataset, without end.
-        share: the share of a copy in batches of which the first begins at `consumed_samples`; None: there are none.
     """
 
     def __init__(
@@ -110,26 +147,20 @@ class SequentialSampler:
         data_parallel_rank: int,
         data_parallel_size: int,
         repeats: bool = False,
-        share: Share | None = None,
     ) -> None:
         self.num_samples, self.consumed_samples = num_samples, consumed_samples
         self.micro_batch_size = micro_batch_size
         self.stride = micro_batch_size * data_parallel_size
-        self.replicas = range(data_parallel_size) if share is not None else (data_parallel_rank,)
+        self.offset = micro_batch_size * data_parallel_rank
         self.repeats = repeats
-        self.share = share
 
     def __iter__(self) -> Iterator[list[int]]:
         start, end = self.consumed_samples, self.num_samples
         if self.repeats:
             start %= end // self.stride * self.stride
-        before = 0  # microbatches of all replicas
         while start + self.stride <= end:
-            for replica in self.replicas:
-                if self.share is None or self.share.takes(before + replica):
-                    first = start + replica * self.micro_batch_size
-                    yield list(range(first, first + self.micro_batch_size))
-            before += len(self.replicas)
+            first = start + self.offset
+            yield list(range(first, first + self.micro_batch_size))
             start += self.stride
             if self.repeats and start + self.stride > end:
                 start = 0
@@ -160,7 +191,7 @@ class MicrobatchIterator:
         vocab_size: token ids from this number on raise ValueError.
         stage, num_stages: the stage, and the number of stages.
         repeats: start over at the end of the dataset; otherwise its end raises ValueError.
-        share: the stage's share of a batch, where it is a copy (see `SequentialSampler`).
+        share: the microbatches of a batch that the stage takes where it is a copy; None: those of its replica.
     """
 
     def __init__(
@@ -177,16 +208,14 @@ class MicrobatchIterator:
         repeats: bool = False,
         share: Share | None = None,
     ) -> None:
+        self._taken, self._num_read, self._consumed = share, 0, consumed_samples
         self.args, self.name, self.vocab_size = args, name, vocab_size
-        self.next_sample = consumed_samples
+        self.next_sample = self._sample_of(0)
         self.fields = [field for field in fields if field.is_needed(stage, num_stages)]
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
         self.reads = bool(self.fields) and parallel_state.get_tensor_model_parallel_rank() == 0
-        self._taken, self._num_read, self._consumed = share, 0, consumed_samples
         self.loader = self._start(dataset, repeats) if self.reads else None
-        if share is not None:
-            self.next_sample += share.position_of(0) * args.micro_batch_size
 
     def _start(self, dataset, repeats: bool) -> Iterator[dict[str, torch.Tensor]]:
         """Start the processes that load samples.
@@ -203,15 +232,20 @@ class MicrobatchIterator:
             atexit.register(self.close)  # runs before multiprocessing's exit handler, which would send SIGTERM and wait
 
     def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
-        sampler = SequentialSampler(
-            num_samples=len(dataset),
-            consumed_samples=self.next_sample,
-            micro_batch_size=self.args.micro_batch_size,
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=self.args.data_parallel_size,
-            repeats=repeats,
-            share=self._taken,
-        )
+        options = {
+            "num_samples": len(dataset),
+            "consumed_samples": self._consumed,
+            "micro_batch_size": self.args.micro_batch_size,
+            "repeats": repeats,
+        }
+        if self._taken is None:
+            sampler = SequentialSampler(
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=self.args.data_parallel_size,
+                **options,
+            )
+        else:
+            sampler = ShareSampler(num_replicas=self.args.data_parallel_size, share=self._taken, **options)
         return torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,
@@ -227,12 +261,8 @@ class MicrobatchIterator:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         batch = self._read() if self.reads else None
-        first, size = self.next_sample, self.args.micro_batch_size
         self._num_read += 1
-        if self._taken is None:
-            self.next_sample += size * self.args.data_parallel_size
-        else:
-            self.next_sample = self._consumed + self._taken.position_of(self._num_read) * size
+        first, self.next_sample = self.next_sample, self._sample_of(self._num_read)
         if batch is not None:
             self._check(batch, first)
         shared = {field.name: self._share(field, batch) for field in self.fields}
@@ -240,6 +270,12 @@ class MicrobatchIterator:
             return shared
         group = parallel_state.get_context_parallel_group()
         return get_batch_on_this_cp_rank(shared, cp_group=group, **installed_core().whole_sequences)
+
+    def _sample_of(self, number: int) -> int:
+        """The sample from which on the data of all replicas are read for the stage's microbatch of this number."""
+        replicas = number * self.args.data_parallel_size
+        position = replicas if self._taken is None else self._taken.position_of(number)
+        return self._consumed + position * self.args.micro_batch_size
 
     def close(self) -> None:
         """End the processes that load samples; torch would report an error if they were killed at the exit."""

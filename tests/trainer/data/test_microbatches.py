@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from megatron.pipeline.program.copies import Copy, Share, share_of
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.data.datasets import num_samples
-from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
+from megatron.trainer.data.microbatches import (
+    MicrobatchIterator,
+    SequentialSampler,
+    ShareSampler,
+    gpt_fields,
+    language_model_loss,
+)
 from megatron.trainer.files.indexed_files import blends, parse_blend
 from tests import workers
 from tests.trainer.arguments.command_line import arguments, argv
@@ -39,12 +45,12 @@ def test_replicas_share_the_samples_in_order(consumed, size, replicas):
 
 def test_copies_share_the_samples_of_all_replicas():
     """A copy reads its positions of each batch, of whichever replica; validation begins again where replicas do."""
-    options = {"num_samples": 33, "micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
+    options = {"num_samples": 33, "micro_batch_size": 2, "num_replicas": 2}
     copies = copies_of(Copy(0, (0, 2, 3)), Copy(0, (1,)))
-    first, second = (list(SequentialSampler(consumed_samples=8, share=share, **options)) for share in copies)
+    first, second = (list(ShareSampler(consumed_samples=8, share=share, **options)) for share in copies)
     assert first == [[8, 9], [12, 13], [14, 15], [16, 17], [20, 21], [22, 23], [24, 25], [28, 29], [30, 31]]
     assert second == [[10, 11], [18, 19], [26, 27]]
-    sampler = SequentialSampler(consumed_samples=24, share=copies[1], repeats=True, **options)
+    sampler = ShareSampler(consumed_samples=24, share=copies[1], repeats=True, **options)
     assert list(itertools.islice(sampler, 3)) == [[26, 27], [2, 3], [10, 11]]
 
 

@@ -364,6 +364,13 @@ class Channels:
         """Return the number of sent tensors whose storage is still held because the peer has not read them."""
         return sum(link.num_unread() for key, (link, _) in self._links.items() if key[0] in SENDS)
 
+    def abandon(self, timeout: float) -> None:
+        """Stop the threads and end the groups after the connections were broken, without waiting for other ranks."""
+        self._posted.clear()
+        for link, _ in self._links.values():
+            link.close(timeout)
+        self._links.clear()
+
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, at most `timeout` seconds per link. Stop the threads and end the groups.
 

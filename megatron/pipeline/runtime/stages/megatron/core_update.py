@@ -31,8 +31,10 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
     shares_out_experts,
 )
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of, owners, shared_scaler
-from megatron.pipeline.runtime.update.gradients import all_reduce_norm
+from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.update.loss_scales import LossScales
+
+_KEPT_SUMS = 4
 
 
 class Decisions:
@@ -48,6 +50,7 @@ class Decisions:
         scales: the loss scales of the batches.
         clip_grad: the norm to which gradients are clipped; 0: no clipping.
         rank_metrics: as given; metrics may be added before the first batch.
+        sums: batch -> what `complete` has summed over all ranks, for the last `_KEPT_SUMS` batches.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Decisions:
         self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
         self.rank_metrics = dict(rank_metrics or {})
         self.clip_grad = optimizers_of(optimizer)[0].config.clip_grad
+        self.sums: dict[int, NormReduction] = {}
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
     def begin(self, info: BatchInfo) -> BatchReport:
@@ -113,8 +117,14 @@ class Decisions:
             layers_squared=[*layers_squared, *tokens],
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
-        overflow = sums.num_overflows > 0
-        num_tokens, num_microbatches = sums.losses.pop(NUM_TOKENS, (1.0, 1.0))
+        self.fill(report, sums, num_layers=len(layers_squared))
+
+    def fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
+        """Complete a batch's report with the sums over all ranks. Raises ValueError as `complete`."""
+        self.sums[report.batch] = sums
+        self.sums.pop(report.batch - _KEPT_SUMS, None)
+        overflow, losses = sums.num_overflows > 0, dict(sums.losses)
+        num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
         if not num_microbatches:
             raise ValueError(
                 "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
@@ -124,11 +134,12 @@ class Decisions:
         report.grad_norm = sums.norm / report.gradient_scale
         report.overflow = self._scaler is not None and overflow
         report.stop_requests = sums.stop_requests
-        of_layers = sums.layers_squared[: len(layers_squared)]
+        of_layers = sums.layers_squared[:num_layers]
         report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
-        report.tokens_per_expert = sums.layers_squared[len(layers_squared) :]
+        report.tokens_per_expert = sums.layers_squared[num_layers:]
         report.rank_metrics = sums.rank_metrics
-        report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
+        means = {name: total / count for name, (total, count) in losses.items() if count}
+        report.losses = dict.fromkeys(self._loss_names, 0.0) | means
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
             self._scaler is None and overflow
         )

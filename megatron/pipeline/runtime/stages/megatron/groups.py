@@ -10,6 +10,7 @@ groups.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -185,3 +186,41 @@ def shares_out_experts() -> bool:
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_pipeline_ranks: int) -> None:
+    """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
+
+    megatron.core makes groups of whole grids of ranks alone, so its names are set here. Tensor, context and expert
+    parallelism have degree 1.
+
+    Args:
+        copies: the ranks with the same stages as this one, ascending.
+        pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
+    """
+    parallel_state.destroy_model_parallel()
+    own = [dist.get_rank()]
+    alone, peers = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in (own, copies))
+    groups = {alone: (own, _ALONE), peers: (list(copies), _PEERS), dist.group.WORLD: (None, _WORLD)}
+    for group, (ranks, names) in groups.items():
+        for name in names:
+            assert hasattr(parallel_state, name), name
+            setattr(parallel_state, name, ranks if name.endswith("RANKS") or "GLOBAL_RANKS" in name else group)
+    parallel_state.set_pipeline_model_parallel_rank(pipeline_rank)
+    parallel_state.set_pipeline_model_parallel_world_size(num_pipeline_ranks)
+    parallel_state._set_global_memory_buffer()
+
+
+_ALONE = (
+    "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_GLOBAL_RANKS",
+)  # fmt: skip
+_PEERS = (
+    "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+)  # fmt: skip
+_WORLD = ("_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")

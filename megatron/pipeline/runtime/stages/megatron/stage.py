@@ -122,7 +122,6 @@ class MegatronStage:
 
     Attributes:
         data_iterator, evaluation_iterator: may be replaced between batches.
-        share: as given, or as `take_from_now` has changed it.
         output_cache: the cached outputs of the first stage, if it is frozen; None: no cache.
 
     Raises:
@@ -217,7 +216,6 @@ class MegatronStage:
 
         Precondition: the pipeline is drained. The data iterators have to be replaced.
         """
-        self.share = share
         self._drawn = DrawnData(share)
         num_replicas, replica = 1, 0
         if share is None:
@@ -310,6 +308,14 @@ class MegatronStage:
             self._captured.drop(microbatch.index)
             self._losses.pop(microbatch.batch, None)
         self._drawn.give_again()
+
+    def abandon(self) -> None:
+        """Drop what is saved of batches in flight. The data iterators have to be replaced."""
+        for index in list(self._saved):
+            del self._saved[index]
+            self._captured.drop(index)
+        self._losses.clear()
+        self._products = DeferredProducts()
 
     def split_backward(self) -> None:
         """Prepare for backwards in two halves.

@@ -42,7 +42,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 )
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
-from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, Partial
+from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, NormReduction, Partial
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -375,6 +375,38 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions of a stage of the rank: the same for all its stages."""
         return self.versions
+
+    # Called after other ranks were lost, while nothing runs.
+
+    def sums_of_newest(self) -> NormReduction | None:
+        """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
+        return self._decisions.sums.get(self.versions.newest - 1)
+
+    def go_on_from(self, version: int, sums: NormReduction | None) -> BatchReport | None:
+        """Drop all batches in flight, and begin anew with `version`.
+
+        Some ranks may have made the next version when a rank was lost, and others not, although all have reduced its
+        gradients: the ranks that have the sums over all ranks tell the others.
+
+        Args:
+            version: the newest version, or the next one.
+            sums: the sums for the batch whose step makes the next version.
+
+        Returns:
+            The report of the batch whose step was made here; None if `version` was there already.
+        """
+        report = None
+        if version > self.versions.newest:
+            batch = self._batches[version]
+            assert version == self.versions.newest + 1 and batch.norm_squared is not None and sums is not None
+            self._decisions.fill(batch.report, sums)
+            batch.norm_reduced.reach()
+            report = self.step(version)
+        for batch in self._batches.values():
+            if batch.buffer is not None and not batch.applied:
+                self._gradients.give_back(batch.buffer)
+        self._batches.clear()
+        return report
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 
