@@ -90,6 +90,11 @@ class Share(NamedTuple):
         """Whether the copy takes the microbatch at a position of a batch."""
         return position % self.num_positions in self.positions
 
+    def position_of(self, number: int) -> int:
+        """Return the position of the copy's microbatch of this number, both counted on over batches."""
+        batches, place = divmod(number, len(self.positions))
+        return batches * self.num_positions + self.positions[place]
+
 
 def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
     """Return the share of a stage of a program; None if the program has no copies."""
