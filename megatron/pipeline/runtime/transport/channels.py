@@ -35,6 +35,11 @@ _num_built: Counter[tuple[int, ...]] = (
 )  # list of ranks -> pipelines built for it in this process; part of the link names
 
 
+def forget_names() -> None:
+    """Begin anew with the names of links, in a store in which none is taken: ranks may have made unlike numbers."""
+    _num_built.clear()
+
+
 _LOOK_EVERY = 0.0005  # polling interval in seconds, while a frozen stage is too far ahead
 
 _Awaited = tuple[Kind, int, int, None, int | None]  # the arguments of an Instruction
