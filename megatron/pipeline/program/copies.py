@@ -189,9 +189,10 @@ def _require_shares(copies: Sequence[Copy]) -> None:
         wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]
         if wrong:
             at = min(wrong)
+            takers = f"{counts[at]} cop{'y' if counts[at] == 1 else 'ies'} of stage {stage} of the model"
             raise ValueError(
-                f"position {at} of a batch is taken by {counts[at]} cop{'y' if counts[at] == 1 else 'ies'} of stage {stage} of the "
-                f"model; each of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
+                f"position {at} of a batch is taken by {takers}; each of 0 to {num_positions - 1}, as many as at stage "
+                "0, has to be taken by one, and no other"
             )
 
 

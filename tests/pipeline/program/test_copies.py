@@ -12,7 +12,7 @@ from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STALE, STASH
 from megatron.pipeline.schedules.completion import completed
 from tests.draws import draws
 
@@ -114,7 +114,7 @@ EDGES = (Edge(0, 2), Edge(1, 2))
         ((*VALID[:2], Copy(1, (0, 1, 2))), EDGES, (0, 1, 2), "position 3 of a batch is taken by 0 copies of stage 1"),
         (
             (*VALID[:2], Copy(1, (0, 1, 2, 3, 4))), EDGES, (0, 1, 2),
-            "position 4 of a batch is taken by 1 copy of stage 1 of the model; each of 0 to 3, as many as at stage 0",
+            "position 4 of a batch is taken by 1 copy of stage 1 of the model; each of 0 to 3, as many",
         ),
         (VALID, EDGES[:1], (0, 1, 2), "the edges 0>2 are not those between copies that share .* write 0>2 1>2"),
         (VALID, (Edge(0, 1), *EDGES), (0, 1, 2), "leads from a copy of stage 0 of the model to one of stage 0"),
@@ -204,6 +204,7 @@ def test_files_that_are_refused(old, new, reason):
         ({"optimistic": True}, "there can be no steps that do not wait for their norm"),
         ({"weights": PROVISIONAL}, r"there can be no predicted weights \(2bw-provisional\); take 2bw or flush"),
         ({"weights": STASH}, "there can be no weights stash; take 2bw or flush"),
+        ({"weights": STALE}, "there can be no weights stale; take 2bw or flush"),
         ({"recompute": True, "kept": (Kept(0, 0),)}, r"there can be no microbatches that a stage keeps \(kept\)"),
     ],
 )
