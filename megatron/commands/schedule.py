@@ -5,6 +5,7 @@
     python tools/schedule.py check --schedule 2bw --stages 4 --hardware-queues 8 --tensor 2 --data 2
     python tools/schedule.py draw  --schedule 2bw --stages 4 --microbatches 4 --batches 3 --output 2bw.png
     python tools/schedule.py simulate --schedule flush --stages 8 --microbatches 16 --latency 0.1
+    python tools/schedule.py without --schedule flush --stages 4 --microbatches 8 --replicas 4
     python tools/schedule.py synthesize --ranks 4 --microbatches 12 --forward 1,1,1,2 --limit 3 --csv my.csv
 
 Instead of a preset, a CSV file with one row of instructions per rank can be given: this project's text form, or the
@@ -15,12 +16,11 @@ Exit status: 0; 1 if the program, a file or a combination of options is wrong; 2
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.commands import schedule_options as meaning
-from megatron.commands import synthesize
+from megatron.commands import synthesize, without
 from megatron.documents import command_line
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
@@ -35,7 +35,10 @@ from megatron.pipeline.simulate.timeline import Timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    commands = {"show": _show, "check": _check, "simulate": _simulate, "draw": _draw, "synthesize": synthesize.run}
+    commands = {
+        "show": _show, "check": _check, "simulate": _simulate, "draw": _draw, "without": without.run,
+        "synthesize": synthesize.run,
+    }  # fmt: skip
     options = meaning.parse(__doc__, commands, arguments)
     return command_line.run(options.run, options)
 
@@ -49,9 +52,9 @@ def _show(options: argparse.Namespace) -> int:
         notes = meaning.notes(options)
         program = completed(program, **notes_of_completion(notes))
     if options.csv:
-        _write(options.csv, meaning.degrees_text(options) + program.to_csv())
+        command_line.write(options.csv, meaning.degrees_text(options) + program.to_csv())
     if options.torch_csv:
-        _write(options.torch_csv, program.to_torch_csv())
+        command_line.write(options.torch_csv, program.to_torch_csv())
     if options.timeline:
         _prove(options, program)
         _print_timeline(simulate(program, meaning.costs(options)), options)
@@ -301,10 +304,3 @@ def _print_timeline(timeline: Timeline, options: argparse.Namespace) -> None:
         console.print(text, soft_wrap=True, end="")
     else:
         print(text.plain, end="")
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        Path(path).write_text(text)

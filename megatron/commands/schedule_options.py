@@ -232,7 +232,8 @@ def parse(description: str, commands: dict[str, Command], arguments: list[str] |
     if options.command == "synthesize":
         return options
     _require_one_source(options)
-    if options.command in ("check", "show") and options.schedule is not None and options.data > 1:
+    replicas = {"check": "data", "show": "data", "without": "replicas"}.get(options.command)
+    if replicas and options.schedule is not None and getattr(options, replicas) > 1:
         options.data_parallel = True
     _require_subject(options)
     _require_effect(options)
@@ -283,11 +284,13 @@ def _require_effect(options: argparse.Namespace) -> None:
         ignored += [(name, "the rows; add --timeline") for name in (*_COSTS, "one_based", *_TEXT_ONLY)]
     elif options.command == "check" and options.hardware_queues is None:
         ignored += [(name, "the program; add --hardware-queues N") for name in _JOB_ONLY]
+    elif options.command == "without":
+        ignored += [("batches", "any number of batches; leave it out")]
     if options.schedule is not None and options.command != "check":
         without = {"recompute_time": "recompute", "reduce_grad": "data_parallel", "reduce_embed": "tied_embeddings"}
         without |= {"predict": "provisional"} if not predicts(options) else {}
         without |= {"hold": "provisional_microbatches"} if not options.reduce_partial else {}
-        if options.command != "show":
+        if options.command in ("simulate", "draw"):
             without |= {"tied_gradients_size": "tied_embeddings" if predicts(options) else "provisional"}
         without |= dict.fromkeys(("swap_out", "swap_in"), "most_on_device")
         without |= dict.fromkeys(("evict", "load"), "balance") if not PRESETS[options.schedule].balance else {}
@@ -363,6 +366,18 @@ def _parser(description: str, run: dict[str, Command]) -> argparse.ArgumentParse
          {"default": 1.0}),
         ("--width", positive, "INCHES", "width of the picture; default: what the labels need"),
         *_TEXT,
+    )  # fmt: skip
+    left = "say what the loss of a rank costs, and make the program of the ranks that are left"
+    add_flags(
+        _command(commands, "without", run["without"], left),
+        ("--replicas", count, "D", "replicas of the pipeline (the data parallel degree)", {"required": True}),
+        ("--lost", str, "R.S", "the lost ranks together, each as replica and pipeline rank, such as 1.2 3.0 (default: "
+         "every loss of one rank, which is the same in every replica)", {"nargs": "+"}),
+        ("--pairs", None, "", "every loss of two ranks, of one replica and of two neighbours"),
+        ("--held", count, "N", "microbatches whose activations a rank may hold, over its stages (default: as many as "
+         "the fullest rank without a loss)"),
+        ("--csv", str, "FILE", "write the program of the ranks that are left ('-': to the terminal)"),
+        ("--json", str, "FILE", "write the times, bounds and numbers of the table"),
     )  # fmt: skip
     made = commands.add_parser(
         "synthesize", help=synthesize.SUMMARY, description=synthesize.SUMMARY, allow_abbrev=False

@@ -75,6 +75,14 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     )
 
 
+def write(path: str, text: str) -> None:
+    """Write text to a file, or to standard output if its name is `-`."""
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
+
+
 def add_flags(group: argparse._ActionsContainer, *rows: tuple) -> None:
     """Add a flag for each row: names, type (None: a switch), metavar, help, and other argparse options as a dict."""
     for names, kind, metavar, text, *more in rows:

@@ -1,0 +1,167 @@
+"""The programs of a job that goes on without ranks that it lost, each proved, with its time and a lower bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megatron.documents import counted
+from megatron.pipeline.check import ProgramError
+from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
+from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.survivors.bound import drained_bound, steady_bound
+from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, held_undisturbed, steady_orders
+from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
+
+__all__ = ["ReplicaRank", "Survivors", "without"]
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """A job without its lost ranks.
+
+    Attributes:
+        schedule: the program of all ranks that are left, proved for any number of batches. Its ranks are `ranks`, and
+            its microbatches are those of all replicas, in the order of the data.
+        ranks: the ranks that are left.
+        lost: the lost ranks.
+        seconds: the simulated time of a batch: drained or, if the weights need no drain, in the steady state.
+        undisturbed: the same of a replica while no rank is lost.
+        bound: a time of a batch that no order of these computations undercuts within the memory limit.
+        held: for each rank of the pipeline, how many microbatches it holds at most, over its stages and in any replica.
+        held_undisturbed: the same while no rank is lost.
+    """
+
+    schedule: ProgramSchedule
+    ranks: tuple[ReplicaRank, ...]
+    lost: tuple[ReplicaRank, ...]
+    seconds: float
+    undisturbed: float
+    bound: float
+    held: tuple[int, ...]
+    held_undisturbed: tuple[int, ...]
+
+    @property
+    def slowdown(self) -> float:
+        """The time of a batch over that of the undisturbed job."""
+        return self.seconds / self.undisturbed
+
+
+def without(
+    schedule: PipelineSchedule,
+    num_microbatches: int,
+    *,
+    num_replicas: int,
+    lost: Iterable[ReplicaRank],
+    costs: Costs | None = None,
+    most_held: int | None = None,
+) -> Survivors:
+    """Return the program of the ranks that are left.
+
+    Args:
+        schedule: the schedule of each replica while no rank is lost.
+        num_microbatches: the number of microbatches of a replica in each batch.
+        num_replicas: the data parallel degree.
+        lost: the lost ranks.
+        costs: the costs of the model's stages and edges; default: a forward takes 1 and a backward 2.
+        most_held: the number of microbatches whose activations a rank may hold, over its stages; None: as many as the
+            fullest rank holds while no rank is lost.
+
+    Raises:
+        ValueError: a stage has no rank left, or the schedule cannot go on without a rank (see `Sharing`), or the ranks
+            that are left would have to hold more, or the costs are those of another number of stages or edges.
+    """
+    sharing, costs = Sharing(schedule, num_microbatches, num_replicas, frozenset(lost)), costs or Costs()
+    before = held_undisturbed(sharing)
+    limit = max(before) if most_held is None else most_held
+    if limit < 1:
+        raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
+    found = _drained if schedule.weights.drains else _steady
+    program, least = found(sharing, costs, limit)
+    needed = program.max_saved_on_rank(program.program.batches)
+    if max(needed) > limit:
+        raise ValueError(
+            f"{program.name} holds {max(needed)} microbatches on a rank, and may hold {limit}; give its ranks room for "
+            f"{max(needed)}, or let the job end with a lost rank"
+        )
+    held = [0] * schedule.num_ranks
+    for each, count in zip(sharing.ranks, needed, strict=True):
+        held[each.rank] = max(held[each.rank], count)
+    return Survivors(
+        schedule=program,
+        ranks=sharing.ranks,
+        lost=tuple(sorted(sharing.lost)),
+        seconds=_seconds(program, sharing.costs(costs)),
+        undisturbed=_seconds(schedule, costs, num_microbatches),
+        bound=least,
+        held=tuple(held),
+        held_undisturbed=before,
+    )
+
+
+def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that drains after each batch, and the bound on the time of a batch.
+
+    If no order fits into the limit, it is the program that holds the fewest microbatches.
+    """
+    work, orders = drained_orders(sharing, costs, limit)
+    fitting = [each for each in orders if max(each.held) <= limit]
+    best = fitting[0] if fitting else min(orders, key=lambda each: max(each.held))
+    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
+
+
+def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
+    """Return the fastest program that goes on without a drain, and the bound on the steady time of a batch.
+
+    An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
+    taken, and one that repeats with every batch before others.
+    """
+    num_batches = sharing.schedule.settling_batches + _REPEATED
+    work, orders = steady_orders(sharing, costs, limit, num_batches)
+    schedule, fuller = sharing.schedule, None
+    may_drain = isinstance(schedule, ProgramSchedule) and schedule.drains_between_periods
+    least = steady_bound(sharing, costs, limit)
+    for period in (1, None):
+        for ordered in orders:
+            with suppress(ProgramError):
+                program = _program(sharing, work, ordered, num_batches, period)
+                if program.drains_between_periods and not may_drain:
+                    continue
+                if max(program.max_saved_on_rank(program.program.batches)) <= limit:
+                    return program, least
+                fuller = fuller or program
+    if fuller is not None:
+        return fuller, least
+    raise ValueError(
+        "no order was found in which the ranks that are left repeat their work with every batch or few; take "
+        f"{schedule.name_of_weights} from a preset, or flush"
+    )
+
+
+def _program(
+    sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
+) -> ProgramSchedule:
+    weights = sharing.schedule.name_of_weights
+    without = f"without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
+    name = f"{weights} {without if sharing.lost else 'of ' + counted(sharing.num_replicas, 'replica')}"
+    return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
+
+
+_REPEATED = 5
+"""Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
+
+
+def _settled(schedule: PipelineSchedule, num_microbatches: int) -> tuple[int, ...]:
+    """Return batches enough that the last ones are alike."""
+    return (num_microbatches,) * (1 if schedule.weights.drains else schedule.settling_batches + 4)
+
+
+def _seconds(schedule: PipelineSchedule, costs: Costs, num_microbatches: int | None = None) -> float:
+    """Simulate a batch: drained, or in the steady state."""
+    size = schedule.num_microbatches if num_microbatches is None else num_microbatches
+    timeline = simulate(schedule.build(_settled(schedule, size)), costs)
+    return timeline.makespan if schedule.weights.drains else timeline.steady_time_per_batch()

@@ -1,0 +1,99 @@
+"""What each loss of a job would come to, as a table.
+
+Replicas differ only in the numbers of their microbatches. So one loss stands for those of the same rank in any replica,
+and a loss of two ranks for those in any replica, or in any two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, combinations_with_replacement
+
+from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.survivors import ReplicaRank, Survivors, without
+
+COLUMNS = ("lost", "batch", "slower", "bound", "slower at least", "held before", "held after")
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Lost ranks, and the job without them; or the reason why it cannot go on."""
+
+    lost: tuple[ReplicaRank, ...]
+    survivors: Survivors | None
+    refusal: str | None = None
+
+    def row(self) -> tuple[str, ...]:
+        """Return the texts of `COLUMNS`; numbers held are by rank of the pipeline."""
+        lost, found = " ".join(map(str, self.lost)), self.survivors
+        if found is None:
+            return lost, "ends", *[""] * (len(COLUMNS) - 2)
+        return (
+            lost,
+            f"{found.seconds:.4g}",
+            f"{found.slowdown - 1:.1%}",
+            f"{found.bound:.4g}",
+            f"{found.bound / found.undisturbed - 1:.1%}",
+            " ".join(map(str, found.held_undisturbed)),
+            " ".join(map(str, found.held)),
+        )
+
+    def to_dict(self) -> dict:
+        """Return the loss for JSON."""
+        lost = [str(each) for each in self.lost]
+        if self.survivors is None:
+            return {"lost": lost, "refusal": self.refusal}
+        found = self.survivors
+        return {
+            "lost": lost,
+            "seconds": found.seconds,
+            "undisturbed": found.undisturbed,
+            "bound": found.bound,
+            "slowdown": found.slowdown,
+            "held_undisturbed": list(found.held_undisturbed),
+            "held": list(found.held),
+            "sha256": found.schedule.sha256,
+        }
+
+
+def single_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
+    """Return the losses of one rank that differ: one for each rank of the pipeline."""
+    return [(ReplicaRank(0, rank),) for rank in range(num_ranks)]
+
+
+def double_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
+    """Return the losses of two ranks that differ: of the same replica, then of two replicas."""
+    of_one = [(ReplicaRank(0, one), ReplicaRank(0, other)) for one, other in combinations(range(num_ranks), 2)]
+    pairs = combinations_with_replacement(range(num_ranks), 2)
+    return of_one + [(ReplicaRank(0, one), ReplicaRank(1, other)) for one, other in pairs]
+
+
+def losses_of(
+    schedule: PipelineSchedule,
+    num_microbatches: int,
+    *,
+    num_replicas: int,
+    lost: Iterable[Sequence[ReplicaRank]],
+    costs: Costs | None = None,
+    most_held: int | None = None,
+) -> list[Loss]:
+    """Return what each of these losses comes to. The other arguments are those of `without`.
+
+    A loss that the job does not outlive has the reason. If it outlives none of them, ValueError is raised for the
+    first.
+    """
+    found, first = [], None
+    for each in lost:
+        try:
+            left = without(
+                schedule, num_microbatches, num_replicas=num_replicas, lost=each, costs=costs, most_held=most_held
+            )
+            found.append(Loss(tuple(each), left))
+        except ValueError as error:
+            first = first or error
+            found.append(Loss(tuple(each), None, str(error)))
+    if first is not None and all(each.survivors is None for each in found):
+        raise first
+    return found

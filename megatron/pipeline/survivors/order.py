@@ -1,0 +1,342 @@
+"""The order of computations on the ranks that are left.
+
+Two ways lead to rows:
+
+- **Merged.** Without a loss, the replicas run in step. So a rank runs its own computations and those that it takes
+  over in the order in which the whole job would start them, as the simulation of one replica says. Whatever a
+  computation waits for starts before it there. So such rows are free of deadlocks, and they repeat with every batch if
+  the schedule does.
+- **Listed.** Each rank starts what is ready: backwards first, then forwards while it holds few enough microbatches,
+  then the halves W of backwards, which fill its bubbles. So the work that it takes over moves to where it would have
+  been idle. Over each edge microbatches arrive in the order in which they were sent.
+
+Both are tried, the second with several numbers of microbatches that a rank may hold. Under weights that need no drain
+the second way begins what is ready in the order of the first, so that the rows repeat.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from megatron.pipeline.program.extent import Extent
+from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.survivors.sharing import Sharing
+
+_INPUT, _WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+_URGENCY = {Kind.BACKWARD: 0, _INPUT: 0, Kind.FORWARD: 1, _WEIGHT: 2}
+_MORE = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 16)
+_FEW_MORE = (0, 1, 2, 4)
+"""How many more microbatches than while no rank is lost a rank may hold, in the orders that are tried."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Rows of computations, as numbers of `Work`, with their time from a drained state to one, without updates.
+
+    Attributes:
+        starts: of each computation, in seconds.
+        held: for each rank, the largest number of microbatches between forward and end of backward, over its stages.
+    """
+
+    rows: list[list[int]]
+    starts: list[float]
+    seconds: float
+    held: tuple[int, ...]
+
+
+class Work:
+    """The computations of batches on the ranks that are left, numbered, and what waits for what.
+
+    Attributes:
+        extent: the extent of the batches.
+        rows: the merged rows, which hold every computation once, as numbers.
+        turns: of each rank, when it begins something among ranks that could at the same time.
+        computations: the computation of each number.
+        places: of each computation, the place of its microbatch (`Sharing.place`).
+        ranks, seconds: of each computation.
+        first: whether it is a forward of its rank's first stage.
+        held: the change in the number of microbatches that its rank holds, at its end.
+        num_awaited: the number of computations that each one waits for.
+        followers: the computations that wait for each one, with the seconds after its end from which on they may begin.
+        queues: for each computation, the number of what it shares with those that a rank has to begin in the order in
+            which they arrive.
+        priorities: two orders of all computations: backwards, then forwards, then W; and that of the merged rows.
+    """
+
+    def __init__(self, sharing: Sharing, costs: Costs, num_batches: int = 1) -> None:
+        self.extent = extent = sharing.extent_of(num_batches)
+        merged = merged_rows(sharing, num_batches)
+        self.computations = everything = [each for row in merged for each in row]
+        number = {each: at for at, each in enumerate(everything)}
+        self.rows = [[number[each] for each in row] for row in merged]
+        self.places = [sharing.place(each.microbatch) for each in everything]
+        of_turn = sorted(
+            range(len(merged)),
+            key=lambda at: (
+                sharing.ranks[at].rank,
+                (sharing.ranks[at].replica - sharing.first_lost) % sharing.num_replicas,
+            ),
+        )
+        self.turns = [of_turn.index(rank) for rank in range(len(merged))]
+        self.ranks = [extent.rank_of_stage[each.stage] for each in everything]
+        first_stages = {extent.stages_of(rank)[0] for rank in range(len(merged))}
+        self.first = [each.kind is Kind.FORWARD and each.stage in first_stages for each in everything]
+        self.held = [(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in everything]
+        places = [at for row in merged for at in range(len(row))]
+        urgencies = sorted(
+            range(len(everything)),
+            key=lambda at: (_URGENCY[everything[at].kind], self.places[at], -everything[at].stage),
+        )
+        urgency = [0] * len(everything)
+        for place, at in enumerate(urgencies):
+            urgency[at] = place
+        self.priorities = urgency, places
+        costs = sharing.costs(costs)
+        self.seconds = _seconds(extent, costs, everything)
+        self.followers = _followers(extent, costs, number)
+        self.num_awaited = [0] * len(everything)
+        sources: list[list[int]] = [[] for _ in everything]
+        for at, followers in enumerate(self.followers):
+            for follower, _ in followers:
+                self.num_awaited[follower] += 1
+                sources[follower].append(everything[at].stage)
+        queues: dict[tuple, int] = {}
+        self.queues = [
+            queues.setdefault((each.kind, each.stage, *sorted(sources[at])), len(queues))
+            for at, each in enumerate(everything)
+        ]
+
+    def with_rows(self, rows: list[list[int]]) -> Work:
+        """Return the same work with another order for ranks that keep the order of their rows."""
+        other = copy(self)
+        other.rows = rows
+        return other
+
+    def instructions(self, rows: list[list[int]]) -> Rows:
+        """Return rows of numbers as rows of instructions."""
+        return tuple(tuple(self.computations[at] for at in row) for row in rows)
+
+
+def _seconds(extent: Extent, costs: Costs, computations: Sequence[Instruction]) -> list[float]:
+    """Return the seconds of each computation, a backward with its recompute."""
+    seconds = {kind: list(each) for kind, each in costs.seconds(extent.num_stages).items()}
+    for stage in filter(extent.recomputes, range(extent.num_stages)):
+        for kind in (Kind.BACKWARD, _INPUT):
+            seconds[kind][stage] += seconds[Kind.RECOMPUTE][stage]
+    return [seconds[each.kind][each.stage] for each in computations]
+
+
+def _followers(extent: Extent, costs: Costs, number: Mapping[Instruction, int]) -> list[list[tuple[int, float]]]:
+    """Return what waits for each computation, with the seconds between."""
+    graph, rank_of_stage = extent.graph, extent.rank_of_stage
+    forward, backward, latency = costs.edges(len(graph.edges))
+    takers: dict[Tensor, list[list[tuple[int, float]]]] = {
+        tensor: [[] for _ in range(extent.num_stages)] for tensor in Tensor
+    }
+    for at, edge in enumerate(graph.edges):
+        crosses = rank_of_stage[edge.source] != rank_of_stage[edge.target]
+        takers[Tensor.ACTIVATION][edge.source].append((edge.target, crosses * (forward[at] + latency[at])))
+        if edge.gradient:
+            takers[Tensor.GRADIENT][edge.target].append((edge.source, crosses * (backward[at] + latency[at])))
+    backwards = {
+        (each.stage, each.microbatch): at for each, at in number.items() if each.kind in (Kind.BACKWARD, _INPUT)
+    }
+    found: list[list[tuple[int, float]]] = []
+    for each in number:
+        kind, stage, microbatch = each.kind, each.stage, each.microbatch
+        followers = []
+        if kind is Kind.FORWARD:
+            followers.append((backwards[stage, microbatch], 0.0))
+        elif kind is _INPUT:
+            followers.append((number[Instruction(_WEIGHT, stage, microbatch)], 0.0))
+        for other, takes in takers[kind.row.makes][stage] if kind.row.makes else ():
+            if extent.takes(other, microbatch):
+                is_forward = kind is Kind.FORWARD
+                following = number[Instruction(kind, other, microbatch)] if is_forward else backwards[other, microbatch]
+                followers.append((following, takes))
+        found.append(followers)
+    return found
+
+
+def merged_rows(sharing: Sharing, num_batches: int) -> Rows:
+    """Return the rows of the first batches, in the order in which undisturbed replicas start the computations."""
+    schedule, num_replicas, extent = sharing.schedule, sharing.num_replicas, sharing.extent
+    program = schedule.build((sharing.num_microbatches,) * num_batches)
+    timeline = simulate(program)  # in units of a forward, whose sums are exact
+    keyed: list[list[tuple[float, int, int, Instruction]]] = [[] for _ in sharing.ranks]
+    for rank, (row, starts) in enumerate(zip(program.rows, timeline.starts, strict=True)):
+        for at, (each, start) in enumerate(zip(row, starts, strict=True)):
+            if not each.kind.is_computation or each.kind is Kind.RECOMPUTE:
+                continue
+            for replica in range(num_replicas):
+                microbatch = each.microbatch * num_replicas + replica
+                stage = sharing.number_of[each.stage, sharing.takers[rank][microbatch % sharing.batch_size]]
+                found = start, at, sharing.place(microbatch), Instruction(each.kind, stage, microbatch)
+                keyed[extent.rank_of_stage[stage]].append(found)
+    return tuple(tuple(each for *_, each in sorted(row, key=itemgetter(0, 1, 2))) for row in keyed)
+
+
+def run(work: Work, most_held: Sequence[int] | None = None, priority: Sequence[int] = ()) -> Ordered | None:
+    """Run the computations of a batch, and return the order in which the ranks have started them.
+
+    Args:
+        work: the computations.
+        most_held: for each rank, the number of microbatches with which it begins no other one at its first stage; None:
+            each rank keeps the order of the merged rows.
+        priority: of each computation; of those that are ready a rank begins the one with the least.
+
+    Returns:
+        None if ranks wait for one another.
+    """
+    num_ranks, num_awaited, ranks, seconds = len(work.rows), list(work.num_awaited), work.ranks, work.seconds
+    keeps_rows = most_held is None
+    ready_at, starts = [0.0] * len(num_awaited), [0.0] * len(num_awaited)
+    queues: list[dict[int, deque[int]]] = [{} for _ in range(num_ranks)]
+    done: list[list[int]] = [[] for _ in range(num_ranks)]
+    free_at, held, peaks = [0.0] * num_ranks, [0] * num_ranks, [0] * num_ranks
+    wakes: list[tuple[float, int, int]] = []
+
+    def becomes_ready(each: int) -> None:
+        rank = ranks[each]
+        if not keeps_rows:
+            queues[rank].setdefault(work.queues[each], deque()).append(each)
+        heapq.heappush(wakes, (max(ready_at[each], free_at[rank]), work.turns[rank], rank))
+
+    def chosen(rank: int, now: float) -> int | None:
+        if keeps_rows:
+            row, at = work.rows[rank], len(done[rank])
+            each = row[at] if at < len(row) else None
+            return each if each is not None and not num_awaited[each] and ready_at[each] <= now else None
+        heads = [queue[0] for queue in queues[rank].values() if queue and ready_at[queue[0]] <= now]
+        if held[rank] >= most_held[rank]:
+            heads = [each for each in heads if not work.first[each]]
+        return min(heads, key=priority.__getitem__, default=None)
+
+    for row in work.rows:
+        for each in sorted(row, key=work.places.__getitem__):
+            if not num_awaited[each]:
+                becomes_ready(each)
+    while wakes:
+        now, _, rank = heapq.heappop(wakes)
+        if now < free_at[rank] or (each := chosen(rank, now)) is None:
+            continue
+        if not keeps_rows:
+            queues[rank][work.queues[each]].popleft()
+        done[rank].append(each)
+        starts[each] = now
+        free_at[rank] = end = now + seconds[each]
+        held[rank] += work.held[each]
+        peaks[rank] = max(peaks[rank], held[rank])
+        heapq.heappush(wakes, (end, work.turns[rank], rank))
+        for follower, takes in work.followers[each]:
+            ready_at[follower] = max(ready_at[follower], end + takes)
+            num_awaited[follower] -= 1
+            if not num_awaited[follower]:
+                becomes_ready(follower)
+    if any(len(row) != len(own) for row, own in zip(done, work.rows, strict=True)):
+        return None
+    return Ordered(done, starts, max(free_at), tuple(peaks))
+
+
+def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
+    """Return how many microbatches each rank of a replica holds at most while no rank is lost, over its stages."""
+    schedule = sharing.schedule
+    return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
+
+
+def _caps(sharing: Sharing, limit: int, more: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how many microbatches each rank may hold: as many as while no rank is lost, and some more or fewer."""
+    own = held_undisturbed(sharing)
+    found = (tuple(max(1, min(limit, own[rank] + each)) for _, rank in sharing.ranks) for each in more)
+    return list(dict.fromkeys(found))
+
+
+def drained_orders(sharing: Sharing, costs: Costs, limit: int) -> tuple[Work, list[Ordered]]:
+    """Return orders of a schedule that drains after each batch, the fastest first.
+
+    Args:
+        sharing: the ranks that are left.
+        costs: the costs of the model's stages and edges.
+        limit: the number of microbatches that a rank may hold, over its stages; not all orders keep it.
+    """
+    work = Work(sharing, costs)
+    tried = [run(work)]
+    for priority in work.priorities:
+        known: set[tuple[int, ...]] = set()
+        for caps in _caps(sharing, limit, _MORE):
+            tried += _within(work, caps, priority, limit, known)
+    found = [each for each in tried if each is not None]
+    return work, sorted(found, key=lambda each: (each.seconds, max(each.held), sum(each.held)))
+
+
+def _within(
+    work: Work, caps: tuple[int, ...], priority: Sequence[int], limit: int, known: set[tuple[int, ...]]
+) -> Iterator[Ordered | None]:
+    """Run the computations, and again where ranks of several stages hold more than the limit, so that these begin less.
+
+    `known`: the caps that have been tried; those that are tried here join them.
+    """
+    while caps not in known:
+        known.add(caps)
+        yield (ordered := run(work, caps, priority))
+        if ordered is not None:
+            over = (max(0, held - limit) for held in ordered.held)
+            caps = tuple(max(1, cap - each) for cap, each in zip(caps, over, strict=True))
+
+
+def steady_orders(sharing: Sharing, costs: Costs, limit: int, num_batches: int) -> tuple[Work, list[Ordered]]:
+    """Return orders of batches that follow one another without a drain, with their time at `costs`.
+
+    Those that repeat with every batch come first, and of these the fastest that keep the limit.
+
+    Ranks begin what is ready in the order of the merged rows, while they hold few enough microbatches. Where such an
+    order does not settle, one of its batches is made the pattern of all.
+    """
+    real, found = Work(sharing, costs, num_batches), {}
+    caps = _caps(sharing, limit, _FEW_MORE)
+    for work in dict.fromkeys((real, real if costs == Costs() else Work(sharing, Costs(), num_batches))):
+        listed = [run(work), *(run(work, each, work.priorities[1]) for each in caps)]
+        for ordered in filter(None, listed):
+            rows = ordered.rows if _repeats(work, ordered.rows, num_batches) else _patterned(work, ordered, num_batches)
+            if (key := tuple(map(tuple, rows))) not in found and (timed := run(real.with_rows(rows))):
+                found[key] = timed
+    return real, sorted(found.values(), key=lambda each: (max(each.held) > limit, each.seconds, max(each.held)))
+
+
+def _repeats(work: Work, rows: list[list[int]], num_batches: int) -> bool:
+    """Whether the computations of each rank are those of a batch before, before the last batch begins to drain."""
+    size = work.extent.batches[0]
+    for row in rows:
+        whole = len(row) // num_batches
+        words = [work.computations[each] for each in row[len(row) - 3 * whole : len(row) - whole]]
+        for each, later in zip(words[:whole], words[whole:], strict=True):
+            if (later.kind, later.stage, later.microbatch) != (each.kind, each.stage, each.microbatch + size):
+                return False
+    return True
+
+
+def _patterned(work: Work, ordered: Ordered, num_batches: int) -> list[list[int]]:
+    """Return rows in the order of the starts that a late batch has, each batch as long behind the one before.
+
+    Whatever a computation waits for is of its microbatch and starts before it, so ranks do not wait for one another.
+    """
+    size, pattern = work.extent.batches[0], num_batches - 3
+    number = {each: at for at, each in enumerate(work.computations)}
+    of_pattern = [each for each in work.computations if each.microbatch // size == pattern]
+    later = (number[replace(each, microbatch=each.microbatch + size)] for each in of_pattern)
+    period = max(ordered.starts[at] - ordered.starts[number[each]] for each, at in zip(of_pattern, later, strict=True))
+
+    def start(at: int) -> float:
+        each = work.computations[at]
+        batch, position = divmod(each.microbatch, size)
+        alike = number[replace(each, microbatch=pattern * size + position)]
+        return ordered.starts[alike] + (batch - pattern) * period
+
+    return [sorted(row, key=start) for row in ordered.rows]
