@@ -262,7 +262,7 @@ def _require_shares(copies: Sequence[Copy]) -> None:
     for number, copy in enumerate(copies):
         if not copy.positions:
             raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
-    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    num_positions = num_positions_of(copies)
     for stage in stages:
         counts = Counter(at for copy in copies if copy.stage == stage for at in copy.positions)
         wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]
