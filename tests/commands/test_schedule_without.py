@@ -12,7 +12,7 @@ JOB = ["without", "--schedule", "flush", "--stages", "4", "--microbatches", "8",
 
 
 def test_every_loss_of_one_rank(capsys, tmp_path):
-    """One row for each rank of the pipeline, plain in a pipe; times of 33 while no rank is lost, and the same as JSON."""
+    """One row for each rank of the pipeline, plain in a pipe; 33 while no rank is lost; and the same as JSON."""
     assert main([*JOB, "--json", str(tmp_path / "losses.json")]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "lost" and "slower at least" in head and "\x1b" not in head

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
+from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, Cluster, Configuration, RankMemory, device_gib
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -39,7 +40,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     if args.data_parallel_size == 1 or args.skip_train:
         return None
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
-    if reason := _refusal(args):
+    if reason := _refusal(args, size):
         return LostRanks((), (f"a lost rank ends this job: {reason}",))
     num_batches = 1 if schedule.weights.drains else 6
     work = 2 * schedule.num_stages * schedule.num_ranks * size * args.data_parallel_size * num_batches
@@ -61,8 +62,15 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     return LostRanks(tuple(found), (*refused, *_memory_lines(args, found, memory)), seconds=costs is not None)
 
 
-def _refusal(args: TrainConfig) -> str | None:
-    """The reason why replicas are no copies of each other, or do not stay them; None where they are."""
+def _refusal(args: TrainConfig, size: int) -> str | None:
+    """The reason why no program without a rank can go on with the job; None where one may.
+
+    `size`: the number of microbatches of a batch.
+    """
+    try:
+        Sharing(args.schedule, size, args.data_parallel_size, frozenset(single_losses(1)[0]))
+    except ValueError as error:
+        return str(error)
     if args.use_distributed_optimizer:
         return (
             "with --use-distributed-optimizer each part of the optimizer's state is on one replica only; leave it out, "

@@ -1,5 +1,7 @@
 """The programs of ranks that are left: proved, timed as they are simulated, within memory; and what is refused."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 
@@ -12,6 +14,7 @@ from megatron.pipeline.survivors import ReplicaRank, without
 from megatron.pipeline.survivors.sharing import Sharing
 from tests.pipeline.survivors.jobs import ACCEPTED, Job, jobs, schedule_of
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 DRAINED = tuple(name for name in ACCEPTED if name != "2bw")
 
 
@@ -162,3 +165,20 @@ def test_the_peers_take_the_lost_microbatches_in_turn():
     first, second, *others = [copy.positions for copy in sharing.extent.copies]
     assert (first, second) == ((0, 3, 4, 6, 9, 10), (1, 2, 5, 7, 8, 11))
     assert others == [(0, 3, 6, 9), (1, 4, 7, 10), (2, 5, 8, 11)]
+
+
+def test_the_golden_file():
+    """Three pipelines of four ranks, 6 microbatches each, as in the figures of ReCycle (SOSP 2024); rank 1.2 is lost.
+
+    Ranks 0.2 and 2.2 take three of its microbatches each, with 9 of 3 units, and start behind two forwards.
+    """
+    left = without(schedule_of("flush", 4), 6, num_replicas=3, lost=[ReplicaRank(1, 2)])
+    golden = Program.from_csv((GOLDEN / "without_p4_d3_m6.csv").read_text())
+    assert left.schedule.program == golden
+    check(golden)
+    taken = {position for copy in golden.copies if copy.stage == 2 for position in copy.positions if position % 3 == 1}
+    assert taken == {1, 4, 7, 10, 13, 16} and [len(copy.positions) for copy in golden.copies if copy.stage == 2] == [
+        9,
+        9,
+    ]
+    assert (left.undisturbed, left.bound, left.seconds) == (27, 33, 33)
