@@ -24,6 +24,7 @@ COMMANDS = {
     "convert_checkpoint": "turn Hugging Face models into checkpoints, and back",
     "merge_adapter": "merge a LoRA adapter into its model",
     "text_generation": "continue a prompt with a trained GPT",
+    "launch": "start the processes of a job that can go on without some of them",
     "plot_metrics": "draw the loss curves of runs",
     "plot_memory": "draw the peak of saved activations on each pipeline rank",
     "plot_changes": "draw the course of a run that changes its pipeline",

@@ -19,6 +19,7 @@ TOOLS = {  # a library that each imports, and the words with which it does
     "convert_checkpoint": ("megatron.documents.command_line", ["--help"]),
     "environment": ("pip", []),
     "grid_search": ("megatron.commands.grid_search.search", ["search", "--help"]),
+    "launch": ("torch", ["--help"]),
     "merge_adapter": ("megatron.documents.command_line", ["--help"]),
     "partition": ("megatron.partition", ["--graph", "none"]),
     "plot_memory": ("megatron.trainer.report.metrics", ["--help"]),

@@ -9,12 +9,12 @@ between two copies carries only the microbatches that both take.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank
+from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 
 _MOST_POSITIONS = 1 << 20  # in a batch; a text that names more is a slip
 _TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)")
@@ -75,9 +75,35 @@ def _runs(positions: Sequence[int]) -> list[str]:
     return runs
 
 
+class Share(NamedTuple):
+    """The share of a copy in each batch.
+
+    Attributes:
+        positions: the positions in a batch of the microbatches that it takes, ascending.
+        num_positions: the number of positions over all copies of the stage.
+    """
+
+    positions: tuple[int, ...]
+    num_positions: int
+
+    def takes(self, position: int) -> bool:
+        """Whether the copy takes the microbatch at a position of a batch."""
+        return position % self.num_positions in self.positions
+
+
+def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
+    """Return the share of a stage of a program; None if the program has no copies."""
+    return Share(copies[stage].positions, num_positions_of(copies)) if copies else None
+
+
+def num_positions_of(copies: Sequence[Copy]) -> int:
+    """Return the number of positions in a batch that the copies of each stage of the model share."""
+    return sum(len(copy.positions) for copy in copies if copy.stage == 0)
+
+
 def taken_of(copies: Sequence[Copy], batches: Sequence[int]) -> tuple[frozenset[int], ...]:
     """Return for each copy the microbatches that it takes of batches of these sizes, counted from the first one."""
-    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    num_positions = num_positions_of(copies)
     starts = list(accumulate(batches, initial=0))
     return tuple(
         frozenset(
@@ -108,6 +134,54 @@ def edges_of_copies(copies: Sequence[Copy], edges: Iterable[Edge]) -> tuple[Edge
         for target in of_stage[edge.target]
         if not taken[source].isdisjoint(taken[target])
     )
+
+
+def graph_of_model(copies: Sequence[Copy], edges: Iterable[Edge]) -> StageGraph:
+    """Return the stages of the model with their edges, from the copies and the edges between these."""
+    joined = {Edge(copies[edge.source].stage, copies[edge.target].stage, edge.gradient) for edge in edges}
+    return StageGraph.of(max(copy.stage for copy in copies) + 1, sorted(joined))
+
+
+class PeersOfCopy:
+    """With which copies a copy exchanges the tensors of each microbatch: one of each neighbouring stage of the model.
+
+    Args:
+        copies: the copy that each stage of a program is.
+        stage: the stage of the program that exchanges tensors.
+        peers: the stages of the program to which it has edges for one kind of tensor.
+    """
+
+    def __init__(self, copies: Sequence[Copy], stage: int, peers: Iterable[int]) -> None:
+        self._num_positions = num_positions_of(copies)
+        self._at: dict[int, dict[int, int]] = {position: {} for position in copies[stage].positions}
+        for peer in sorted(peers):
+            for position in self._at.keys() & copies[peer].positions:
+                self._at[position][copies[peer].stage] = peer
+
+    def of(self, position: int) -> Mapping[int, int]:
+        """Return stage of the model -> its copy, for the microbatch at a position of a batch. KeyError: not taken."""
+        return self._at[position % self._num_positions]
+
+
+def ranks_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold copies of the stages of a rank, ascending, with the rank itself.
+
+    Raises:
+        ValueError: the stages of the rank have copies on different ranks.
+    """
+    found = {
+        copies[stage].stage: tuple(
+            sorted(rank_of_stage[other] for other, copy in enumerate(copies) if copy.stage == copies[stage].stage)
+        )
+        for stage in stages_of(rank_of_stage, rank)
+    }
+    if len({*found.values()}) > 1:
+        raise ValueError(
+            f"stages of rank {rank} have copies on different ranks, stage {' and stage '.join(map(str, found))} of the "
+            f"model on {' and '.join(map(str, found.values()))}; one reduction sums the gradients of a rank, so let "
+            "ranks hold copies of the same stages"
+        )
+    return next(iter(found.values()))
 
 
 def graph_of_copies(copies: Sequence[Copy], num_stages: int, edges: Sequence[Edge] = ()) -> StageGraph:
@@ -180,18 +254,18 @@ def _require_shares(copies: Sequence[Copy]) -> None:
     stages = sorted({copy.stage for copy in copies})
     if stages != list(range(len(stages))):
         raise ValueError(f"the copies are of the stages {stages} of the model; number these 0, 1, ... without a gap")
-    everything = {
-        stage: sorted(at for copy in copies if copy.stage == stage for at in copy.positions) for stage in stages
-    }
-    num_positions = len(everything[0])
     for number, copy in enumerate(copies):
         if not copy.positions:
             raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
-    for stage, positions in everything.items():
-        if positions != list(range(num_positions)):
+    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    for stage in stages:
+        counts = Counter(at for copy in copies if copy.stage == stage for at in copy.positions)
+        wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]
+        if wrong:
+            at = min(wrong)
             raise ValueError(
-                f"the copies of stage {stage} of the model take the positions {','.join(_runs(positions))} of a batch; "
-                f"each of 0 to {num_positions - 1} has to be taken once, as many as at stage 0"
+                f"position {at} of a batch is taken by {counts[at]} of the copies of stage {stage} of the model; each "
+                f"of 0 to {num_positions - 1}, as many as at stage 0, has to be taken by one, and no other"
             )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.distributed import Store, distributed_c10d
 
 from megatron.documents import counted
+from megatron.pipeline.program.copies import graph_of_model
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
 from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder, Residency
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
@@ -32,6 +33,7 @@ from megatron.pipeline.runtime.contract.stage import (
     take_losses,
 )
 from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tracer
+from megatron.pipeline.runtime.copied_stages import require_copyable
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
@@ -52,15 +54,16 @@ class PipelineEngine:
 
     Args:
         schedule: the schedule of the pipeline's programs.
-        stage: the rank's stage, or a list of its stages in ascending order.
+        stage: the rank's stage, or a list of its stages in ascending order. Where stages of the schedule are copies,
+            each is the stage of the model of which the schedule has a copy here.
         update: the weight update of these stages.
         ranks: global ranks of this pipeline in pipeline order (default: all ranks).
         timeout: how long a rank waits for a transfer or a reduction.
         backend: "gloo" or "nccl", for the transfers between stages.
         device: the device of the stages' tensors.
         store: the store through which the pipeline's ranks connect (default: the default group's).
-        metrics_group: the group over which evaluation sums losses (default: all ranks of the job). Only the main
-            thread uses it.
+        metrics_group: the group over which evaluation sums losses, as a torch.distributed group or a bare backend
+            (default: all ranks of the default group). Only the main thread uses it.
         tracer: records when instructions start and end; None: nothing is traced.
         first_batch, first_microbatch: the numbers at which a run resumes from a checkpoint, else 0.
         activation_memory: the memory with which this rank's stages were built. Needed to count activations and to
@@ -127,8 +130,12 @@ class PipelineEngine:
                 f"give it {counted(len(ranks) * schedule.num_virtual_stages, 'stage')}"
             )
         due = list(schedule.stages_of(self._rank))
-        if (given := [stage.index for stage in self._stages]) != due:
-            raise ValueError(f"the schedule puts stages {due} on this rank; give these in this order, not {given}")
+        of_model = [schedule.copies[each].stage for each in due] if schedule.copies else due
+        if (given := [stage.index for stage in self._stages]) != of_model:
+            raise ValueError(f"the schedule puts stages {of_model} on this rank; give these in this order, not {given}")
+        if schedule.copies:
+            require_copyable(schedule)
+        numbered = dict(zip(due, self._stages, strict=True))
         if schedule.residency is not None and not isinstance(update, RelayUpdate):
             raise ValueError(
                 f"the schedule keeps weights on the host, and {type(update).__name__} has them on the device; give a "
@@ -153,7 +160,7 @@ class PipelineEngine:
             rank_of_stage=rank_of_stage,
             edges=schedule.edges,
             rank=self._rank,
-            stages=self._stages,
+            stages=numbered,
             timeout=timeout,
             backend=backend,
             device=self._device,
@@ -161,7 +168,7 @@ class PipelineEngine:
             moves_activations=moves,
             on_error=failure_guard.report,
         )
-        own = self._channels.name_of(self._stages[0].index)
+        own = self._channels.name_of(due[0])
         self.saved = SavedMicrobatches(due, deferred_bytes)
         self._lanes = self.stash = None
         if schedule.residency is not None or schedule.swaps:
@@ -205,13 +212,14 @@ class PipelineEngine:
                 pairs=schedule.pairs,
                 timeout=timeout,
             )
-        if schedule.edges and not schedule.num_frozen and not isinstance(self._stages[0], GraphStage):
+        joined = graph_of_model(schedule.copies, schedule.edges) if schedule.copies else schedule.graph
+        if not (joined.is_chain or joined.num_frozen or isinstance(self._stages[0], GraphStage)):
             raise ValueError(
                 f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
                 f"{type(self._stages[0]).__name__} is for a chain; give stages of a graph, such as GraphModuleStage"
             )
         self._executor = Executor(
-            self._stages,
+            numbered,
             update,
             self._channels,
             self._chain,
@@ -219,6 +227,7 @@ class PipelineEngine:
             self.saved,
             graph=schedule.graph,
             weights=schedule.weights,
+            copies=schedule.copies,
             transfers=self._transfers,
             lanes=self._lanes,
             stash=self.stash,
@@ -298,7 +307,7 @@ class PipelineEngine:
         """
         if not self._drained:
             raise RuntimeError("evaluation needs a drained pipeline; call drain() before it")
-        self._executor.run_evaluation(self._stream.evaluation(num_microbatches)[self._rank])
+        self._executor.run_evaluation(self._stream.evaluation(num_microbatches)[self._rank], num_microbatches)
         self._executor.settle()
         return self._sum_losses(take_losses(self._stages, EVALUATION_BATCH))
 
@@ -325,8 +334,25 @@ class PipelineEngine:
             batches=self.tracer.batches(),
             spans=self.tracer.spans(),
             edges=self.schedule.edges,
+            copies=self.schedule.copies,
             deferred_bytes=self.tracer.deferred_bytes(),
         )
+
+    def abandon(self, timeout: float) -> list[BatchReport]:
+        """Give up what is in flight after another rank was lost, and return the reports of batches that have stepped.
+
+        The connections to other ranks are broken (`failure.connections`), so all waits of the threads fail. The stages
+        and the update keep what they have saved of batches in flight. The engine cannot be used afterwards.
+
+        Raises:
+            RuntimeError: a thread that reduces gradients has not ended after `timeout` seconds. It might still write.
+        """
+        ended = [chain.abandon(timeout) for chain in (self._chain, self._late_chain)]
+        self._channels.abandon(timeout)
+        if not all(ended):
+            raise RuntimeError(f"a reduction of gradients has not ended {timeout:g} s after its connections broke")
+        reports = self._executor.reports
+        return [reports[batch] for batch in sorted(reports)]
 
     def close(self) -> None:
         """Stop the threads. Call it on all ranks while the pipeline is drained. Not needed after a failure."""
@@ -378,8 +404,11 @@ class PipelineEngine:
     def _sum_losses(self, losses: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         names = self._stages[0].loss_names
         sums = torch.tensor([losses.get(name, (0.0, 0.0)) for name in names], dtype=torch.float64, device=self._device)
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size(self._metrics_group) > 1:
-            torch.distributed.all_reduce(sums, group=self._metrics_group)
+        group = self._metrics_group
+        if group is None and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        if group is not None and group.size() > 1:
+            group.allreduce([sums]).wait()
         return {name: (sums[i, 0].item(), sums[i, 1].item()) for i, name in enumerate(names)}
 
     def _doing(self) -> tuple[str, int | None]:

@@ -15,17 +15,21 @@ microbatches.
 The owner sends the value that its own forward uses. A prediction or a provisional step changes this value within one
 version. With provisional steps it is sent up to min(m, k + 1) times for a batch of m microbatches and an owner of
 depth k.
+
+Copies: where several stages of a program are copies of one stage of the model, a microbatch comes from one copy of each
+neighbouring stage, and goes to one. Stages name each other by the stages of the model, and `Exchange` finds the copies.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
+from megatron.pipeline.program.copies import Copy, PeersOfCopy
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
@@ -83,6 +87,9 @@ class Exchange:
     """The tensors that the stages of one rank exchange with each other and with other ranks.
 
     Args:
+        stages: the stages of the rank, by their numbers in the program.
+        graph: the edges between the stages of the program.
+        copies: the copy of a stage of the model that each stage of the program is; empty: there are no copies.
         about: returns the microbatch with a given index.
         waited: called after each wait for a transfer.
         on_boundary: called with each tensor that stages exchange or that arrives from another rank, and with None where
@@ -91,6 +98,9 @@ class Exchange:
     Attributes:
         most_unread: stage of this rank that only runs forwards (frozen) -> how many unread outputs it may have; None:
             any number.
+
+    Raises:
+        ValueError: stages are copies, and share parameters over their edges.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class Exchange:
         weights: WeightPolicy,
         channels: Channels,
         *,
+        copies: Sequence[Copy] = (),
         about: Callable[[int], Microbatch],
         waited: Callable[[], None],
         on_boundary: Callable[[Tensor | None], None],
@@ -111,7 +122,9 @@ class Exchange:
         self._about, self._waited, self._on_boundary = about, waited, on_boundary
         # The stages of a chain: they exchange single tensors, without a tuple and without packing.
         self._alone = frozenset(index for index, stage in stages.items() if not isinstance(stage, GraphStage))
-        self._graph = graph
+        self._graph, self._copies = graph, tuple(copies)
+        if copies:
+            self._require_unshared()
         self._peer_of = cache(lambda kind, stage, peer: graph.peer_of(Instruction(kind, stage, peer=peer)))
         self._named = cache(lambda kind, stage, peer: graph.named_peer(Instruction(kind, stage), peer))
         self._shared = SharedParameters(graph, weights)
@@ -119,6 +132,16 @@ class Exchange:
         # (from, to, microbatch) -> a result that waits for its SEND, or for a stage of this rank.
         # What a stage of a graph sends has its form beside it: by its SEND the microbatch may be forgotten.
         self._handed: dict[tuple[int, int, int], Any] = {}
+
+    def _require_unshared(self) -> None:
+        for number, stage in self._stages.items():
+            for other, edge in () if number in self._alone else stage.edges.items():
+                if edge.activations.has_shared or edge.gradients.has_shared:
+                    raise ValueError(
+                        f"stages {stage.index} and {other} of the model share a parameter over their edge, and each "
+                        "has several copies, of which one alone would get its value; run without copies, or do not "
+                        "share it"
+                    )
 
     def begin_batch(self, batch: int, microbatches: range) -> None:
         """Add the next batch of the run."""
@@ -146,6 +169,8 @@ class Exchange:
         RECV_F for activations, RECV_B for gradients.
         """
         peers, stages, pop = self._graph.makers(kind.row.receives, index), self._stages, self._handed.pop
+        if self._copies:
+            return self._taker_of_copy(kind, index, PeersOfCopy(self._copies, index, peers))
         if index in self._alone:
             if not peers:
                 return lambda instruction: None
@@ -167,6 +192,24 @@ class Exchange:
 
         return take
 
+    def _taker_of_copy(self, kind: Kind, index: int, peers: PeersOfCopy) -> Callable[[Instruction], Any]:
+        stages, pop, about = self._stages, self._handed.pop, self._about
+
+        def take(instruction: Instruction) -> dict[int, Any]:
+            taken, microbatch = {}, instruction.microbatch
+            for of_model, peer in peers.of(about(microbatch).position).items():
+                if peer in stages:
+                    taken[of_model] = pop((peer, index, microbatch))
+                elif index in self._alone:
+                    taken[of_model] = self._waited_for(kind, self._named(kind, index, peer), instruction)
+                else:
+                    taken[of_model] = self._received(kind, instruction, peer)
+            return taken
+
+        if index in self._alone:
+            return lambda instruction: next(iter(take(instruction).values()), None)
+        return take
+
     def giver(self, kind: Kind, index: int) -> Callable[[Instruction, Any], None]:
         """Return the function that keeps the results of a computation of stage `index`.
 
@@ -175,6 +218,8 @@ class Exchange:
         """
         peers, handed, on_boundary = self._graph.takers(kind.row.sends, index), self._handed, self._on_boundary
         stages = self._stages
+        if self._copies:
+            return self._giver_of_copy(index, PeersOfCopy(self._copies, index, peers))
 
         def give_alone(instruction: Instruction, made: Tensor | None) -> None:
             on_boundary(made)
@@ -197,6 +242,25 @@ class Exchange:
 
         return give
 
+    def _giver_of_copy(self, index: int, peers: PeersOfCopy) -> Callable[[Instruction, Any], None]:
+        handed, stages, about, is_alone = self._handed, self._stages, self._about, index in self._alone
+
+        def give(instruction: Instruction, made: Any) -> None:
+            microbatch = instruction.microbatch
+            for of_model, peer in peers.of(about(microbatch).position).items():
+                if is_alone:
+                    self._on_boundary(made)
+                    if made is not None:  # a stage gives no gradient to a frozen one
+                        handed[index, peer, microbatch] = made
+                    continue
+                here = peer in stages
+                form = None if here else self._travelling(index, peer, microbatch)
+                handed[index, peer, microbatch] = made[of_model] if here else (form, made[of_model])
+                for tensor in made[of_model]:
+                    self._on_boundary(tensor)
+
+        return give
+
     def send(self, instruction: Instruction) -> None:
         """Start the transfer of a SEND. A frozen rank first waits while too many of its outputs are unread.
 
@@ -207,6 +271,11 @@ class Exchange:
             self._channels.wait_until_read(instruction, self.most_unread[stage] - 1)
             self._waited()
         if stage in self._alone:
+            if self._copies:
+                peer = self._peer_of(kind, stage, instruction.peer)
+                tensor = self._handed.pop((stage, peer, microbatch))
+                self._channels.post_send(kind, stage, microbatch, tensor, self._named(kind, stage, peer))
+                return
             tensor = self._handed.pop((stage, stage + (1 if kind is Kind.SEND_F else -1), microbatch))
             self._channels.post_send(kind, stage, microbatch, tensor)
             return
@@ -221,7 +290,10 @@ class Exchange:
         """Start the transfer of a RECV, unless no tensor moves with this microbatch."""
         kind, stage, microbatch = instruction.kind, instruction.stage, instruction.microbatch
         if stage in self._alone:
-            self._channels.post_receive(kind, stage, microbatch)
+            peer = None
+            if self._copies:
+                peer = self._named(kind, stage, self._peer_of(kind, stage, instruction.peer))
+            self._channels.post_receive(kind, stage, microbatch, peer)
             return
         peer = self._peer_of(kind, stage, instruction.peer)
         spec = self._travelling(peer, stage, microbatch).spec_of(self._present(peer, stage, microbatch))
@@ -247,10 +319,13 @@ class Exchange:
     def _travelling(self, source: int, target: int, microbatch: int | None = None) -> TravellingTensors:
         """Return the tensors that stage `source` sends to stage `target`; one of the two is on this rank.
 
-        `microbatch`: the one whose shapes they have; None: where only their number and owners matter.
+        Both are stages of the program. `microbatch`: the one whose shapes they have; None: where only their number and
+        owners matter.
         """
         own, other = (source, target) if source in self._stages else (target, source)
         stage = self._stages[own]
+        if self._copies:
+            other = self._copies[other].stage
         edge = (stage.edges if microbatch is None else stage.edges_at(self._about(microbatch)))[other]
         return edge.activations if source < target else edge.gradients
 

@@ -22,6 +22,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import (
     EVALUATES,
@@ -74,13 +75,14 @@ class Executor:
     """Executes rows on the stages of one rank.
 
     Args:
-        stages: the rank's stages.
+        stages: the rank's stages, by their numbers in the program.
         update: their weight update; a `StagewiseUpdate` where `weights` refreshes.
         channels: the rank's links to other ranks.
         chain: runs the reductions for which a STEP waits.
         late_chain: runs the reductions that stand behind their STEP.
         saved: counter of the saved microbatches.
         graph: the edges between all stages of the pipeline.
+        copies: see `Exchange`.
         weights: the schedule's weight policy.
         transfers: moves saved microbatches between paired ranks and updates `saved`; None: the rows have no moves.
         lanes: carry weights, gradients and stashed inputs between device and host, where `update` is a `RelayUpdate`;
@@ -98,7 +100,7 @@ class Executor:
 
     def __init__(
         self,
-        stages: Sequence[AnyStage],
+        stages: Mapping[int, AnyStage],
         update: AnyUpdate,
         channels: Channels,
         chain: Chain,
@@ -107,6 +109,7 @@ class Executor:
         *,
         graph: StageGraph,
         weights: WeightPolicy,
+        copies: Sequence[Copy] = (),
         transfers: ActivationTransfers | None = None,
         lanes: Lanes | None = None,
         stash: InputStash | ActivationStash | None = None,
@@ -114,7 +117,7 @@ class Executor:
         stop_requests: Callable[[], int] = lambda: 0,
         on_boundary: Callable[[Tensor | None], None] = lambda tensor: None,
     ) -> None:
-        self._stages = {stage.index: stage for stage in stages}
+        self._stages = dict(stages)
         self._update = update
         self._steps_alone = weights.refreshes
         self._relays = isinstance(update, RelayUpdate)
@@ -133,7 +136,7 @@ class Executor:
         self._tracer = tracer
         self._stop_requests = stop_requests
         self._exchange = Exchange(
-            self._stages, graph, weights, channels, about=lambda index: self._microbatches[index],
+            self._stages, graph, weights, channels, copies=copies, about=lambda index: self._microbatches[index],
             waited=self._waited, on_boundary=on_boundary,
         )  # fmt: skip
         self._frozen = self._exchange.most_unread
@@ -206,13 +209,12 @@ class Executor:
         }
         self._run(self._resolve(row, self._training), tracer=self._tracer)
 
-    def run_evaluation(self, row: Sequence[Instruction]) -> None:
-        """Execute a row of forwards that save nothing. Call it only while the pipeline is drained."""
+    def run_evaluation(self, row: Sequence[Instruction], num_microbatches: int) -> None:
+        """Execute a row of forwards of the microbatches 0, 1, ... that save nothing. Call it only while drained."""
         self._update.begin_evaluation()
         training_microbatches, self._microbatches = self._microbatches, {}
         try:
-            forwards = {each.microbatch for each in row if each.kind is Kind.FORWARD}
-            self.add_batch(BatchInfo(EVALUATION_BATCH, len(forwards), 0), min(forwards, default=0))
+            self.add_batch(BatchInfo(EVALUATION_BATCH, num_microbatches, 0), 0)
             self._run(self._resolve(row, self._evaluation), tracer=None)
         finally:
             self._microbatches = training_microbatches
@@ -309,7 +311,7 @@ class Executor:
             stage.load_provisional(instruction.version, instruction.unstepped)
         else:
             stage.load_version(instruction.version)
-        stepping = self._stepping[stage.index]
+        stepping = self._stepping[instruction.stage]
         if stepping.with_forwards != batch:
             stepping.with_forwards = batch
             stepping.update.begin_forward(self._batches[batch], instruction.version)
@@ -321,8 +323,8 @@ class Executor:
         self._infer(stage, microbatch, instruction)
 
     def _infer(self, stage: AnyStage, microbatch: Microbatch, instruction: Instruction) -> None:
-        output = stage.forward_only(microbatch, self._take_input[stage.index](instruction))
-        self._give_output[stage.index](instruction, output)
+        output = stage.forward_only(microbatch, self._take_input[instruction.stage](instruction))
+        self._give_output[instruction.stage](instruction, output)
 
     def _recompute(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
@@ -334,36 +336,37 @@ class Executor:
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
         self._bring_back(stage, instruction)
-        input_grad = stage.backward(microbatch, self._take_output_grad[stage.index](instruction))
+        input_grad = stage.backward(microbatch, self._take_output_grad[instruction.stage](instruction))
         self._let_go(instruction)
-        self._end_backward(stage.index, microbatch)
-        self._give_input_grad[stage.index](instruction, input_grad)
+        self._end_backward(instruction.stage, microbatch)
+        self._give_input_grad[instruction.stage](instruction, input_grad)
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
         self._bring_back(stage, instruction)
-        input_grad = stage.backward_input(microbatch, self._take_output_grad[stage.index](instruction))
+        input_grad = stage.backward_input(microbatch, self._take_output_grad[instruction.stage](instruction))
         self._let_go(instruction)
-        self._saved.defer(stage.index, microbatch.index, stage.deferred_bytes(microbatch))
+        self._saved.defer(instruction.stage, microbatch.index, stage.deferred_bytes(microbatch))
         self._trace_deferred()
-        self._give_input_grad[stage.index](instruction, input_grad)
+        self._give_input_grad[instruction.stage](instruction, input_grad)
 
     def _backward_weights(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
         stage.backward_weights(microbatch)
-        self._saved.end_deferred(stage.index, microbatch.index)
+        self._saved.end_deferred(instruction.stage, microbatch.index)
         self._trace_deferred()
-        self._end_backward(stage.index, microbatch)
+        self._end_backward(instruction.stage, microbatch)
 
     def _begin_backward(self, instruction: Instruction) -> tuple[Stage | SplittingStage, Microbatch]:
         """Load weights and gradient buffer for a backward, whole or half. Return its stage and microbatch."""
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
-        if self._stepping[stage.index].accumulating != microbatch.batch:
-            self._accumulate_for(self._stepping[stage.index], microbatch.batch)
+        stepping = self._stepping[instruction.stage]
+        if stepping.accumulating != microbatch.batch:
+            self._accumulate_for(stepping, microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
         if self._relays:
-            self._update.accumulate(stage.index)
+            self._update.accumulate(instruction.stage)
         stage.load_version(instruction.version)
         return stage, microbatch
 

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
+from megatron.pipeline.program.copies import groups_of_copies
+from megatron.pipeline.program.edges import stages_by_rank
 from megatron.pipeline.program.instruction import MOVES, SHARED_REDUCTIONS, WORDS, Kind
 from megatron.pipeline.simulate.timeline import Timeline
 
@@ -166,5 +168,15 @@ def measured_costs(measured: Timeline) -> Costs:
     known = {field.name for field in fields(Costs)}
     of_work = {kind.row.cost: kind for kind in reversed(Kind) if kind.row.cost in known and kind not in MOVES}
     found = {name: (least if kind in SHARED_REDUCTIONS else mean)(kind) for name, kind in of_work.items()}
+    if measured.copies:
+        found["reduce_grad"] = _least_of_copies(measured, found["reduce_grad"])
     found["recompute"] = [again or once for again, once in zip(found["recompute"], found["forward"], strict=True)]
     return Costs(**found)
+
+
+def _least_of_copies(measured: Timeline, seconds: Sequence[float]) -> list[float]:
+    """The least of the `seconds` of a reduction at the stages of copies that share it: the last one waits least."""
+    groups = groups_of_copies(measured.copies, measured.rank_of_stage)
+    lowest = [stages[0] for stages in stages_by_rank(measured.rank_of_stage)]
+    least = {each: min(seconds[stage] for stage in lowest if groups[stage] == each) for each in {*groups}}
+    return [least[groups[stage]] if stage in lowest else each for stage, each in enumerate(seconds)]

@@ -91,6 +91,10 @@ class Timeline:
             raise ValueError(
                 f"a timeline of {len(self.rows)} ranks has starts of {len(self.starts)} and ends of {len(self.ends)}"
             )
+        if self.copies and len(self.copies) != self.num_stages:
+            raise ValueError(
+                f"there are {self.num_stages} stages and {len(self.copies)} copies; say for each stage what it is"
+            )
         for rank, (row, starts, ends) in enumerate(zip(self.rows, self.starts, self.ends, strict=True)):
             if not len(row) == len(starts) == len(ends):
                 raise ValueError(

@@ -13,6 +13,7 @@ visible, and all ranks learn the outcome.
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -46,6 +47,8 @@ from megatron.trainer.checkpoint.state import without_copies
 
 # Newer versions of megatron.core write through another package unless they are told to use their own files' writer.
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
+
+_BETWEEN_LOOKS = 0.2  # seconds between two looks at the mark of a process that may be dead
 
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -129,6 +132,14 @@ class CheckpointWriter:
 
         self._thread = threading.Thread(target=in_background, name="checkpoint", daemon=True)
         self._thread.start()
+
+    def own(self) -> None:
+        """Let this process, which is rank 0 from now on, own the directory. Raises CheckpointError if it cannot."""
+        if self._owner_mark is None:
+            mark = OwnerMark(self.root)
+            while not mark.try_to_take():
+                time.sleep(_BETWEEN_LOOKS)
+            self._owner_mark = mark
 
     def finish(self) -> None:
         """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""

@@ -18,6 +18,7 @@ import torch
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.pipeline.program.copies import Share
 from megatron.pipeline.runtime.failure.errors import name_cut_files
 from megatron.pipeline.start_up.core_version import installed_core
 from megatron.processes import end_with_parent
@@ -86,6 +87,46 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     )
 
 
+class ShareSampler:
+    """A sampler that yields the sample numbers of the microbatches that a copy of a stage takes.
+
+    Args:
+        num_samples, consumed_samples, micro_batch_size, repeats: as for `SequentialSampler`.
+        num_replicas: the number of replicas of the job while no rank is lost. As many microbatches make a round, and
+            data end with a whole round.
+        share: the positions in a batch of the microbatches that the copy takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        num_replicas: int,
+        share: Share,
+        repeats: bool = False,
+    ) -> None:
+        self.num_samples, self.consumed_samples = num_samples, consumed_samples
+        self.micro_batch_size, self.num_replicas, self.share = micro_batch_size, num_replicas, share
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[int]]:
+        size, end, stride = self.micro_batch_size, self.num_samples, self.micro_batch_size * self.num_replicas
+        start = self.consumed_samples
+        if self.repeats:
+            start %= end // stride * stride
+        position = 0
+        while start + stride <= end:
+            for first in range(start, start + stride, size):
+                if self.share.takes(position):
+                    yield list(range(first, first + size))
+                position += 1
+            start += stride
+            if self.repeats and start + stride > end:
+                start = 0
+
+
 class SequentialSampler:
     """A sampler that yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
 
@@ -150,6 +191,7 @@ class MicrobatchIterator:
         vocab_size: token ids from this number on raise ValueError.
         stage, num_stages: the stage, and the number of stages.
         repeats: start over at the end of the dataset; otherwise its end raises ValueError.
+        share: the microbatches of a batch that the stage takes where it is a copy; None: those of its replica.
     """
 
     def __init__(
@@ -164,7 +206,9 @@ class MicrobatchIterator:
         stage: int = 0,
         num_stages: int = 1,
         repeats: bool = False,
+        share: Share | None = None,
     ) -> None:
+        self._taken = share
         self.args, self.name, self.vocab_size = args, name, vocab_size
         self.next_sample = consumed_samples
         self.fields = [field for field in fields if field.is_needed(stage, num_stages)]
@@ -188,14 +232,20 @@ class MicrobatchIterator:
             atexit.register(self.close)  # runs before multiprocessing's exit handler, which would send SIGTERM and wait
 
     def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
-        sampler = SequentialSampler(
-            num_samples=len(dataset),
-            consumed_samples=self.next_sample,
-            micro_batch_size=self.args.micro_batch_size,
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            data_parallel_size=self.args.data_parallel_size,
-            repeats=repeats,
-        )
+        options = {
+            "num_samples": len(dataset),
+            "consumed_samples": self.next_sample,
+            "micro_batch_size": self.args.micro_batch_size,
+            "repeats": repeats,
+        }
+        if self._taken is None:
+            sampler = SequentialSampler(
+                data_parallel_rank=parallel_state.get_data_parallel_rank(),
+                data_parallel_size=self.args.data_parallel_size,
+                **options,
+            )
+        else:
+            sampler = ShareSampler(num_replicas=self.args.data_parallel_size, share=self._taken, **options)
         return torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,

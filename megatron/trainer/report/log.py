@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,6 +33,10 @@ from megatron.trainer.report.metrics import (
 
 if TYPE_CHECKING:
     from megatron.trainer.plan.arrangement import Change, Outlook
+
+
+_LATEST = 2
+"""Batches whose records are written again by a rank that takes over the writing."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ class Reporter:
     def __init__(self, args: TrainConfig) -> None:
         self.args = args
         self.writes = args.rank == args.world_size - 1
+        self._latest: deque[tuple[BatchReport, Progress]] = deque(maxlen=_LATEST)
         self._interval, self._has_begun = Interval(), False
         self._peak_memory = 0  # bytes; on CUDA a relay asks for the peak of each batch and begins anew (RelayLedger)
         self._said = ByProduct("the log", consequence="and more of it is tried")
@@ -163,21 +169,36 @@ class Reporter:
         self._shown = ByProduct(f"--tensorboard-dir {args.tensorboard_dir}", consequence="without it from now on")
         wandb = f"--wandb-project {args.wandb_project}"
         self._published = ByProduct(wandb, consequence="and later values are tried", failures=(Exception,))
+        self._metrics = self._board = self._wandb = None
+        self._open()
+        per_token = flops_per_sample(args) / args.seq_length / args.world_size
+        self._flops = per_token if args.log_throughput and backend.is_cuda() else None
+
+    def _open(self) -> None:
+        args = self.args
         self._metrics = MetricsFile(args.metrics_file) if self.writes and args.metrics_file else None
         missing = packages_not_here(args)
         for line in missing.values():
             self.say(f"warning: {line}")
-        has_board = bool(args.tensorboard_dir) and "tensorboard" not in missing
-        has_wandb = bool(args.wandb_project) and "wandb" not in missing
-        self._board = self._wandb = None
-        if self.writes and has_board:
+        if self.writes and args.tensorboard_dir and "tensorboard" not in missing:
             with self._shown.attempt():
                 self._board = _tensorboard(args)
-        if self.writes and has_wandb:
+        if self.writes and args.wandb_project and "wandb" not in missing:
+            wandb = f"--wandb-project {args.wandb_project}"
             with ByProduct(wandb, consequence="without it", failures=(Exception,)).attempt():
                 self._wandb = _weights_and_biases(args)
-        per_token = flops_per_sample(args) / args.seq_length / args.world_size
-        self._flops = per_token if args.log_throughput and backend.is_cuda() else None
+
+    def take_over(self) -> None:
+        """Where ranks were lost: write from now on, if this is the last rank now.
+
+        The writer before may have been lost before it wrote the latest batches, so these are recorded again.
+        """
+        if self.writes or self.args.rank != self.args.world_size - 1:
+            return
+        self.writes = True
+        self._open()
+        for report, progress in self._latest:
+            self._record(report, progress, {})
 
     def say(self, text: str) -> None:
         """Print a line for the user, once in the job; an empty text prints nothing."""
@@ -201,6 +222,7 @@ class Reporter:
             for name, values in report.rank_metrics.items()
         }
         counted = (peaks.get(name, ()) for name in (SAVED_ACTIVATIONS, DEFERRED))
+        self._latest.append((report, progress))
         self._interval.add(report, progress, self.args.seq_length, *counted)
         if self.writes:
             self._begin(progress)

@@ -7,14 +7,17 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, l
 from megatron.trainer.arguments.flags.config import TrainConfig
 
 
-def evaluate(engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool]) -> dict[str, float] | None:
+def evaluate(
+    engine: PipelineEngine, args: TrainConfig, agree_to_stop: Callable[[], bool], *, replicas_in_program: int = 1
+) -> dict[str, float] | None:
     """Mean of each loss, by name, over `--eval-iters` batches of the full global batch size; the same on every rank.
 
+    `replicas_in_program`: how many replicas' microbatches are those of the engine's program.
     `engine`: drained, and its stages have the evaluation's iterators. `agree_to_stop`: asked on all ranks after every
     batch, whether any rank wants to stop; then the evaluation is broken off, and None is returned.
     """
     sums: dict[str, tuple[float, float]] = {}
-    num_microbatches = full_batch(args)
+    num_microbatches = full_batch(args) * replicas_in_program
     of_backwards = (*ROUTER_LOSSES.values(), *loss_names(args.mtp_num_layers))  # which nothing has without a backward
     for _ in range(args.eval_iters):
         for name, (batch_sum, batch_count) in engine.evaluate(num_microbatches).items():

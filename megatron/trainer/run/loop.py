@@ -30,6 +30,7 @@ from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.run.evaluation import evaluate, full_batch
+from megatron.trainer.run.lost_ranks import LostRanks
 from megatron.trainer.start_up.run import Run
 
 STOP = 1
@@ -47,10 +48,13 @@ class Loop:
         run: what `pretraining.assemble` built.
         stop: SIGTERM as a stop request.
         started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
+        lost_ranks: notices lost ranks and goes on without them; None: a lost rank ends the run.
     """
 
-    def __init__(self, run: Run, stop: StopSignal, *, started: float) -> None:
-        self.run, self.stop, self.started = run, stop, started
+    def __init__(self, run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
+        self.run, self.stop, self.started, self.lost_ranks = run, stop, started, lost_ranks
+        self._settled = run.iteration  # after which all is done that is due between batches
+        self._valid_before = (run.iteration, run.consumed_valid_samples)  # when that began, after an iteration
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._stop_requests = 0  # of all ranks, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
@@ -84,13 +88,15 @@ class Loop:
             gc.disable()
             gc.collect()
         try:
-            while run.iteration < self.args.train_iters:
-                profiler.before(run.iteration)
-                self._batch()
-                self._collect_garbage()
-                profiler.after(run.iteration)
-                if self._ends_stretch() and self._between_stretches():
+            while run.iteration < self.args.train_iters or self._is_due():
+                try:
+                    if self._goes_on(profiler):
+                        continue
                     return False
+                except Exception as error:
+                    if self.lost_ranks is None or not self.lost_ranks.comes_from_loss(error):
+                        raise
+                self._go_on_without_lost()
         finally:
             self.stop.on_receipt = None
             profiler.close()
@@ -99,6 +105,42 @@ class Loop:
         if args.save is not None and run.saved_iteration != run.iteration:
             self.save()
         return True
+
+    def _goes_on(self, profiler: Profiler) -> bool:
+        """Run a batch, unless what is due after the last one is still to do, and what is due then."""
+        run = self.run
+        if not self._is_due():
+            profiler.before(run.iteration)
+            self._batch()
+            self._collect_garbage()
+            profiler.after(run.iteration)
+        if self._ends_stretch():
+            self._valid_before = (run.iteration, run.consumed_valid_samples)
+            if self._between_stretches():
+                return False
+        self._settled = run.iteration
+        return True
+
+    def _is_due(self) -> bool:
+        """Whether something is due after the last batch that was begun and not done when a rank was lost."""
+        return self.run.iteration > self._settled and self._ends_stretch()
+
+    def _go_on_without_lost(self) -> None:
+        run, before = self.run, self.run.iteration
+        self.close_data()
+        self._settled, reports = self.lost_ranks.go_on(run, self._settled)
+        size = self.args.global_batch_size
+        run.flops += (run.iteration - before) * self._flops_per_sample * size
+        if self._valid_before[0] == run.iteration > self._settled:
+            run.consumed_valid_samples = self._valid_before[1]
+        known = {progress.iteration: progress for progress in self._waiting}
+        self._waiting.clear()
+        for report in reports:
+            behind = run.iteration - report.batch - 1
+            consumed = run.consumed_samples - behind * size
+            self._waiting.append(known.get(report.batch + 1) or Progress(report.batch + 1, consumed, size, 0.0))
+        self._report(reports)
+        self._feed()
 
     def _feed(self) -> None:
         """Let the stages have training data from where the run stands."""
@@ -140,7 +182,7 @@ class Loop:
         if self._making is not None:
             self._making.announce(run.engine)
         num_samples = sizes.num_samples(run.consumed_samples)
-        num_microbatches = sizes.num_microbatches(run.consumed_samples)
+        num_microbatches = sizes.num_microbatches(run.consumed_samples) * run.replicas_in_program
         start = time.perf_counter()
         reports = run.engine.run_batch(num_microbatches, num_samples)
         seconds = time.perf_counter() - start
@@ -212,7 +254,8 @@ class Loop:
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
         args = self.args
-        self._drain()
+        if not self.run.engine.is_drained:
+            self._drain()
         if self._makes_program():
             self._finish_writing()
             if self._making.go_on(self.run):
@@ -311,7 +354,7 @@ class Loop:
         start = time.perf_counter()
         for stage, iterator in zip(run.stages, iterators, strict=True):
             stage.evaluation_iterator = iterator
-        losses = evaluate(run.engine, args, self._agree_to_stop)
+        losses = evaluate(run.engine, args, self._agree_to_stop, replicas_in_program=run.replicas_in_program)
         if name == "validation":  # in full, though broken off, so that later evaluations see the same samples
             samples = full_batch(args) * args.batch_sizes.samples_per_microbatch
             run.consumed_valid_samples += args.eval_iters * samples
@@ -327,6 +370,8 @@ class Loop:
     def save(self) -> None:
         """Save a checkpoint of where the run stands. Drained, collective."""
         run, iteration = self.run, self.run.iteration
+        if self.lost_ranks is not None:
+            self.lost_ranks.confirm()
         start = time.perf_counter()
 
         def saved(path: Path) -> None:  # later, from another thread, with --async-save
@@ -371,9 +416,9 @@ class Loop:
         run.update.close()
 
 
-def run_to_the_end(run: Run, stop: StopSignal, *, started: float) -> None:
+def run_to_the_end(run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
     """Train, then evaluate on validation and test data, as Megatron-LM does, unless the run ended early."""
-    loop = Loop(run, stop, started=started)
+    loop = Loop(run, stop, started=started, lost_ranks=lost_ranks)
     try:
         _train_and_evaluate(loop)
         loop.finish()

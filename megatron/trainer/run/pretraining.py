@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -54,6 +55,7 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.run.loop import run_to_the_end
+from megatron.trainer.run.lost_ranks import LostRanks
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.initialize import prepare_outputs
 from megatron.trainer.start_up.optimizer import choose_kernel
@@ -258,10 +260,12 @@ def pretrain(
     """
     configure_logging(args.logging_level)
     interrupt.before_exit.append(release_all)
-    args, assignment, notes = _join_job(args, notes)
+    args, assignment, notes, lost_ranks = _join_job(args, notes)
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     host = this_process().host
     guard = failure_guard.guard(store_host=assignment.store_host, timeout=timeout, host=host, before_exit=release_all)
+    if lost_ranks is not None:
+        guard = nullcontext()  # an error ends this rank alone, and the others notice
     with initialize.left_in_order(), guarded(guard):
         run = assemble(initialize.set_up(args), program)
         for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
@@ -270,13 +274,18 @@ def pretrain(
         gc.collect()
         gc.freeze()
         run.is_kept_out_of_collections = True
-        run_to_the_end(run, stop, started=started)
+        if lost_ranks is not None:
+            lost_ranks.membership.accept_losses()
+        run_to_the_end(run, stop, started=started, lost_ranks=lost_ranks)
+        if lost_ranks is not None:
+            lost_ranks.membership.leave()
 
 
 def _join_job(
     args: argparse.Namespace, notes: Sequence[str] | None
-) -> tuple[TrainConfig, RankAssignment, Sequence[str]]:
-    """Become a rank of the job; returns the run's configuration, which rank this is, and notes for the log.
+) -> tuple[TrainConfig, RankAssignment, Sequence[str], LostRanks | None]:
+    """Become a rank of the job; returns the run's configuration, which rank this is, notes for the log, and what goes
+    on without lost ranks.
 
     A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
     """
@@ -302,8 +311,12 @@ def _join_job(
             problem = str(error)
     agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
+    lost_ranks = None
+    if args.go_on_without_lost_ranks:
+        lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size)
+        store = lost_ranks.membership.store()
     initialize.join_process_group(store, args.distributed_backend, timeout)
-    return replace(args, rank=assignment.rank), assignment, notes
+    return replace(args, rank=assignment.rank), assignment, notes, lost_ranks
 
 
 def complete(

@@ -23,6 +23,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.pipeline.placement.topology import this_process
+from megatron.pipeline.program.copies import Share, share_of
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
@@ -36,6 +37,7 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
+from megatron.pipeline.survivors import Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts
 from megatron.trainer.checkpoint.writer import CheckpointWriter
@@ -289,6 +291,7 @@ class Run:
     flops: float = 0.0
     saved_iteration: int | None = None
     is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
+    survivors: Survivors | None = None  # the program of the ranks that are left, if ranks were lost
 
     def go_on_with(self, args: TrainConfig) -> None:
         """Take over another configuration of the run, whose arrangement has changed."""
@@ -316,6 +319,29 @@ class Run:
     def stages(self) -> list[MegatronStage]:
         return self.model_and_optimizer.stages
 
+    @property
+    def deferred_bytes(self) -> DeferredBytes:
+        return self.model_and_optimizer.deferred_bytes
+
+    def take_over_saving(self) -> None:
+        """Where ranks were lost: let rank 0, which may be another, own the directory of `--save`. Collective."""
+        if self.writer is not None and torch.distributed.get_rank() == 0:
+            self.writer.own()
+
+    @property
+    def shares(self) -> list[Share | None]:
+        """For each own stage, the microbatches of a batch that it takes where ranks were lost; None: its replica's."""
+        if self.survivors is None:
+            return [None] * len(self.stages)
+        copies = self.survivors.schedule.copies
+        own = self.survivors.schedule.stages_of(torch.distributed.get_rank())
+        return [share_of(copies, number) for number in own]
+
+    @property
+    def replicas_in_program(self) -> int:
+        """The number of replicas whose microbatches are those of the program: one, or all where ranks were lost."""
+        return 1 if self.survivors is None else self.args.data_parallel_size
+
     def position(self) -> CheckpointPosition:
         """Where the run stands, as a checkpoint records it."""
         return CheckpointPosition(
@@ -337,7 +363,7 @@ class Run:
             MicrobatchIterator(
                 self.args, self.datasets[index], fields=self.program.fields_provider(self.args), name=name,
                 consumed_samples=consumed, vocab_size=self.vocab_size, stage=stage.index, num_stages=stage.num_stages,
-                repeats=name == "validation",
+                repeats=name == "validation", share=share,
             )
-            for stage in self.stages
+            for stage, share in zip(self.stages, self.shares, strict=True)
         ]  # fmt: skip

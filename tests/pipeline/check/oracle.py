@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from megatron.pipeline.program.instruction import Instruction, Kind
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH
+from tests.pipeline.check.copies_oracle import Model
 from tests.pipeline.check.host_oracle import HOST_WORDS, HostMachine
 from tests.pipeline.check.oracle_reference import TRUE, Symbols, Wrong, predicted, reads_ties, reference, require, true
 
@@ -31,7 +32,9 @@ def verdict(program: Program, bounds: list[int], *, lazy: bool = False) -> str:
         made = Machine(program, bounds, symbols, lazy=lazy).run()
     except Wrong as wrong:
         return str(wrong)
-    return "" if made == reference(program, symbols) else "the weights are other ones"
+    model = Model(program)
+    right = model.on_copies(reference(program, symbols, model.num_stages))
+    return "" if made == right else "the weights are other ones"
 
 
 class Channel:
@@ -47,9 +50,12 @@ class Machine:
 
     def __init__(self, program: Program, bounds: list[int], symbols: Symbols, *, lazy: bool = False) -> None:
         self.program, self.bounds, self.symbols, self.lazy = program, bounds, symbols, lazy
+        self.model = Model(program)
+        self.state: list[RankMachine] = []
+        self.added: dict[tuple[int, int], Counter] = {}  # stage of the model, version -> gradients of all its copies
         self.hosts: dict[int, HostMachine] = {}  # by rank, where weights live there
         self.channels: dict[tuple[str, int, int], Channel] = {}
-        ends = sorted({program.rank_of_stage[0], program.rank_of_stage[-1]})
+        ends = sorted(self.model.ranks_of(0) | self.model.ranks_of(self.model.num_stages - 1))
         self.groups = {
             Kind.REDUCE_EMBED: ends,
             Kind.REDUCE_PARTIAL_EMBED: ends,
@@ -64,6 +70,7 @@ class Machine:
         ] = {}  # version, channel -> sent, received before it
 
     def run(self) -> dict[tuple[int, int], int]:
+        self.state += [RankMachine(self, rank) for rank in range(len(self.program.rows))]
         ranks = [self.rank(rank, row) for rank, row in enumerate(self.program.rows)]
         going = list(ranks)
         while going:
@@ -99,7 +106,7 @@ class Machine:
             if self.done[rank] == len(chain):
                 continue
             kind, version = chain[self.done[rank]]
-            members = self.groups.get(kind, [rank])
+            members = self.groups.get(kind) or (self.model.sharers(rank) if kind is Kind.REDUCE_GRAD else [rank])
             heads = [
                 self.chains[member][self.done[member]] if self.done[member] < len(self.chains[member]) else None
                 for member in members
@@ -110,6 +117,10 @@ class Machine:
                 continue
             if any(head[1] != version for head in heads):
                 raise Wrong("a group reduces different versions together")
+            if kind is Kind.REDUCE_GRAD:
+                for stage in (stage for member in members for stage in self.state[member].stages.values()):
+                    total = self.added.setdefault((self.model.stage_of[stage.stage], version), Counter())
+                    total += stage.sums.get(version - 1, Counter())
             for member in members:
                 self.done[member] += 1
             progress = True
@@ -117,7 +128,7 @@ class Machine:
 
     def rank(self, rank: int, row: tuple[Instruction, ...]) -> Iterator[bool]:
         """Execute a row; yields True after an instruction, False while it waits."""
-        state = RankMachine(self, rank)
+        state = self.state[rank]
         for instruction in row:
             while not state.try_to_execute(instruction):
                 yield False
@@ -187,7 +198,8 @@ class RankMachine:
         require(0 <= index < len(self.program.batches), "a version that the program does not make")
         of_ends = self.host is not None and kind is Kind.REDUCE_EMBED
         for stage in self.stages.values() if not of_ends else ():
-            complete = stage.sums.get(version - 1, Counter()).total() == self.program.batches[index]
+            taken = self.machine.model.num_taken(stage.stage, version - 1)
+            complete = stage.sums.get(version - 1, Counter()).total() == taken
             require(complete, "a reduction of an incomplete gradient")
         self.chain.append((kind, version))
         self.position_of_version[version] = len(self.chain)
@@ -270,12 +282,12 @@ class RankMachine:
         require(set(self.partial) == predicted, "a prediction is missing or there is one too many")
 
     def flags(self) -> list[Kind]:
-        program = self.program
-        ends = {program.rank_of_stage[0], program.rank_of_stage[-1]}
-        apart = len(ends) > 1 or (self.host is not None and program.num_stages > 1)
+        program, model = self.program, self.machine.model
+        first, last = model.ranks_of(0), model.ranks_of(model.num_stages - 1)
+        apart = first != last or (self.host is not None and program.num_stages > 1)
         wanted = [
             program.data_parallel and self.host is None,
-            program.tied_embeddings and apart and self.rank in ends,
+            program.tied_embeddings and apart and self.rank in first | last,
             program.global_norm,
         ]
         return [kind for kind, is_wanted in zip(REDUCTIONS, wanted, strict=True) if is_wanted]
@@ -287,8 +299,11 @@ class StageMachine:
     def __init__(self, machine: Machine, stage: int, rank: RankMachine) -> None:
         self.rank = rank
         self.machine, self.stage, self.program, self.symbols = machine, stage, machine.program, machine.symbols
-        self.is_first, self.is_last = stage == 0, stage == machine.program.num_stages - 1
-        self.weights = {version: self.symbols("entry", stage, version) for version in self.program.entry_versions}
+        self.model, self.of_model = machine.model, machine.model.stage_of[stage]
+        self.is_first, self.is_last = self.of_model == 0, self.of_model == self.model.num_stages - 1
+        self.weights = {
+            version: self.symbols("entry", self.of_model, version) for version in self.program.entry_versions
+        }
         self.true = self.program.first_batch  # the version of the true weights, where they are others
         self.held: dict[int, Counter] = {}
         if self.program.weights is PROVISIONAL:
@@ -322,22 +337,24 @@ class StageMachine:
             require(self.saved[microbatch][0] == version and version in self.weights, "recompute with other weights")
             self.recomputed.add(microbatch)
         elif kind is Kind.SEND_F:
-            self.channel("F", self.stage, self.stage + 1).sent.append(self.take(self.outputs, microbatch))
+            self.channel("F", self.stage, self.model.peer(instruction)).sent.append(self.take(self.outputs, microbatch))
         elif kind is Kind.SEND_B:
-            self.channel("B", self.stage, self.stage - 1).sent.append(self.take(self.input_gradients, microbatch))
+            to = self.model.peer(instruction)
+            self.channel("B", self.stage, to).sent.append(self.take(self.input_gradients, microbatch))
         elif kind is Kind.RECV_F:
-            self.receive("F", self.stage - 1, self.inputs, microbatch)
+            self.receive("F", self.model.peer(instruction), self.inputs, microbatch)
         elif kind is Kind.RECV_B:
-            self.receive("B", self.stage + 1, self.gradients, microbatch)
+            self.receive("B", self.model.peer(instruction), self.gradients, microbatch)
         return True
 
     def forward(self, microbatch: int, version: int) -> bool:
         require(microbatch not in self.forwarded, "a forward twice")
         require(version in self.weights, "weights are not there")
+        require(self.model.holder(self.of_model, microbatch) == self.stage, "another copy takes the microbatch")
         if self.is_first:
             value = self.symbols("data", microbatch)
-        elif self.stage - 1 in self.rank.stages:
-            value = self.rank.stages[self.stage - 1].outputs.pop(microbatch, None)
+        elif (maker := self.model.holder(self.of_model - 1, microbatch)) in self.rank.stages:
+            value = self.rank.stages[maker].outputs.pop(microbatch, None)
             if value is None:
                 return False
         else:
@@ -364,8 +381,8 @@ class StageMachine:
         require(is_free, "the gradients of the batch before may be needed again")
         if self.is_last:
             gradient = self.symbols("loss", microbatch, self.take(self.outputs, microbatch))
-        elif self.stage + 1 in self.rank.stages:
-            gradient = self.rank.stages[self.stage + 1].input_gradients.pop(microbatch, None)
+        elif (maker := self.model.holder(self.of_model + 1, microbatch)) in self.rank.stages:
+            gradient = self.rank.stages[maker].input_gradients.pop(microbatch, None)
             if gradient is None:
                 return False
         else:
@@ -424,9 +441,9 @@ class StageMachine:
             return self.step_truly(version)
         newest = max(self.weights)
         require(version == newest + 1, "a step out of order")
-        self.weights[version] = self.symbols(
-            "step", self.weights[newest], self.symbols.gradient_sum(self.sums.get(version - 1, Counter()))
-        )
+        own = self.sums.get(version - 1, Counter())
+        gradients = self.machine.added.get((self.of_model, version), own) if self.program.copies else own
+        self.weights[version] = self.symbols("step", self.weights[newest], self.symbols.gradient_sum(gradients))
         self.machine.made[self.stage, version] = self.weights[version]
         keep = {
             "flush": {version},

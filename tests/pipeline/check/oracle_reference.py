@@ -31,9 +31,8 @@ class Symbols:
         return self("sum", frozenset(gradients.items()))
 
 
-def reference(program: Program, symbols: Symbols) -> dict[tuple[int, int], int]:
-    """(stage, version) -> weights, by the definition of the policy, on one process."""
-    num_stages = program.num_stages
+def reference(program: Program, symbols: Symbols, num_stages: int) -> dict[tuple[int, int], int]:
+    """(stage, version) -> weights, by the definition of the policy, on one process. `num_stages`: of the model."""
     weights = {
         (stage, version): symbols("entry", stage, version)
         for stage in range(num_stages)

@@ -62,7 +62,10 @@ EVALUATION_BATCH = -1
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One microbatch. `index` counts over the whole run; `position` counts from 0 inside its batch."""
+    """One microbatch. `index` counts over the whole run; `position` counts from 0 inside its batch.
+
+    Where stages are copies, a batch has the microbatches of all replicas, and a stage takes some of them.
+    """
 
     index: int
     batch: int
@@ -72,7 +75,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """One batch: its number in the run, its microbatches per pipeline, and its samples over all replicas."""
+    """One batch: its number in the run, its microbatches per pipeline, and its samples over all replicas.
+
+    Where stages are copies, the pipeline is all replicas.
+    """
 
     index: int
     num_microbatches: int
@@ -149,6 +155,7 @@ class AnyStage(Protocol):
     """
 
     index: int
+    """The stage of the model. Where stages of a program are copies, the engine knows of which stage each is one."""
     num_stages: int
     loss_names: tuple[str, ...]
     """Names of the losses, equal on every stage, so that ranks without losses can take part in the sum."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import Instruction, Lane, Tensor
 from megatron.pipeline.simulate.timeline import Span, Timeline
@@ -64,6 +65,7 @@ class RankTrace:
         batches: the kept batches.
         spans: intervals of these batches, and of instructions executed during them.
         edges: the edges between stages; none: a chain.
+        copies: the copy of a stage of the model that each stage is; none: there are no copies.
         deferred_bytes: (seconds since the epoch, bytes) at every change of the bytes saved between I and W.
     """
 
@@ -73,6 +75,7 @@ class RankTrace:
     batches: tuple[BatchExtent, ...]
     spans: tuple[TraceSpan, ...]
     edges: tuple[Edge, ...] = ()
+    copies: tuple[Copy, ...] = ()
     deferred_bytes: tuple[tuple[float, int], ...] = ()
 
 
@@ -216,6 +219,7 @@ def timeline(traces: Iterable[RankTrace], *, name: str = "measured") -> Timeline
         first_batch=first.batch,
         first_microbatch=first.first_microbatch,
         edges=traces[0].edges,
+        copies=traces[0].copies,
         name=name,
     ).shifted(-origin)
 

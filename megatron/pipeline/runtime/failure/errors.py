@@ -98,6 +98,15 @@ def write_error_file(sentence: str) -> None:
         os.replace(temporary, path)  # an incomplete file would make torchrun fail
 
 
+def read_error_file(path: str | os.PathLike[str]) -> str | None:
+    """The sentence in a launcher's error file; None if there is none."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            return str(json.load(stream)["message"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def end(prog: str, error: Exception) -> int:
     """Print the error once in the job and return the exit status.
 
@@ -134,15 +143,15 @@ class _Action(ctypes.Structure):
 _installed: dict[int, _Action] = {}  # process id -> its handler, kept alive because the C library calls it
 
 
-def end_by_bus_error(sentence: str) -> None:
-    """End this process with a sentence, from inside a read that cannot complete."""
+def end_at_once(sentence: str) -> None:
+    """End this process with a sentence, whatever its threads are doing."""
     write_error_file(sentence)
     sys.stderr.write(f"process {os.getpid()} stops: {sentence}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
-def name_cut_files(tell: Callable[[str], None] = end_by_bus_error) -> None:
+def name_cut_files(tell: Callable[[str], None] = end_at_once) -> None:
     """Install a handler that calls `tell` with a sentence when a bus error comes from a truncated file.
 
     `tell` has to end the process. Only the first call in a process has an effect. Does nothing except on 64-bit Linux.

@@ -33,7 +33,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 PATIENCE = 5.0
 """Seconds to wait for an answer of the store, which normally takes milliseconds."""
@@ -100,13 +100,18 @@ class FailureBoard:
     def _key(self, name: str) -> str:
         return f"{self._scope}/{name}"
 
-    def _read(self, name: str) -> str | None:
+    def read(self, name: str) -> str | None:
+        """Return a notice; None if there is none, or if the store does not answer."""
         key = self._key(name)
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None, None)
 
+    def write(self, name: str, text: str) -> None:
+        """Publish a notice in the place of the one of that name."""
+        self._ask(lambda store: store.set(self._key(name), text), None)
+
     def story(self) -> str | None:
         """Return the root cause, or None if no rank has reported one."""
-        return self._read("story")
+        return self.read("story")
 
     def wait_for_story(self, patience: float) -> str | None:
         """Return the root cause, or None if no rank reports one within `patience` seconds."""
@@ -123,11 +128,11 @@ class FailureBoard:
         """Publish a rank's name, its current action, and the rank that it waits for. Each call is a sign of life."""
         self._num_told += 1
         text = json.dumps([name, doing, waits_for, self._host, self._num_told])
-        self._ask(lambda store: store.set(self._key(f"doing/{rank}"), text), None)
+        self.write(f"doing/{rank}", text)
 
     def doing(self, rank: int) -> tuple[str, str, int | None]:
         """Return the latest (name, action, rank it waits for) of a rank; (name, "", None) if it has published none."""
-        text = self._read(f"doing/{rank}")
+        text = self.read(f"doing/{rank}")
         return (f"rank {rank}", "", None) if text is None else tuple(json.loads(text)[:3])
 
     def unheard(self, ranks: Iterable[int], patience: float) -> dict[str, list[int]]:
@@ -135,11 +140,11 @@ class FailureBoard:
 
         Blocks for that time. Returns {} if the store is lost or silent.
         """
-        before = {rank: self._read(f"doing/{rank}") for rank in ranks}
+        before = {rank: self.read(f"doing/{rank}") for rank in ranks}
         time.sleep(patience)
         found: dict[str, list[int]] = {}
         for rank, text in before.items():
-            if text is not None and text == self._read(f"doing/{rank}"):
+            if text is not None and text == self.read(f"doing/{rank}"):
                 found.setdefault(json.loads(text)[3], []).append(rank)
         return found if not self.silent_seconds and not self.is_lost else {}
 
@@ -148,11 +153,48 @@ class FailureBoard:
         return self._ask(lambda store: store.add(self._key(name), amount), 0)
 
 
+# --- the store and its host -------------------------------------------------------------------------------------------
+
+
+def root_of(store: Store) -> Store:
+    """The store of which `store` is a part, or a part of a part."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def launcher_hosts_store() -> bool:
+    """Whether a launcher hosts the job's store, and no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store_owner(store_host: int) -> str:
+    return "the launcher" if launcher_hosts_store() else f"rank {store_host}"
+
+
+def story_of_lost_store(store_host: int) -> str:
+    """The root cause if the store is gone. `store_host`: the rank whose process hosts it, if no launcher does."""
+    owner = _store_owner(store_host)
+    return f"{owner} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+
+
+def story_of_silent_store(store_host: int, seconds: float) -> str:
+    """The root cause if the store has not answered for `seconds`."""
+    where = os.environ.get("MASTER_ADDR", "its host")
+    return (
+        f"{_store_owner(store_host)} has not answered for {seconds:.0f} s: it hosts the job's store, "
+        f"and {where} is down or cannot be reached"
+    )
+
+
 # --- messages of torch's C++ code about a broken connection -----------------------------------------------------------
 
 _ERRORS_ALONE = 2  # levels: 0 information, 1 warnings, 2 errors, 3 fatal errors
 _FRAMES = re.compile(r"\s*Exception raised from [^\n]*\(most recent call first\):(\n(frame #|<omitting )[^\n]*)*")
 _for_good = False
+_silencing = threading.Lock()
+_num_silencing = 0
+_before = 0
 
 
 @cache
@@ -167,18 +209,24 @@ def _threshold() -> ctypes.c_int | None:
 
 @contextmanager
 def silenced() -> Iterator[None]:
-    """Context without warnings of torch's C++ code on any thread. Only one thread may use it at a time."""
+    """Context without warnings of torch's C++ code on any thread. Several threads may be in it."""
+    global _num_silencing, _before
     threshold = None if "TORCH_CPP_LOG_LEVEL" in os.environ else _threshold()
     if threshold is None:
         yield
         return
-    before = threshold.value
-    threshold.value = max(before, _ERRORS_ALONE)
+    with _silencing:
+        if _num_silencing == 0:
+            _before = threshold.value
+            threshold.value = max(_before, _ERRORS_ALONE)
+        _num_silencing += 1
     try:
         yield
     finally:
-        if not _for_good:
-            threshold.value = before
+        with _silencing:
+            _num_silencing -= 1
+            if _num_silencing == 0 and not _for_good:
+                threshold.value = _before
 
 
 def silence() -> None:

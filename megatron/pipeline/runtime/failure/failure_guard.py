@@ -38,8 +38,15 @@ from typing import Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.pipeline.runtime.failure.errors import end_by_bus_error, name_cut_files, write_error_file
-from megatron.pipeline.runtime.failure.failure_board import FailureBoard, silence, without_frames
+from megatron.pipeline.runtime.failure.errors import end_at_once, name_cut_files, write_error_file
+from megatron.pipeline.runtime.failure.failure_board import (
+    FailureBoard,
+    launcher_hosts_store,
+    silence,
+    story_of_lost_store,
+    story_of_silent_store,
+    without_frames,
+)
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.transport.links import FOREVER, gloo_pair
 
@@ -79,7 +86,7 @@ def report(error: BaseException) -> None:
 
 def _tell_of_cut_file(sentence: str) -> None:
     report(OSError(sentence))
-    end_by_bus_error(sentence)
+    end_at_once(sentence)
 
 
 @contextmanager
@@ -176,9 +183,8 @@ class Guard:
         self._board = FailureBoard(store, scope=scope, host=host)
         self._exit_code, self._before_exit = exit_code, before_exit
         self._timeout = timeout.total_seconds()
-        self._agent_hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._store_host = store_host
-        self._hosts_store = self.rank == store_host and not self._agent_hosts_store
+        self._hosts_store = self.rank == store_host and not launcher_hosts_store()
         self._name = f"rank {self.rank}"
         self._doing: Callable[[], tuple[str, int | None]] = lambda: ("", None)
         self._overdue: Callable[[], BaseException | None] = lambda: None
@@ -228,9 +234,9 @@ class Guard:
                 self._end(story)
             self._board.set_doing(self.rank, self._name, *self._doing())
             if self._board.is_lost:
-                self._end(self._story_of_lost_store())
+                self._end(story_of_lost_store(self._store_host))
             if self._board.silent_seconds > self._timeout:
-                self._end(self._story_of_silent_store())
+                self._end(self._silent_store())
             error = self._overdue()
             if error is not None:
                 self.fail(error)
@@ -269,7 +275,7 @@ class Guard:
         If the store is lost and the error may be a consequence of that, return the story of the lost store.
         """
         first = self._board.tell(story)
-        return self._story_of_lost_store() if is_consequence and self._board.is_lost else first
+        return story_of_lost_store(self._store_host) if is_consequence and self._board.is_lost else first
 
     def _own_story(self, error: BaseException) -> str:
         story = sentence_of(error, self._name)
@@ -277,25 +283,13 @@ class Guard:
             return story + (self._circumstances(error.peer_rank) if error.timed_out else "")
         return story + (self._circumstances() if _is_timeout(error) else "")
 
-    def _story_of_lost_store(self) -> str:
-        return (
-            f"{self._store_owner()} ended without a word (killed, or crashed): it hosts the job's store, which is gone"
-        )
-
-    def _story_of_silent_store(self) -> str:
-        where = os.environ.get("MASTER_ADDR", "its host")
-        return (
-            f"{self._store_owner()} has not answered for {self._board.silent_seconds:.0f} s: it hosts the job's store, "
-            f"and {where} is down or cannot be reached"
-        )
-
-    def _store_owner(self) -> str:
-        return "the launcher" if self._agent_hosts_store else f"rank {self._store_host}"
+    def _silent_store(self) -> str:
+        return story_of_silent_store(self._store_host, self._board.silent_seconds)
 
     def _circumstances(self, peer: int | None = None) -> str:
         """Describe the state of the other ranks when a collective, or a transfer from `peer`, has timed out."""
         if self._board.silent_seconds:
-            return f"; {self._story_of_silent_store()}"
+            return f"; {self._silent_store()}"
         unheard = self._board.unheard((rank for rank in range(self.world_size) if rank != self.rank), UNHEARD_PATIENCE)
         text = ""
         for host, ranks in unheard.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -89,11 +89,14 @@ def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> 
 _Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, other stage (None if the kind has only one)
 
 
-def _spec_of(stage: Stage | GraphStage, peer: int) -> TensorSpec | None:
-    """Return the spec of each transfer between a stage and its peer; None for a `GraphStage`, which has several."""
+def _spec_of(stage: Stage | GraphStage, *, gives: bool) -> TensorSpec | None:
+    """Return the spec of each transfer over an edge of a stage; None for a `GraphStage`, which has several.
+
+    `gives`: the edge leads from the stage to a later one.
+    """
     if isinstance(stage, GraphStage):
         return None
-    return stage.output_spec if peer > stage.index else stage.input_spec
+    return stage.output_spec if gives else stage.input_spec
 
 
 class Channels:
@@ -104,7 +107,7 @@ class Channels:
         rank_of_stage: stage -> pipeline rank.
         edges: the edges between stages; none: a chain.
         rank: the pipeline rank of this process.
-        stages: the stages of this rank.
+        stages: the stages of this rank, by their numbers in the program.
         timeout: how long a transfer may take.
         backend: "gloo" or "nccl".
         device: the device of the tensors.
@@ -127,7 +130,7 @@ class Channels:
         rank_of_stage: Sequence[int],
         edges: Sequence[Edge] = (),
         rank: int,
-        stages: Sequence[Stage],
+        stages: Mapping[int, Stage],
         timeout: timedelta,
         backend: str,
         device: torch.device,
@@ -150,7 +153,6 @@ class Channels:
         self._links: dict[_Key, tuple[Link, TensorSpec | None]] = {}
         self._peers: dict[_Key, int] = {}
         self._waiting: _Awaited | None = None
-        own = {stage.index: stage for stage in stages}
         link_class = LINKS.get((backend, device.type))
         if link_class is None:
             raise ValueError(
@@ -162,11 +164,10 @@ class Channels:
         options = {"store": store, "timeout": timeout, "device": device}
         for letter, source, destination in edges_in_order(self._rank_of_stage, self._graph.edges):
             kinds = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
-            own_stage = own.get(source) or own.get(destination)
-            if own_stage is not None and (source in own) != (destination in own):
-                peer = destination if own_stage.index == source else source
-                spec = _spec_of(own_stage, peer)
-                self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=own)
+            if (source in stages) != (destination in stages):
+                own, peer = (source, destination) if source in stages else (destination, source)
+                spec = _spec_of(stages[own], gives=peer > own)
+                self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=stages)
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
         self.move_link: MoveLink | None = None
         partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
@@ -354,6 +355,13 @@ class Channels:
     def num_unread_sends(self) -> int:
         """Return the number of sent tensors whose storage is still held because the peer has not read them."""
         return sum(link.num_unread() for key, (link, _) in self._links.items() if key[0] in SENDS)
+
+    def abandon(self, timeout: float) -> None:
+        """Stop the threads and end the groups after the connections were broken, without waiting for other ranks."""
+        self._posted.clear()
+        for link, _ in self._links.values():
+            link.close(timeout)
+        self._links.clear()
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, at most `timeout` seconds per link. Stop the threads and end the groups.

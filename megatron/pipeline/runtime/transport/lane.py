@@ -117,6 +117,12 @@ class LaneThread:
             self._thread.join(timeout)
             self._thread = None
 
+    def abandon(self, timeout: float) -> bool:
+        """Stop the thread without its requests, whose waits fail. Return whether it has ended within `timeout` s."""
+        thread = self._thread
+        self.close(timeout)
+        return thread is None or not thread.is_alive()
+
     def raise_error(self) -> None:
         """Raise the error of a call, if a call has failed."""
         if self.error is not None:

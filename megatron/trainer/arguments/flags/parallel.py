@@ -249,6 +249,22 @@ class Distributed:
     distributed_timeout_minutes: float = option(
         10, "A collective or transfer that takes longer ends the job, naming who waits for whom.", roles=Role.SHORT_RUN
     )
+    go_on_without_lost_ranks: bool = switch(
+        "If ranks are lost, the others go on: ranks with the same stages in other replicas take the lost ranks' "
+        "microbatches, and the batch in flight is repeated, exactly. Start with tools/launch.py. docs/recovery.md."
+    )
+    failure_timeout: float = option(
+        10.0,
+        "With --go-on-without-lost-ranks: seconds of silence after which a rank counts as lost. Who is slow but alive "
+        "stays.",
+        roles=Role.SHORT_RUN,
+    )
+    minimum_speed: float = option(
+        0.0,
+        "With --go-on-without-lost-ranks: end the job when the program without the lost ranks has less than this share "
+        "of the speed before, as simulated; a number from 0 to 1.",
+        roles=Role.SHORT_RUN,
+    )
     local_rank: int = option(
         None, "Accepted; LOCAL_RANK from the environment is used.", aliases=("--local_rank",), roles=Role.SHORT_RUN
     )

@@ -170,7 +170,7 @@ def late_arrivals(place: str, *, count: int) -> dict:
     stage = SimpleNamespace(index=1, input_spec=TensorSpec((_LENGTH,)), output_spec=None)
     with mock.patch.dict(LINKS, {("nccl", device.type): LateLink}):
         channels = Channels(
-            ranks=(0, 1), rank_of_stage=(0, 1), rank=1, stages=[stage], timeout=timedelta(seconds=SLEEP_S / 6),
+            ranks=(0, 1), rank_of_stage=(0, 1), rank=1, stages={1: stage}, timeout=timedelta(seconds=SLEEP_S / 6),
             backend="nccl", device=device, store=None,
         )  # fmt: skip
     used = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -18,15 +17,24 @@ from megatron import backend
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.runtime.contract.stage import NUM_TOKENS, BatchInfo, BatchReport
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
-from megatron.pipeline.runtime.stages.megatron.groups import DEFAULT_TIMEOUT, ChainGroup, ChainGroups
-from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
-from megatron.pipeline.runtime.update.gradients import all_reduce_norm
+from megatron.pipeline.runtime.stages.megatron.groups import (
+    DEFAULT_TIMEOUT,
+    ChainGroup,
+    ChainGroups,
+    shares_out_experts,
+)
+from megatron.pipeline.runtime.stages.megatron.optimizers import is_distributed, optimizers_of, owners, shared_scaler
+from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce_norm
 from megatron.pipeline.runtime.update.loss_scales import LossScales
+
+_KEPT_SUMS = 4
 
 
 class Decisions:
@@ -42,6 +50,7 @@ class Decisions:
         scales: the loss scales of the batches.
         clip_grad: the norm to which gradients are clipped; 0: no clipping.
         rank_metrics: as given; metrics may be added before the first batch.
+        sums: batch -> what `complete` has summed over all ranks, for the last `_KEPT_SUMS` batches.
     """
 
     def __init__(
@@ -63,12 +72,17 @@ class Decisions:
         self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
         self.rank_metrics = dict(rank_metrics or {})
         self.clip_grad = optimizers_of(optimizer)[0].config.clip_grad
+        self.sums: dict[int, NormReduction] = {}
         self.scales = LossScales(self._scaler, delay=delay + 1)
 
     def begin(self, info: BatchInfo) -> BatchReport:
         """Return a new report of a batch that begins, with its loss scale."""
         scale = self.scales.of_batch(info.index)
         return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
+
+    def regroup(self, world: ChainGroup | None) -> None:
+        """Sum over other ranks from now on; see `__init__`."""
+        self._world = world
 
     def complete(
         self,
@@ -103,8 +117,14 @@ class Decisions:
             layers_squared=[*layers_squared, *tokens],
             rank_metrics={name: read() for name, read in self.rank_metrics.items()},
         )
-        overflow = sums.num_overflows > 0
-        num_tokens, num_microbatches = sums.losses.pop(NUM_TOKENS, (1.0, 1.0))
+        self.fill(report, sums, num_layers=len(layers_squared))
+
+    def fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
+        """Complete a batch's report with the sums over all ranks. Raises ValueError as `complete`."""
+        self.sums[report.batch] = sums
+        self.sums.pop(report.batch - _KEPT_SUMS, None)
+        overflow, losses = sums.num_overflows > 0, dict(sums.losses)
+        num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
         if not num_microbatches:
             raise ValueError(
                 "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
@@ -114,11 +134,12 @@ class Decisions:
         report.grad_norm = sums.norm / report.gradient_scale
         report.overflow = self._scaler is not None and overflow
         report.stop_requests = sums.stop_requests
-        of_layers = sums.layers_squared[: len(layers_squared)]
+        of_layers = sums.layers_squared[:num_layers]
         report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
-        report.tokens_per_expert = sums.layers_squared[len(layers_squared) :]
+        report.tokens_per_expert = sums.layers_squared[num_layers:]
         report.rank_metrics = sums.rank_metrics
-        report.losses = dict.fromkeys(self._loss_names, 0.0) | sums.mean_losses
+        means = {name: total / count for name, (total, count) in losses.items() if count}
+        report.losses = dict.fromkeys(self._loss_names, 0.0) | means
         report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
             self._scaler is None and overflow
         )
@@ -183,7 +204,8 @@ class CoreUpdate:
         self.scheduler = scheduler
         self.weights = weight_policy(weights)
         self.loss_names = loss_names
-        self._per_token = chunks[0].config.calculate_per_token_loss
+        self._config = chunks[0].config
+        self._per_token = self._config.calculate_per_token_loss
         chain = optimizers_of(optimizer)
         self._inner = chain[0] if len(chain) == 1 else optimizer
         self._last_norm: float | None = None  # the norm of the last batch that has stepped
@@ -192,17 +214,28 @@ class CoreUpdate:
         self,
         timeout: timedelta | None,
         rank_metrics: Mapping[str, Callable[[], float]] | None,
+        copies: CopyRanks | None = None,
     ) -> None:
         """Make the groups of the chain and the decisions that use them. Collective over the job.
 
-        `timeout`, `rank_metrics`: as for `MegatronWeightUpdate`.
+        `timeout`, `rank_metrics`, `copies`: as for `MegatronWeightUpdate`.
         """
         self._timeout = timeout or DEFAULT_TIMEOUT
-        self._groups = ChainGroups.create(timeout=self._timeout)
+        if copies is not None:
+            _require_copyable(self.optimizer, self._config)
+        self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
         self._decisions = Decisions(
             self.optimizer, self.scheduler, delay=self.weights.delay or 0, world=self._groups.world,
             loss_names=self.loss_names, rank_metrics=rank_metrics, per_token=self._per_token,
         )  # fmt: skip
+
+    def _regroup(self, copies: CopyRanks | None) -> None:
+        """End the groups of the chain and make others. Collective over the job, as `copies` has it."""
+        if copies is not None:
+            _require_copyable(self.optimizer, self._config)
+        self._groups.close()
+        self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
+        self._decisions.regroup(self._groups.world)
 
     def _new_report(self, info: BatchInfo) -> BatchReport:
         """Return a new report of a batch that begins, with its loss scale."""
@@ -222,7 +255,7 @@ class CoreUpdate:
 
         Collective: every rank of the job calls it.
         """
-        dist.barrier()  # if a member left a group early, the last reduction of another member might fail
+        self._groups.meet()  # if a member left a group early, the last reduction of another member might fail
         self._groups.close()
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
@@ -253,6 +286,29 @@ class CoreUpdate:
         """
         self._decisions.scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
+
+
+def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
+    """Raise ValueError unless the replicas of a chunk can be copies with batches in common.
+
+    What replicas exchange beside gradients, or have a part of, goes over megatron.core's groups of all replicas.
+    """
+    balancing = config.moe_router_load_balancing_type
+    kinds = [balancing] if isinstance(balancing, str) else balancing
+    found = [
+        (is_distributed(optimizer), "the distributed optimizer, of which each replica has a shard"),
+        (owners(optimizer) is not None, "an optimizer of whose state each replica has a part"),
+        (config.context_parallel_size > 1, f"context parallelism over {config.context_parallel_size} ranks"),
+        (shares_out_experts(), f"expert parallelism over {config.expert_model_parallel_size} ranks"),
+        (bool(config.num_moe_experts) and "global_aux_loss" in kinds, "global_aux_loss, which counts all replicas"),
+        (bool(config.fp8) and config.fp8_recipe == "delayed", "delayed scales in FP8, which all replicas agree on"),
+    ]
+    for is_there, what in found:
+        if is_there:
+            raise ValueError(
+                f"stages are copies that share batches, and the run has {what}: its groups span all replicas, of which "
+                "ranks are missing, so run copies without it."
+            )
 
 
 # --- norms of layers

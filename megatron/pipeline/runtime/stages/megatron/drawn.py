@@ -37,13 +37,16 @@ from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_n
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.pipeline.program.copies import Share
 
 
 class DrawnData:
     """The training data of one stage. Each microbatch may be requested once."""
 
-    def __init__(self) -> None:
-        self._next: int | None = None  # the microbatch that the iterator yields next
+    def __init__(self, share: Share | None = None) -> None:
+        """Begin before any microbatch. `share`: the stage's share of a batch where it is a copy; None: all."""
+        self._share = share
+        self._next: int | None = None  # the microbatch that the iterator yields next, or one that it leaves out
         self._ahead: dict[int, list[Any]] = {}  # microbatch -> its items
         self._kept: dict[int, list[Any]] | None = None  # the same of microbatches that may be requested again
 
@@ -53,7 +56,8 @@ class DrawnData:
         Args:
             microbatch: its index over the whole run.
             source: the data iterator; None if the stage reads no data.
-            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch.
+            first: the first microbatch of the batch. At the first call the iterator must be at this microbatch, or
+                where the stage has a share, at the first that it takes.
         """
         if source is None:
             return None
@@ -77,7 +81,8 @@ class DrawnData:
         if microbatch in self._ahead:
             return iter(self._ahead.pop(microbatch))
         for passed_over in range(first if self._next is None else self._next, microbatch):
-            self._ahead[passed_over] = [next(source)]
+            if self._share is None or self._share.takes(passed_over - first):
+                self._ahead[passed_over] = [next(source)]
         self._next = microbatch + 1
         return source
 

@@ -9,7 +9,6 @@ checkpoint contains them.
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-import torch
 from torch import Tensor
 
 from megatron.core.distributed import DistributedDataParallel
@@ -17,6 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
@@ -55,7 +55,7 @@ class MegatronFrozenUpdate(CoreUpdate):
         chunks: the model chunks of the rank, each wrapped in megatron.core's DDP.
         optimizer: megatron.core's optimizer without parameters; its groups have the learning rates.
         num_layers: the number of layers of the model, if reports have the norms of layers; else 0.
-        scheduler, weights, loss_names, timeout, rank_metrics: as for `MegatronWeightUpdate`.
+        scheduler, weights, loss_names, timeout, rank_metrics, copies: as for `MegatronWeightUpdate`.
     """
 
     def __init__(
@@ -69,15 +69,21 @@ class MegatronFrozenUpdate(CoreUpdate):
         loss_names: tuple[str, ...] = ("lm loss",),
         timeout: timedelta | None = None,
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
+        copies: CopyRanks | None = None,
     ) -> None:
         super().__init__(optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         self._nothing = (0.0,) * num_layers
-        self._connect(timeout, rank_metrics)
+        self._connect(timeout, rank_metrics, copies)
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self.versions = _NoVersions()
-        with torch.no_grad():
-            warm_up_common(chunks, self._groups.world)
+        warm_up_common(chunks, self._groups)
+
+    def regroup(self, copies: CopyRanks | None) -> None:
+        """As `MegatronWeightUpdate.regroup`."""
+        assert not self._reports
+        self._regroup(copies)
+        warm_up_common(self.chunks, self._groups)
 
     def begin_batch(self, info: BatchInfo) -> None:
         """Begin a report. Its loss scale is not known yet on this rank, and not needed before the norm."""

@@ -10,9 +10,11 @@ groups.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,6 +22,7 @@ from megatron import backend
 from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _num_created: Counter[tuple] = Counter()  # by name and ranks; part of a group's prefix, so that no two groups share it
@@ -96,17 +99,24 @@ class _Staged:
 
 @dataclass
 class ChainGroups:
-    """The groups of the chain; None for a group that has one member or to which this rank does not belong."""
+    """The groups of the chain; None for a group that has one member or to which this rank does not belong.
+
+    `copies`: the ranks of `data`, `embedding` and `world` in a program with copies, where `data` are the copies.
+    """
 
     data: ChainGroup | None
     expert_data: ChainGroup | None  # replicas of the same experts; under expert parallelism alone
     tensor: ChainGroup | None
     embedding: ChainGroup | None
     world: ChainGroup | None
+    copies: CopyRanks | None = None
 
     @classmethod
-    def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT) -> "ChainGroups":
-        """Duplicate megatron.core's groups. Collective: every rank of the job calls it once."""
+    def create(cls, *, timeout: timedelta = DEFAULT_TIMEOUT, copies: CopyRanks | None = None) -> "ChainGroups":
+        """Duplicate megatron.core's groups, but where `copies` says other ranks.
+
+        Collective: every rank of the job calls it once.
+        """
         backend_name = "nccl" if uses_nccl() else "gloo"
 
         def duplicate(name: str, ranks: list[int]) -> ChainGroup | None:
@@ -114,6 +124,15 @@ class ChainGroups:
                 return None
             return ChainGroup(name, ranks, backend_name=backend_name, timeout=timeout)
 
+        if copies is not None:
+            return cls(
+                data=duplicate("copies", list(copies.copies)),
+                expert_data=None,
+                tensor=duplicate("tensor", _ranks(parallel_state.get_tensor_model_parallel_group())),
+                embedding=duplicate("embedding", list(copies.tied)),
+                world=duplicate("world", list(copies.job)),
+                copies=copies,
+            )
         return cls(
             data=duplicate("data", _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             expert_data=duplicate("expert_data", _expert_data_ranks()),
@@ -121,6 +140,25 @@ class ChainGroups:
             embedding=duplicate("embedding", _ranks(parallel_state.get_embedding_group(check_initialized=False))),
             world=duplicate("world", list(range(dist.get_world_size()))),
         )
+
+    @property
+    def adds_embedding(self) -> bool:
+        """Whether this rank's gradient of a shared embedding is added: of copies, which have the same, the first's."""
+        return self.copies is None or self.copies.is_first(dist.get_rank())
+
+    @property
+    def spans_default(self) -> bool:
+        """Whether the job is all ranks of the default group, which may have lost some."""
+        return self.copies is None or len(self.copies.job) == dist.get_world_size()
+
+    def meet(self) -> None:
+        """Wait for all ranks of the job."""
+        if self.spans_default:
+            dist.barrier()
+        elif self.world is not None:
+            self.world.all_reduce(torch.zeros(1, device=backend.device()))
+            streams = streams_of(backend.device())
+            streams.finish(streams.record())
 
     def close(self) -> None:
         """End all groups. Call it while drained. Collective over all ranks."""
@@ -148,3 +186,41 @@ def shares_out_experts() -> bool:
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_pipeline_ranks: int) -> None:
+    """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
+
+    megatron.core makes groups of whole grids of ranks alone, so its names are set here. Tensor, context and expert
+    parallelism have degree 1.
+
+    Args:
+        copies: the ranks with the same stages as this one, ascending.
+        pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
+    """
+    parallel_state.destroy_model_parallel()
+    own = [dist.get_rank()]
+    alone, peers = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in (own, copies))
+    groups = {alone: (own, _ALONE), peers: (list(copies), _PEERS), dist.group.WORLD: (None, _WORLD)}
+    for group, (ranks, names) in groups.items():
+        for name in names:
+            assert hasattr(parallel_state, name), name
+            setattr(parallel_state, name, ranks if name.endswith("RANKS") or "GLOBAL_RANKS" in name else group)
+    parallel_state.set_pipeline_model_parallel_rank(pipeline_rank)
+    parallel_state.set_pipeline_model_parallel_world_size(num_pipeline_ranks)
+    parallel_state._set_global_memory_buffer()
+
+
+_ALONE = (
+    "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_GLOBAL_RANKS",
+)  # fmt: skip
+_PEERS = (
+    "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+)  # fmt: skip
+_WORLD = ("_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")

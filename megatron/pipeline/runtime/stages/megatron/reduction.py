@@ -35,7 +35,6 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.groups import (
-    ChainGroup,
     ChainGroups,
     shares_out_experts,
     uses_nccl,
@@ -87,6 +86,8 @@ class GradientReduction:
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
+        The gradients of copies are parts of the mean over a batch that they share, so these are summed.
+
         Experts that ranks share out have gradients of the tokens of all ranks that share, so these are summed over
         the ranks with the same experts alone, and the factor of their buffers is that of all replicas, too.
 
@@ -94,7 +95,7 @@ class GradientReduction:
         """
         for buffer, flat in zip(self._buffers, slot.flats, strict=True):
             group = self._groups.expert_data if id(buffer) in self._of_experts else self._groups.data
-            if buffer.gradient_scaling_factor != 1.0:
+            if buffer.gradient_scaling_factor != 1.0 and self._groups.copies is None:
                 flat.mul_(buffer.gradient_scaling_factor)
             if group is None:
                 continue
@@ -111,6 +112,8 @@ class GradientReduction:
         [embedding] = self._embeddings
         gradient = self._owned(embedding, slot)
         if gradient is not None:
+            if not self._groups.adds_embedding:
+                gradient.zero_()
             self._groups.embedding.all_reduce(gradient)
 
     @property
@@ -247,7 +250,7 @@ def warm_up(
     chunks: list[DistributedDataParallel],
     reduction: GradientReduction,
     zeros: GradientSlot,
-    world: ChainGroup | None,
+    groups: ChainGroups,
     *,
     distributed_optimizer: bool,
     owners: Owners | None = None,
@@ -274,14 +277,14 @@ def warm_up(
         if reduces_partial:
             for group in (chunk.intra_dp_cp_group, chunk.intra_expt_dp_group):
                 dist.all_reduce(_probe(_BYTES[0], 1), group=group)
-    warm_up_common(chunks, world)
+    warm_up_common(chunks, groups)
 
 
 @torch.no_grad()
-def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup | None) -> None:
+def warm_up_common(chunks: Sequence[DistributedDataParallel], groups: ChainGroups) -> None:
     """Use once the groups that every kind of update uses, and wait until all work is done. Collective."""
-    if world is not None:
-        world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
+    if groups.world is not None:
+        groups.world.all_reduce(_probe(_BYTES[0], 1))  # for the norm, whose vector is small
     _warm_up_tensor_group(sequence_parallel=chunks[0].config.sequence_parallel)
     _warm_up_context_group()
     if shares_out_experts():
@@ -290,7 +293,8 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], world: ChainGroup 
         dist.all_reduce(
             _probe(_BYTES[0], 1), dist.ReduceOp.MAX, parallel_state.get_amax_reduction_group(with_context_parallel=True)
         )
-    dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
+    if groups.spans_default:
+        dist.all_reduce(_probe(_BYTES[0], 1))  # for evaluations, and for stop requests between stretches
     streams = streams_of(backend.device())
     streams.finish(streams.record())
 

@@ -169,7 +169,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             if any(each in slot.views for each in self._tied):
                 self._reduction.over_embedding(slot)
             self.gradients.store(stage)  # frees the buffer; the returned copy is not run
-        warm_up_common(chunks, self._groups.world)
+        warm_up_common(chunks, self._groups)
 
     def _check(self, chunks: Sequence[RelayChunk]) -> None:
         if isinstance(self._inner, DistributedOptimizer):

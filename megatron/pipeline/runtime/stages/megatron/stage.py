@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.pipeline.program.copies import Share
 from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturedActivations, NotCaptured
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
@@ -105,10 +106,13 @@ class MegatronStage:
             parallelism by that of the ranks that share it.
         index, num_stages: the stage and the number of stages; default: rank and size of megatron.core's pipeline.
         data_iterator: the training data; None if this rank reads none. It yields microbatches in ascending order. If a
-            program computes microbatches in another order, it must yield one item per microbatch.
+            program computes microbatches in another order, it must yield one item per microbatch. A copy's iterators
+            yield the microbatches that it takes.
         evaluation_iterator: the data of an evaluation; None if this rank reads none.
         recompute: the schedule recomputes, so forwards save only their input and data and no graph.
         keeps: the positions in a batch of the microbatches whose forwards save a graph nevertheless.
+        share: the stage's share of a batch where it is one of several copies. The microbatches of a batch are then
+            those of all replicas in the order of the data. None: a replica has batches of its own.
         seed: the seed of the run, for dropout; None: dropout is not seeded, and no forward can be recomputed.
         is_at_own_place: `parallel_state` gives the stage already; else the stage sets it by `at_stage`.
         loss_names: the names of the numbers to report, the same on all ranks.
@@ -144,13 +148,13 @@ class MegatronStage:
         activation_memory: ActivationMemory | None = None,
         first_trained: int = 0,
         keeps: frozenset[int] = frozenset(),
+        share: Share | None = None,
     ) -> None:
         self.model = model
         self.index = parallel_state.get_pipeline_model_parallel_rank() if index is None else index
         self.num_stages = parallel_state.get_pipeline_model_parallel_world_size() if num_stages is None else num_stages
         self.loss_names = loss_names
         self.data_iterator = data_iterator
-        self._drawn = DrawnData()
         self.evaluation_iterator = evaluation_iterator
         self.output_cache: OutputCache | None = None
         self._config = get_model_config(model)
@@ -164,8 +168,8 @@ class MegatronStage:
         assert seed is not None or not recompute, "a recomputed forward draws the same random numbers by the seed"
         self._dropout = SeededDropout(model, seed=seed) if seed is not None else UnseededDropout()
         self._place = nullcontext if is_at_own_place else partial(at_stage, self.index, self.num_stages)
-        self._samples_per_microbatch = micro_batch_size * parallel_state.get_data_parallel_world_size()
-        self._first_sample = micro_batch_size * parallel_state.get_data_parallel_rank()
+        self._micro_batch_size = micro_batch_size
+        self.take_from_now(share)
         self._is_last = self.index == self.num_stages - 1
         self.input_spec = None if self.index == 0 else self._edge(self.index - 1, seq_length, micro_batch_size)
         self.output_spec = None if self._is_last else self._edge(self.index, seq_length, micro_batch_size)
@@ -206,6 +210,19 @@ class MegatronStage:
         """Let the program change. Precondition: the pipeline is drained, and the stage has a seed."""
         assert not self._saved
         self._recompute, self._keeps = recompute, keeps
+
+    def take_from_now(self, share: Share | None) -> None:
+        """Let the program change to or from one in which the stage is a copy (see the class).
+
+        Precondition: the pipeline is drained. The data iterators have to be replaced.
+        """
+        self._drawn = DrawnData(share)
+        num_replicas, replica = 1, 0
+        if share is None:
+            num_replicas = parallel_state.get_data_parallel_world_size()
+            replica = parallel_state.get_data_parallel_rank()
+        self._samples_per_microbatch = self._micro_batch_size * num_replicas
+        self._first_sample = self._micro_batch_size * replica
 
     def load_version(self, version: int) -> None:
         """Show weight `version` in the parameters."""
@@ -291,6 +308,14 @@ class MegatronStage:
             self._captured.drop(microbatch.index)
             self._losses.pop(microbatch.batch, None)
         self._drawn.give_again()
+
+    def abandon(self) -> None:
+        """Drop what is saved of batches in flight. The data iterators have to be replaced."""
+        for index in list(self._saved):
+            del self._saved[index]
+            self._captured.drop(index)
+        self._losses.clear()
+        self._products = DeferredProducts()
 
     def split_backward(self) -> None:
         """Prepare for backwards in two halves.
@@ -386,7 +411,7 @@ class MegatronStage:
         return sums
 
     def _sample(self, microbatch: Microbatch) -> int:
-        """The index over the whole run of the first sample of this rank's microbatch."""
+        """The index over the whole run of the first sample of a microbatch."""
         return microbatch.index * self._samples_per_microbatch + self._first_sample
 
     def _set_training(self, training: bool) -> None:

@@ -25,6 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate, LayersOfParameters
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
@@ -41,7 +42,7 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 )
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
-from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, Partial
+from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, NormReduction, Partial
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -83,6 +84,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
             gradients and take the last update again.
         timeout: the timeout of the chain's collectives; default: ten minutes.
+        copies: in a program with copies of stages, the ranks over which reductions go; None: those of megatron.core's
+            groups. Gradients are then summed, since copies share the microbatches of a batch.
         rank_metrics: name -> function that returns a measurement of this rank, called once per batch on the chain's
             thread. The report of the batch has the values of all ranks. The names are the same on all ranks.
         counts_tokens: count the tokens of experts, if the model has any.
@@ -111,6 +114,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         rank_metrics: Mapping[str, Callable[[], float]] | None = None,
         counts_tokens: bool = True,
         layers: LayersOfParameters | None = None,
+        copies: CopyRanks | None = None,
         allocating: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
@@ -149,18 +153,31 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             assert not (rule.updates_alone and self.router_tokens.has_biases), "biases wait for the counts of all ranks"
         self._copy_newest = steps_parameters_in_place(self._inner)
         self._streams = streams_of(backend.device())
-        self._connect(timeout, rank_metrics)
-        self._reduction = GradientReduction(chunks, self._inner, self._gradients.buffers, self._groups)
+        self._connect(timeout, rank_metrics, copies)
         self._scales = self._decisions.scales
         self._layers = layers
-        shards = is_distributed(self._inner)
-        warm_up(
-            chunks, self._reduction, self._gradients[0], self._groups.world, distributed_optimizer=shards,
-            owners=self._owners, reduces_partial=self.reduces_partial,
-        )  # fmt: skip
+        self._begin_reductions()
         for optimizer in (getattr(each, "optimizer", None) for each in optimizers_of(self._inner)):
             if isinstance(optimizer, Muon):
                 optimizer.orthogonalization.warm_up(probes(), backend.device())
+
+    def _begin_reductions(self) -> None:
+        self._reduction = GradientReduction(self.chunks, self._inner, self._gradients.buffers, self._groups)
+        warm_up(
+            self.chunks, self._reduction, self._gradients[0], self._groups,
+            distributed_optimizer=is_distributed(self._inner), owners=self._owners,
+            reduces_partial=self.reduces_partial,
+        )  # fmt: skip
+
+    def regroup(self, copies: CopyRanks | None) -> None:
+        """Let the program change to or from one with copies (see the class). Call it while drained.
+
+        Weights, gradient buffers, optimizer and loss scales stay. Collective over the ranks of the job that are left.
+        Raises ValueError as the constructor does.
+        """
+        assert not self._batches, "what is in flight is reduced over the ranks of before"
+        self._regroup(copies)
+        self._begin_reductions()
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -358,6 +375,38 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     def versions_of(self, stage: int) -> WeightVersions:
         """The weight versions of a stage of the rank: the same for all its stages."""
         return self.versions
+
+    # Called after other ranks were lost, while nothing runs.
+
+    def sums_of_newest(self) -> NormReduction | None:
+        """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
+        return self._decisions.sums.get(self.versions.newest - 1)
+
+    def go_on_from(self, version: int, sums: NormReduction | None) -> BatchReport | None:
+        """Drop all batches in flight, and begin anew with `version`.
+
+        Some ranks may have made the next version when a rank was lost, and others not, although all have reduced its
+        gradients: the ranks that have the sums over all ranks tell the others.
+
+        Args:
+            version: the newest version, or the next one.
+            sums: the sums for the batch whose step makes the next version.
+
+        Returns:
+            The report of the batch whose step was made here; None if `version` was there already.
+        """
+        report = None
+        if version > self.versions.newest:
+            batch = self._batches[version]
+            assert version == self.versions.newest + 1 and batch.norm_squared is not None and sums is not None
+            self._decisions.fill(batch.report, sums)
+            batch.norm_reduced.reach()
+            report = self.step(version)
+        for batch in self._batches.values():
+            if batch.buffer is not None and not batch.applied:
+                self._gradients.give_back(batch.buffer)
+        self._batches.clear()
+        return report
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 

@@ -23,11 +23,14 @@ class TiedParameter:
         names: the names of the copies on this rank.
         group: the ranks with copies; None if only this rank has any.
         counts_in_norm: whether the first copy on this rank counts in the norm; True on one rank only.
+        adds: whether the gradient of this rank is added to the sum over the group; False on all but one of the ranks
+            that have the same gradient, because their stages are copies.
     """
 
     names: tuple[str, ...]
     group: Any = None
     counts_in_norm: bool = True
+    adds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,22 +39,37 @@ class ModuleReduction:
 
     Attributes:
         data_parallel_group: the replicas of this rank; None for one replica.
+        copies_group: the ranks whose stages are copies of this rank's stages, in a program of all replicas; None for
+            one copy. Copies share the microbatches of a batch, so each has a part of the gradients of its mean, and the
+            parts are summed.
         job_group: all ranks of the job; None for a single rank.
         tied: the tied parameter of which this rank has copies; None: it has none.
-        counts_in_norm: False on all replicas but one.
+        counts_in_norm: False on all replicas, or copies, but one.
         loss_names: the names of the losses, the same on all ranks.
         device: a device on which the groups communicate.
+
+    Raises:
+        ValueError: both `data_parallel_group` and `copies_group` are given.
     """
 
     data_parallel_group: Any = None
+    copies_group: Any = None
     job_group: Any = None
     tied: TiedParameter | None = None
     counts_in_norm: bool = True
     loss_names: tuple[str, ...] = ("loss",)
     device: torch.device
 
+    def __post_init__(self) -> None:
+        if None not in (self.data_parallel_group, self.copies_group):
+            raise ValueError(
+                "data_parallel_group and copies_group are both given, and the copies of a stage are its replicas; give "
+                "copies_group for a program with copies, else data_parallel_group"
+            )
+
     @property
     def num_replicas(self) -> int:
+        """The number of pipelines with batches of their own."""
         group = self.data_parallel_group
         return 1 if group is None else torch.distributed.get_world_size(group)
 
@@ -67,20 +85,26 @@ class ModuleReduction:
         receive that waits for another rank: a deadlock.
         """
         tied = None if self.tied is None else self.tied.group
-        for group in (self.data_parallel_group, tied, self.job_group):
+        for group in (self.data_parallel_group, self.copies_group, tied, self.job_group):
             if group is not None:
                 group.allreduce([torch.zeros(1, device=self.device)]).wait()
         streams = streams_of(self.device)
         streams.finish(streams.record())
 
+    @property
+    def _holders(self) -> Any:
+        """The ranks with the same parameters as this one; None: there is no other."""
+        return self.data_parallel_group if self.copies_group is None else self.copies_group
+
     def average(self, gradients: Iterable[Tensor]) -> None:
-        """Average the gradients over the replicas."""
-        for gradient in gradients if self.data_parallel_group is not None else ():
-            torch.distributed.all_reduce(gradient, group=self.data_parallel_group)
-            gradient.div_(self.num_replicas)
+        """Average the gradients over the replicas, or sum them over the copies."""
+        for gradient in gradients if self._holders is not None else ():
+            torch.distributed.all_reduce(gradient, group=self._holders)
+            if self.copies_group is None:
+                gradient.div_(self.num_replicas)
 
     def over_data(self, buffer: GradientBuffer) -> None:
-        """Average the gradients of a buffer over the replicas."""
+        """Average the gradients of a buffer over the replicas, or sum them over the copies."""
         self.average(buffer.flat)
 
     @property
@@ -96,12 +120,12 @@ class ModuleReduction:
         torch.distributed.all_reduce(gradient, group=self.tied.group)
 
     def unused_everywhere(self, buffer: GradientBuffer) -> list[str]:
-        """The names of the gradients that are `untouched` on all replicas."""
+        """The names of the gradients that are `untouched` on all replicas, or copies."""
         untouched = set(buffer.untouched())
         names = list(buffer.views)
-        if self.data_parallel_group is not None and names:
+        if self._holders is not None and names:
             used = torch.tensor([name not in untouched for name in names], dtype=torch.int32, device=self.device)
-            torch.distributed.all_reduce(used, group=self.data_parallel_group)
+            torch.distributed.all_reduce(used, group=self._holders)
             untouched = {name for name, count in zip(names, used.tolist(), strict=True) if not count}
         return [name for name in names if name in untouched]
 
@@ -111,6 +135,8 @@ class ModuleReduction:
         for other in others:
             first.add_(other)
         if self.tied.group is not None:
+            if not self.tied.adds:
+                first.zero_()
             torch.distributed.all_reduce(first, group=self.tied.group)
         for other in others:
             other.copy_(first)

@@ -331,12 +331,12 @@ class BatchLosses:
         self._sums[batch] = sums[0] + total.detach(), sums[1] + counted
 
     def take(self, batch: int) -> tuple[float, float]:
-        """Remove and return (sum, count) over all microbatches of a batch.
+        """Remove and return (sum, count) over all microbatches of a batch; zeros if the stage took none of them.
 
         Raises:
             ValueError: the count is negative or not finite.
         """
-        total, count = self._sums.pop(batch)
+        total, count = self._sums.pop(batch, (torch.zeros(()), 0.0))
         if not 0 <= (number := float(count)) < math.inf:
             raise ValueError(
                 f"the losses of batch {batch} count {number:g}; return (sum, count) with a count from 0 on"

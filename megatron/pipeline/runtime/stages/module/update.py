@@ -17,7 +17,7 @@ version before.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,9 @@ class ModuleUpdate(DeviceUpdate):
         clip_grad: the global norm to which gradients are clipped; 0: no clipping.
         num_grad_buffers: the delay of the weight policy in batches + 1: 1 with flushes, 2 under 2bw.
         data_parallel_group: the replicas of this rank; None for one replica.
-        counts_in_norm: False on all replicas but one.
+        copies_group: in a program with copies of stages, the ranks with copies of this rank's, in place of
+            `data_parallel_group`; None for one copy. See `ModuleReduction`.
+        counts_in_norm: False on all replicas, or copies, but one.
         job_group: all ranks of the job; None for a single rank.
         tied: the tied parameter of which this rank has copies; None: it has none.
         loss_names: the names of the losses, the same on all ranks.
@@ -106,6 +108,7 @@ class ModuleUpdate(DeviceUpdate):
         clip_grad: float = 0.0,
         num_grad_buffers: int = 2,
         data_parallel_group: Any = None,
+        copies_group: Any = None,
         counts_in_norm: bool = True,
         job_group: Any = None,
         tied: TiedParameter | None = None,
@@ -129,6 +132,7 @@ class ModuleUpdate(DeviceUpdate):
         self._tied = tied
         self._reduction = ModuleReduction(
             data_parallel_group=data_parallel_group,
+            copies_group=copies_group,
             job_group=job_group,
             tied=tied,
             counts_in_norm=counts_in_norm,
@@ -148,6 +152,17 @@ class ModuleUpdate(DeviceUpdate):
         self.clip_factor: float | None = None if clip_grad else 1.0
         if isinstance(versions, AheadVersions):
             versions.make_with(self._maker(versions.ahead, parameters))
+        self._reduction.warm_up()
+
+    def regroup(self, **changes: Any) -> None:
+        """Let reductions span other ranks, as where the program changes to or from one with copies.
+
+        Call it while drained, on all ranks of the new groups. `changes`: the new values of `data_parallel_group`,
+        `copies_group`, `job_group`, `counts_in_norm` and `tied`; the others stay.
+        """
+        assert not self._batches, "what is in flight is reduced over the ranks of before"
+        self._reduction = replace(self._reduction, **changes)
+        self._tied = self._reduction.tied
         self._reduction.warm_up()
 
     def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:

@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.program.weight_policies import predicting
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchInfo
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.megatron.auxiliary import loss_names
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -83,8 +84,10 @@ def scheduler(case: Case, optimizer) -> OptimizerParamScheduler:
     )
 
 
-def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
-    """Stages and update of this rank; with `memory`, activations are captured."""
+def build(
+    case: Case, memory: ActivationMemory | None = None, copies: CopyRanks | None = None
+) -> tuple[list[MegatronStage], MegatronWeightUpdate]:
+    """Stages and update of this rank; with `memory`, activations are captured. `copies`: see the update."""
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
     )
@@ -107,6 +110,7 @@ def build(case: Case, memory: ActivationMemory | None = None) -> tuple[list[Mega
         single_gradient_buffer=case.single_gradient_buffer,
         reduce_partial=case.reduce_partial,
         provisional_microbatches=case.provisional_microbatches,
+        copies=copies,
     )
     replica = parallel_state.get_data_parallel_rank()
     stages = [

@@ -1,0 +1,54 @@
+"""Break what this process is connected by, so that nothing in it waits for another rank any more.
+
+Problem: after a rank is lost, threads of the others wait in transfers and collectives of gloo: for the lost rank, which
+may be stopped and so keep its connections, or for a rank that has left the batch. Or they wait for a key that the lost
+rank was to write to the job's store. Such waits end after the timeout of the transfer alone, which is many minutes, and
+there is no call that ends them.
+
+Solution: shut down the sockets themselves. gloo's own thread finds each of them closed, and every wait ends with an
+error, here and at the other end. The connections over which the ranks that are left agree stay.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+
+
+def open_connections() -> frozenset[int]:
+    """Return the file descriptors of this process's TCP connections."""
+    return frozenset(number for number in _descriptors() if _is_connected(number))
+
+
+def break_connections(*, kept: Collection[int]) -> int:
+    """Shut down the TCP connections of this process, and return their number.
+
+    Args:
+        kept: the file descriptors of connections that stay.
+    """
+    broken = 0
+    for number in _descriptors():
+        if number not in kept and _is_connected(number):
+            with suppress(OSError), _socket(number) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+                broken += 1
+    return broken
+
+
+def _descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _is_connected(number: int) -> bool:
+    with suppress(OSError), _socket(number) as each:  # raises it for what is no socket, or one that listens
+        each.getpeername()
+        return each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
+    return False
+
+
+@contextmanager
+def _socket(number: int) -> Iterator[socket.socket]:
+    with socket.socket(fileno=os.dup(number)) as each:
+        yield each

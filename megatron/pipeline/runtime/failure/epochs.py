@@ -1,0 +1,88 @@
+"""Epochs: who is in the job from one agreement to the next, decided by the order of a log. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.pipeline.runtime.failure.heartbeats import Member
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The processes that train together from one agreement to the next. Equal on all of them.
+
+    Attributes:
+        number: counted from 0.
+        ranks: the global ranks in it, ascending.
+        lost: rank -> why its process is not in this epoch, for the processes of the epoch before.
+        joined: the ranks whose processes are new.
+        notes: rank -> what it handed to `Membership.agree`; new processes have none.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    lost: Mapping[int, str]
+    joined: tuple[int, ...]
+    notes: Mapping[int, str]
+
+
+def first_record(members: Iterable[Member]) -> dict[str, Any]:
+    """The record of epoch 0."""
+    return {"members": sorted(members), "lost": {}, "joined": [], "notes": {}}
+
+
+def decided(members: Iterable[Member], log: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The record of the next epoch: a function of the log's order alone, so it is the same for every reader.
+
+    The first part of the log counts in which each of `members` has arrived or is lost. A process that has arrived and
+    is lost is lost. Newcomers are in the epoch that every process in it admits. Returns None if there is no such part.
+
+    Args:
+        members: the processes of the current epoch.
+        log: lines with a `token` and a `kind`: "arrived" with a `note` and with `admits`, the newcomers that the
+            process has heard or None; "lost" with a `reason`; "suspected" with a `reason`.
+    """
+    by_token = {member.token: member for member in members}
+    told: dict[str, dict[str, Mapping[str, Any]]] = {"arrived": {}, "lost": {}, "suspected": {}}
+    waiting = set(by_token)
+    for line in log:
+        if line["token"] not in by_token:
+            continue
+        told[line["kind"]].setdefault(line["token"], line)
+        if line["kind"] != "suspected":
+            waiting.discard(line["token"])
+            if not waiting:
+                return _record(by_token, **told)
+    return None
+
+
+def _record(by_token: Mapping[str, Member], arrived: Mapping, lost: Mapping, suspected: Mapping) -> dict[str, Any]:
+    stay = [member for token, member in by_token.items() if token not in lost]
+    lines = [arrived[member.token] for member in stay]
+    new = {}
+    if all(line["admits"] is not None for line in lines):
+        ranks = {member.rank for member in stay}
+        asking = [Member(*each) for line in lines for each in line["admits"]]
+        new = {member.rank: member for member in asking if member.rank not in ranks}
+    reasons = {
+        by_token[token].rank: "; ".join(each[token]["reason"] for each in (lost, suspected) if token in each)
+        for token in lost
+    }
+    notes = {member.rank: arrived[member.token]["note"] for member in stay}
+    return {"members": sorted([*stay, *new.values()]), "lost": reasons, "joined": sorted(new), "notes": notes}
+
+
+def epoch_of(number: int, record: Mapping[str, Any]) -> tuple[Epoch, tuple[Member, ...]]:
+    """The epoch of a record that was written as JSON, and its processes."""
+    members = tuple(Member(*each) for each in record["members"])
+    lost, notes = (
+        MappingProxyType(
+            {int(rank): text for rank, text in sorted(record[name].items(), key=lambda each: int(each[0]))}
+        )
+        for name in ("lost", "notes")
+    )
+    ranks = tuple(member.rank for member in members)
+    return Epoch(number, ranks, lost, tuple(record["joined"]), notes), members

@@ -1,0 +1,188 @@
+"""Signs of life of a job's processes: heartbeats that others watch, and doors at which the dead do not answer.
+
+Problem: a process that has died, or that is stopped or cut off, is to be told from one that only computes slowly. The
+clocks of hosts differ, and a watcher may itself have been held up.
+
+Solution: a process counts up its heartbeat, and a watcher measures with its own clock how long the count has stayed.
+Time in which the watcher itself did not look does not count. Each process also listens at a port, the *door*. The
+kernel takes connections there, however busy the process is, and even if it is stopped. It refuses them as soon as the
+process has ended. So a refused connection proves a death that silence proves only after the failure timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch.distributed import Store
+
+LEFT = "left"
+"""The heartbeat of a process that has left the job normally."""
+HAS_LEFT = "it has left the job"
+NUM_SILENT_LOOKS = 1.5
+"""Intervals without a heartbeat after which a watcher tries the door of a process."""
+_BACKLOG = 64
+
+
+class Member(NamedTuple):
+    """A process of the job.
+
+    Attributes:
+        rank: its global rank; a new process in the place of a lost one has the same.
+        token: random, and so unlike that of any other process.
+        host: the name of its host.
+        address, port: where its door is.
+        process: its process id.
+    """
+
+    rank: int
+    token: str
+    host: str
+    address: str
+    port: int
+    process: int
+
+
+class Door:
+    """A port at which this process listens for as long as it lives. Connections are closed without a word.
+
+    Args:
+        reachable_from: (host, port) of a process that others of the job reach, too: the door's address is the one from
+            which this host connects there.
+    """
+
+    def __init__(self, reachable_from: tuple[str, int]) -> None:
+        with socket.create_connection(reachable_from) as connection:
+            self.address = connection.getsockname()[0]
+            self._socket = socket.create_server(("", 0), family=connection.family, backlog=_BACKLOG)
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        # A forked process would keep the door open after the death of this one.
+        mine = weakref.ref(self._socket)
+        os.register_at_fork(after_in_child=lambda: (mine() is not None) and mine().close())
+
+    def clear(self) -> None:
+        """Drop the connections that others have made."""
+        with suppress(OSError):
+            while True:
+                self._socket.accept()[0].close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def has_ended(member: Member, *, patience: float) -> bool:
+    """Whether the kernel of the member's host says within `patience` seconds that the process has ended."""
+    is_loopback = member.address == "::1" or member.address.startswith("127.")
+    if is_loopback and member.host != socket.gethostname():
+        return False  # the address means another host here
+    try:
+        socket.create_connection((member.address, member.port), patience).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # the host is busy, down or cut off
+        return False
+    return False
+
+
+class Watch:
+    """How long the heartbeats of others have stayed the same.
+
+    Args:
+        interval: seconds between two heartbeats.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._looked_at = time.monotonic()
+        self._seen: dict[str, tuple[str, float, bool]] = {}  # token -> heartbeat, silence, whether it has changed
+
+    def look(self, heartbeats: Mapping[str, str]) -> None:
+        """Take note of the latest heartbeat of each watched token. Others are forgotten."""
+        now = time.monotonic()
+        # While this process was stopped, or a call held its interpreter, it saw nothing: the others may have beaten.
+        elapsed, self._looked_at = min(now - self._looked_at, 2 * self._interval), now
+        before, self._seen = self._seen, {}
+        for token, heartbeat in heartbeats.items():
+            last, silence, has_changed = before.get(token, (heartbeat, -elapsed, False))
+            if heartbeat == last:
+                self._seen[token] = heartbeat, silence + elapsed, has_changed
+            else:
+                self._seen[token] = heartbeat, 0.0, True
+
+    def silence(self, token: str) -> float:
+        """Seconds for which the token's heartbeat has stayed the same. 0 if it has left, or is not watched."""
+        heartbeat, silence, _ = self._seen.get(token, (LEFT, 0.0, False))
+        return 0.0 if heartbeat == LEFT else silence
+
+    def has_left(self, token: str) -> bool:
+        return self._seen.get(token, ("",))[0] == LEFT
+
+    def is_heard(self, token: str) -> bool:
+        """Whether the token's heartbeat has changed since it is watched, and not fallen silent again."""
+        _, silence, has_changed = self._seen.get(token, ("", 0.0, False))
+        return has_changed and not self.has_left(token) and silence <= 2 * NUM_SILENT_LOOKS * self._interval
+
+
+class Lookout:
+    """This process's heartbeat, and what it knows of the others'.
+
+    Args:
+        store: holds the heartbeats.
+        me: this process.
+        timeout: seconds of silence after which a process counts as lost.
+        interval: seconds between two heartbeats.
+    """
+
+    def __init__(self, store: Store, me: Member, *, timeout: float, interval: float) -> None:
+        self._store, self._me, self._timeout, self._interval = store, me, timeout, interval
+        self._watch = Watch(interval)
+        self._num_beats = 0
+        self._beats_at = self._looks_at = 0.0
+        self._tries_at: dict[str, float] = {}  # token -> when its door may be tried again
+        self._ended: set[str] = set()
+        self.is_heard = self._watch.is_heard
+
+    def beat(self) -> None:
+        """Give a sign of life, if the last one is old enough."""
+        if time.monotonic() >= self._beats_at:
+            self._beats_at = time.monotonic() + self._interval
+            self._num_beats += 1
+            self._store.set(f"beat/{self._me.token}", str(self._num_beats))
+
+    def leave(self) -> None:
+        """Give the last sign: this process ends normally."""
+        self._store.set(f"beat/{self._me.token}", LEFT)
+
+    def is_due(self) -> bool:
+        """Whether it is time for the next look."""
+        return time.monotonic() >= self._looks_at
+
+    def look_at(self, members: Iterable[Member]) -> None:
+        """Read the heartbeats of these processes. Others are forgotten."""
+        self._looks_at = time.monotonic() + self._interval / 2
+        tokens = list({member.token for member in members})
+        texts = self._store.multi_get([f"beat/{token}" for token in tokens]) if tokens else []
+        self._watch.look({token: text.decode() for token, text in zip(tokens, texts, strict=True)})
+
+    def why_lost(self, member: Member, *, is_awaited: bool) -> str | None:
+        """Why a process that is looked at counts as lost; None if it does not.
+
+        Args:
+            is_awaited: whether others wait for it, so that one that has left the job is lost, too.
+        """
+        silence, now = self._watch.silence(member.token), time.monotonic()
+        if silence >= self._timeout:
+            return f"no heartbeat for {self._timeout:g} s"
+        if self._watch.has_left(member.token):
+            return HAS_LEFT if is_awaited else None
+        if silence >= NUM_SILENT_LOOKS * self._interval and now >= self._tries_at.get(member.token, 0.0):
+            self._tries_at[member.token] = now + self._interval
+            if has_ended(member, patience=self._interval / 2):
+                self._ended.add(member.token)
+        return "its process has ended" if member.token in self._ended else None

@@ -1,0 +1,372 @@
+"""Who is in the job: processes notice that one of them is lost, and the survivors agree on who goes on.
+
+Problem: a process dies, is stopped, or is cut off. Its peers notice at different moments, some of them not at all, and
+what they would use to talk about it, the process groups, is broken. A rank that computes slowly must not be taken for
+a lost one. A rank that was taken for lost may wake up and go on as if nothing had happened.
+
+Solution: everything goes through the job's store, over a connection and a thread that nothing else uses.
+
+- **Detection.** Each process has a heartbeat and a door (`heartbeats`). It watches those at the distances 1, 2, 4, ...
+  in the ring of ranks, so that a whole host that disappears has a watcher elsewhere, and the store serves a thousand
+  ranks. A process is lost if its door refuses connections, or if its heartbeat stays the same for `failure_timeout`.
+- **Alarm.** Whoever finds a process lost, or has a link that fails (`suspect`), raises the alarm of the epoch. Every
+  process hears it within a heartbeat, and its `on_alarm` interrupts whatever the training thread waits for.
+- **Agreement.** All processes of an epoch come to `agree`. Each appends a line to the next epoch's log, one key of the
+  store, whose appends have one order. The log also holds who was found lost. The epoch is decided by the first part of
+  the log in which everyone has arrived or is lost, so whoever reads the log finds the same epoch (`epochs.decided`).
+- **Fencing.** A process that the decision leaves out ends with one sentence as soon as it looks at the store. What it
+  writes before stands in the log of an epoch that is decided, or under the keys of an epoch that is over (`store`).
+- **Joining.** A new process asks to be taken in (`join`). It is in the next epoch in which all have arrived with
+  `admits`, which means: at a border at which they take newcomers in.
+
+The process that hosts the store must not be one that can be lost: the launcher hosts it (tools/launch.py, torchrun).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
+from megatron.pipeline.runtime.failure.errors import OnThisRank, end_at_once
+from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
+from megatron.pipeline.runtime.failure.store_thread import StoreThread
+
+LAUNCHER = "launcher"
+"""Prefix of the keys that a launcher reads, in the store itself and not in a part of it."""
+ACCEPTS_LOSSES = "accepts_losses"
+FAILURE_TIMEOUT = 10.0
+_BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there are more
+_PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
+_ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lead
+_MOST_WATCHED = 16  # of those that others wait for, beside the ring's
+
+
+class Membership(StoreThread):
+    """This process's place among the processes of the job.
+
+    Args:
+        store: the job's store, or a part of it that all processes of the job use, those that join later too.
+        rank: this process's global rank.
+        world_size: the number of ranks of the job.
+        failure_timeout: seconds of silence after which a process counts as lost, if nothing proves it before. A call
+            that holds the interpreter (GIL) that long silences a process, too.
+        on_alarm: called with a sentence, once an epoch and on another thread, when a rank of the epoch is lost or
+            suspected. It must not block. It is to interrupt what the training thread waits for.
+        on_thrown_out: called when the others have gone on without this process. Must end the process.
+        store_host: the rank whose process hosts the store, if no launcher does.
+
+    Attributes:
+        epoch: the current epoch; None before `begin` or `join`.
+        alarm: the sentence of the alarm in the current epoch, or None. After an alarm all ranks come to `agree`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        failure_timeout: float = FAILURE_TIMEOUT,
+        on_alarm: Callable[[str], None] = lambda sentence: None,
+        on_thrown_out: Callable[[str], None] = end_at_once,
+        store_host: int = 0,
+    ) -> None:
+        super().__init__(store, "membership", name=f"rank {rank}", store_host=store_host)
+        self.rank, self.world_size, self._timeout = rank, world_size, failure_timeout
+        self._interval = min(_BEAT, failure_timeout / 10)
+        self._pace = min(self._interval, _PACE * max(1.0, world_size / 64))  # the store serves all ranks
+        self._on_alarm, self._on_thrown_out = on_alarm, on_thrown_out
+        self._whole = store
+        self._door = Door((self._root.host, self._root.port))
+        self._me = Member(
+            rank, secrets.token_hex(8), socket.gethostname(), self._door.address, self._door.port, os.getpid()
+        )
+        self.epoch: Epoch | None = None
+        self.alarm: str | None = None
+        self._members: dict[str, Member] = {}
+        self._lookout = Lookout(self._store, self._me, timeout=failure_timeout, interval=self._interval)
+        self._wants: str | None = None  # "begin" or "join", until this process has its place
+        self._arrival: dict[str, Any] | None = None  # this process's line, while it is in `agree`
+        self._forget_agreement()
+        self._newcomers: tuple[Member, ...] = ()
+        self._num_read = 0  # epochs that this process has seen begin without it
+        self._start()
+
+    # -- called by the training thread --------------------------------------------------------------------------------
+
+    def begin(self, timeout: float = 600.0) -> Epoch:
+        """Collective: return epoch 0, with all ranks of the job. In a job that has begun already, the same as `join`.
+
+        Raises OnThisRank if a rank does not come within `timeout` seconds.
+        """
+        self._ask(lambda: self._store.set(f"start/{self.rank}", json.dumps(self._me)))
+        self._wants = "begin"
+        return self._next(-1, timeout)
+
+    def join(self, timeout: float = 600.0) -> Epoch:
+        """Ask to be taken into the job in the place of a lost process of this rank. Returns the first epoch with it.
+
+        Raises OnThisRank if no such epoch begins within `timeout` seconds, or if nobody is left who could begin one.
+        """
+        self._ask(self._ask_to_join)
+        return self._next(-1, timeout)
+
+    def newcomers(self) -> tuple[int, ...]:
+        """The ranks of new processes that ask to be taken in, as far as this process has heard. Asks nobody."""
+        return tuple(sorted(member.rank for member in self._newcomers))
+
+    def suspect(self, ranks: Iterable[int], reason: str) -> None:
+        """Raise the alarm: a link to these ranks has failed. Whether they are lost is found out by `agree`.
+
+        Args:
+            reason: why, in a few words, such as "connection closed by peer in 1RECV_F3".
+        """
+        suspects, epoch = sorted(set(ranks)), self.epoch
+        named = f"rank{'s' * (len(suspects) > 1)} {', '.join(map(str, suspects))}"
+
+        def tell() -> None:
+            if self.epoch is not epoch:
+                return  # its links are gone with it
+            for member in self._members.values():
+                if member.rank in suspects and member != self._me:
+                    told = f"rank {self.rank}: {reason}"
+                    self._append({"kind": "suspected", "token": member.token, "reason": told})
+                    self._waited_for.append(member)
+            self._raise_alarm(f"rank {self.rank} suspects {named}: {reason}")
+
+        self._ask(tell)
+
+    def agree(self, note: str = "", *, admits: bool = False, timeout: float = 600.0) -> Epoch:
+        """Collective over the ranks of the epoch that still live: return the next epoch, which is the same on all.
+
+        Args:
+            note: handed to all, in `Epoch.notes`.
+            admits: whether new processes may be in that epoch. They are if all ranks say so.
+            timeout: seconds that a rank which lives may take to come.
+
+        Raises OnThisRank if a rank that lives does not come in time, or if the store is gone or silent.
+        """
+        assert self.epoch is not None, "agree before begin or join"
+        newcomers = [list(member) for member in self._newcomers] if admits else None
+        self._arrival = {"kind": "arrived", "token": self._me.token, "note": note, "admits": newcomers}
+        return self._next(self.epoch.number, timeout)
+
+    def confirm(self) -> None:
+        """Return once the store has confirmed that this process is in the latest epoch; else the process ends.
+
+        Call it before something is done that outlasts the process, such as naming a checkpoint the latest.
+        """
+        target = self._num_ticks + 2  # a whole look at the store that begins after this call
+        self.wake()
+        self._wait(lambda: self._num_ticks >= target, self._timeout, "confirm that it is in the job")
+
+    def store(self) -> Store:
+        """The part of the store for the process groups of the current epoch. No earlier epoch has keys there.
+
+        It has a connection of its own, which may be broken.
+        """
+        assert self.epoch is not None, "no epoch yet"
+        return PrefixStore(f"of_epoch/{self.epoch.number}", self._whole.clone())
+
+    def accept_losses(self, accepts: bool = True) -> None:
+        """Tell the launcher whether the job goes on when a process is lost. Until it is told, it ends the job."""
+        key = f"{LAUNCHER}/{ACCEPTS_LOSSES}"
+        self._ask(lambda: self._root.set(key, "yes" if accepts else "no"))
+
+    def leave(self) -> None:
+        """Leave the job normally. The others do not take this process for a lost one. Never raises."""
+        self._stop()
+        self._door.close()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _next(self, number: int, timeout: float) -> Epoch:
+        doing = f"begin epoch {number + 1}" if number >= 0 else "come into the job"
+        self.wake()
+        try:
+            self._wait(lambda: self.epoch is not None and self.epoch.number > number, timeout, doing)
+        finally:
+            self._arrival = None
+        return self.epoch
+
+    def _why_not(self) -> str:
+        if not self._absent:
+            return ""
+        ranks = ", ".join(map(str, sorted(self._absent)))
+        named = f"; rank{'s' * (len(self._absent) > 1)} {ranks} did not come"
+        return named + ("" if self.epoch is None else ", though alive")
+
+    def _fail(self, error: OnThisRank) -> None:
+        self.alarm = str(error)
+        super()._fail(error)
+        self._on_alarm(self.alarm)
+
+    def _pause(self) -> float:
+        return self._interval if self._wants is None and self._arrival is None else self._pace
+
+    def _say_goodbye(self) -> None:
+        self._lookout.leave()
+
+    def _tick(self) -> None:
+        self._door.clear()
+        self._lookout.beat()
+        self._answer()
+        if self._wants == "begin":
+            self._try_to_begin()
+        elif self._wants == "join":
+            self._try_to_join()
+        elif self.epoch is not None:
+            self._follow()
+            self._look_at_others()
+            self._hear_alarm()
+            if self._arrival is not None:
+                self._try_to_decide()
+
+    # -- coming in ----------------------------------------------------------------------------------------------------
+
+    def _try_to_begin(self) -> None:
+        keys = [f"start/{rank}" for rank in range(self.world_size)]
+        if not self._store.check(["epoch/0"]):
+            if not self._store.check(keys):
+                if self._num_ticks % 20 == 0:
+                    self._absent = {rank for rank, key in enumerate(keys) if not self._store.check([key])}
+                return
+            members = [Member(*json.loads(text)) for text in self._store.multi_get(keys)]
+            self._store.compare_set("epoch/0", "", json.dumps(first_record(members)))
+        epoch, members = self._read(0)
+        if self._me in members:
+            self._enter(epoch, members)
+        else:  # the job has begun with an earlier process of this rank
+            self._ask_to_join()
+
+    def _ask_to_join(self) -> None:
+        self._store.append("joins", json.dumps(self._me) + "\n")
+        self._wants = "join"
+
+    def _try_to_join(self) -> None:
+        while self._store.check([f"epoch/{self._num_read}"]):
+            epoch, members = self._read(self._num_read)
+            if self._me in members:
+                self._enter(epoch, members)
+                return
+            self._num_read += 1
+            self._members = {member.token: member for member in members}
+        if self._lookout.is_due():
+            self._lookout.look_at(self._members.values())
+            if self._members and all([self._why_lost(member) for member in self._members.values()]):
+                raise OnThisRank(f"nobody is left of epoch {self._num_read - 1} to take rank {self.rank} in")
+
+    def _read(self, number: int) -> tuple[Epoch, tuple[Member, ...]]:
+        return epoch_of(number, json.loads(self._store.get(f"epoch/{number}")))
+
+    def _enter(self, epoch: Epoch, members: tuple[Member, ...]) -> None:
+        """Make `epoch` the current one. The process ends if it is not in it."""
+        left_out = [member for member in self._members.values() if member not in members] if self.epoch else []
+        if self._me not in members:
+            reason = epoch.lost.get(self.rank, "no reason is known")
+            sentence = (
+                f"rank {self.rank} was taken for lost ({reason}), and the others went on with epoch {epoch.number} "
+                "without it"
+            )
+            self._on_thrown_out(sentence)
+            raise OnThisRank(sentence)
+        for member in left_out:
+            reason = epoch.lost[member.rank]
+            if reason != HAS_LEFT:  # a launcher ends what is there of it
+                self._root.set(f"{LAUNCHER}/out/{member.rank}", f"{member.process} {reason}")
+        self._members = {member.token: member for member in members}
+        self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)
+        self._forget_agreement()
+        with self._changed:
+            self._wants, self._arrival, self.epoch, self.alarm = None, None, epoch, None
+
+    def _forget_agreement(self) -> None:
+        self._has_arrived = False
+        self._marked: set[str] = set()  # tokens that this process has found lost
+        self._gone: set[str] = set()  # tokens that are lost in the log
+        self._waited_for: list[Member] = []
+        self._absent: set[int] = set()
+        self._reads_at = 0.0
+
+    # -- the others ---------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        number = self.epoch.number + 1
+        if self._store.check([f"epoch/{number}"]):
+            self._enter(*self._read(number))
+
+    def _in_ring(self) -> list[Member]:
+        """The other processes of the epoch, from the next rank on."""
+        others = sorted(self._members.values())
+        place = others.index(self._me)
+        return others[place + 1 :] + others[:place]
+
+    def _look_at_others(self) -> None:
+        if not self._lookout.is_due():
+            return
+        asking = self._asking()
+        ring = self._in_ring()
+        near = [ring[2**power - 1] for power in range(len(ring).bit_length())]
+        self._lookout.look_at([*near, *self._waited_for, *asking])
+        self._newcomers = tuple(member for member in asking if self._lookout.is_heard(member.token))
+        for member in {*near, *self._waited_for}:
+            reason = None if member.token in self._marked else self._why_lost(member)
+            if reason is not None:
+                self._marked.add(member.token)
+                self._append({"kind": "lost", "token": member.token, "reason": reason})
+                self._raise_alarm(f"rank {member.rank} is lost: {reason}")
+
+    def _why_lost(self, member: Member) -> str | None:
+        return self._lookout.why_lost(member, is_awaited=self._arrival is not None or self._wants == "join")
+
+    def _asking(self) -> list[Member]:
+        """The latest processes that ask to be taken in for ranks that have none."""
+        if not self._store.check(["joins"]):
+            return []
+        lines = self._store.get("joins").decode().splitlines()
+        latest = {member.rank: member for member in (Member(*json.loads(line)) for line in lines)}
+        return [member for rank, member in sorted(latest.items()) if rank not in self.epoch.ranks]
+
+    # -- alarm and agreement ------------------------------------------------------------------------------------------
+
+    def _append(self, line: dict[str, Any]) -> None:
+        self._store.append(f"log/{self.epoch.number + 1}", json.dumps(line) + "\n")
+
+    def _raise_alarm(self, sentence: str) -> None:
+        self._store.compare_set(f"alarm/{self.epoch.number}", "", sentence)
+
+    def _hear_alarm(self) -> None:
+        key = f"alarm/{self.epoch.number}"
+        if self.alarm is None and self._store.check([key]):
+            self.alarm = self._store.get(key).decode()
+            self._on_alarm(self.alarm)
+
+    def _try_to_decide(self) -> None:
+        """Arrive, and look whether all have. The lowest rank looks often; the others in case it is lost."""
+        if not self._has_arrived:
+            self._append(self._arrival)
+            self._has_arrived = True
+        leads = self._me == min(member for member in self._members.values() if member.token not in self._gone)
+        if not leads and time.monotonic() < self._reads_at:
+            return
+        self._reads_at = time.monotonic() + _ALL_LOOK
+        number = self.epoch.number + 1
+        log = [json.loads(line) for line in self._store.get(f"log/{number}").decode().splitlines()]
+        record = decided(self._members.values(), log)
+        if record is not None:
+            self._store.set(f"epoch/{number}", json.dumps(record))  # whoever sets it sets the same
+            self._enter(*self._read(number))
+            return
+        settled = {line["token"] for line in log if line["kind"] != "suspected"}
+        self._gone = {line["token"] for line in log if line["kind"] == "lost"} - {self._me.token}
+        missing = [member for member in self._in_ring() if member.token not in settled]
+        self._waited_for = missing[:_MOST_WATCHED]
+        self._absent = {member.rank for member in missing}

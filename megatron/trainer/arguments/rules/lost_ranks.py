@@ -1,0 +1,53 @@
+"""Rules of runs that go on without the ranks that they lose: `--go-on-without-lost-ranks`."""
+
+import argparse
+from collections.abc import Callable
+
+from megatron.trainer.arguments.flags.config import choice_of
+
+_Row = tuple[Callable[[argparse.Namespace], object], str, str]
+"""Whether the row applies, what the flags ask for, and why a run with it cannot go on without a rank."""
+
+_REFUSED: tuple[_Row, ...] = (
+    (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
+    (lambda args: args.architecture != "gpt", "another model than a GPT", "was not tried"),
+    (lambda args: args.tensor_model_parallel_size > 1, "--tensor-model-parallel-size above 1",
+     "has groups in which a lost rank is missing"),
+    (lambda args: args.context_parallel_size > 1, "--context-parallel-size above 1",
+     "has groups in which a lost rank is missing"),
+    (lambda args: args.num_experts is not None, "--num-experts", "counts tokens over all replicas"),
+    (lambda args: args.use_distributed_optimizer, "--use-distributed-optimizer",
+     "has state of the optimizer on the lost rank alone"),
+    (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
+    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone,
+     "predicted or stashed weights", "needs weights that follow from whole batches"),
+    (lambda args: args.optimistic_steps, "--optimistic-steps", "may have to take a step back"),
+    (lambda args: args.freeze_training or args.elastic_pipeline, "a pipeline that changes while it trains",
+     "changes the ranks of its stages by itself"),
+    (lambda args: args.pipeline_schedule == "auto", "--pipeline-schedule auto", "changes its program by itself"),
+    (lambda args: args.rampup_batch_size or args.step_batch_size_schedule, "batches of several sizes",
+     "shares out a batch of one size"),
+    (lambda args: args.fp8 is not None, "--fp8-format", "agrees on scales over all replicas"),
+    (lambda args: args.optimizer != "adam", "another --optimizer than adam", "was not tried"),
+    (lambda args: args.log_saved_activations, "--log-saved-activations", "has no such numbers of the lost ranks"),
+    (lambda args: args.async_save, "--async-save", "might lose what is written beside training"),
+    (lambda args: args.pipeline_timeline is not None, "--pipeline-timeline", "has one program to draw"),
+    (lambda args: args.distributed_backend == "nccl", "--distributed-backend nccl",
+     "has not been shown to end NCCL's waits: give --distributed-backend gloo"),
+)  # fmt: skip
+
+
+def lost_ranks(args: argparse.Namespace) -> None:
+    """Refuse what a run cannot have that goes on without lost ranks."""
+    if not args.go_on_without_lost_ranks:
+        for name in ("failure_timeout", "minimum_speed"):
+            if name in args.given:
+                raise ValueError(f"--{name.replace('_', '-')} is for --go-on-without-lost-ranks; give both or neither")
+        return
+    if not args.failure_timeout >= 1.0:
+        raise ValueError(f"--failure-timeout is {args.failure_timeout:g} s; give 1 and more")
+    if not 0.0 <= args.minimum_speed <= 1.0:
+        raise ValueError(f"--minimum-speed is {args.minimum_speed:g}; give a share from 0 to 1")
+    for applies, what, why in _REFUSED:
+        if applies(args):
+            raise ValueError(f"--go-on-without-lost-ranks: a run with {what} {why}; leave one of the two out")

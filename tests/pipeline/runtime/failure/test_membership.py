@@ -1,0 +1,175 @@
+"""Survivors agree on who is lost, whoever dies when; who is slow stays; who was thrown out finds out."""
+
+import signal
+import time
+
+import pytest
+
+from megatron.pipeline.runtime.failure.epochs import decided
+from megatron.pipeline.runtime.failure.heartbeats import LEFT, Member, Watch
+from tests.pipeline.runtime.failure.membership_cases import Job, lose_at_random
+
+pytestmark = pytest.mark.alone
+TIMEOUT = 3.0
+
+
+def test_a_killed_rank_is_missed_before_the_failure_timeout(tmp_path):
+    """Its door proves its death; all others are in the next epoch, with one reason and everybody's note."""
+    with Job(tmp_path, 4, timeout=10.0) as job:
+        at = job.send(signal.SIGKILL, 2)
+        assert job.wait_for([0, 1, 3]) - at < 10.0
+        assert job.current == {
+            "ranks": (0, 1, 3), "lost": {2: "its process has ended"}, "joined": (),
+            "notes": {rank: f"note of {rank}" for rank in (0, 1, 3)},
+        }  # fmt: skip
+
+
+def test_a_stopped_rank_is_lost_and_ends_when_it_wakes_up(tmp_path):
+    """It is stopped before it writes something that lasts, and wakes up in a job that has gone on: it never writes."""
+    with Job(tmp_path, 3, timeout=TIMEOUT) as job:
+        job.tell("confirm", tmp_path / "latest", ranks=[1])
+        at = time.monotonic()
+        assert TIMEOUT - 0.5 <= job.wait_for([0, 2]) - at < TIMEOUT + 2
+        job.tell("store", "key", "of the survivors", ranks=[0])
+        assert job.hear(0) == b"of the survivors"
+        job.send(signal.SIGCONT, 1)
+        assert job.status(1) == 1
+        lost = f"rank 1 was taken for lost (no heartbeat for {TIMEOUT:g} s)"
+        assert job.output(1).endswith(f" stops: {lost}, and the others went on with epoch 1 without it\n")
+        assert not (tmp_path / "latest").exists()
+        assert set(job.epochs) == {0, 1}
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 50))])
+def test_losses_at_random_moments(tmp_path, seed):
+    """Killed or stopped, alone or together, while the others agree: no two views of an epoch, and all in time.
+
+    Under `--full` 200 losses.
+    """
+    assert lose_at_random(tmp_path, seed, num_losses=4, world_size=6, timeout=TIMEOUT) < TIMEOUT + 2
+
+
+def test_a_rank_that_holds_its_interpreter_stays(tmp_path):
+    """It is silent for most of the failure timeout, is suspected, and comes late: nobody is lost."""
+    with Job(tmp_path, 3, timeout=6.0) as job:
+        job.tell("hold", 4, ranks=[1])
+        job.tell("suspect", [1], "connection closed by peer", ranks=[0])
+        job.wait_for([0, 1, 2])
+        deadline = time.monotonic() + 20
+        while 1 not in job.epochs and time.monotonic() < deadline:
+            job.listen(1.0)
+        job.wait_for([0, 1, 2])
+        assert job.hear(1) == "held"
+        assert job.current["lost"] == {} and set(job.epochs) == {0, 1}
+
+
+def test_a_suspicion_stands_beside_the_reason(tmp_path):
+    with Job(tmp_path, 3, timeout=TIMEOUT) as job:
+        job.send(signal.SIGSTOP, 2)
+        job.tell("suspect", [2], "connection closed by peer in 1RECV_F3", ranks=[1])
+        job.wait_for([0, 1])
+        assert job.current["lost"] == {2: "no heartbeat for 3 s; rank 1: connection closed by peer in 1RECV_F3"}
+
+
+def test_a_new_process_joins_where_all_admit_it(tmp_path):
+    """It takes the place of a lost one, at a border to which all come, and not in an agreement on a loss."""
+    with Job(tmp_path, 4, timeout=TIMEOUT) as job:
+        job.send(signal.SIGKILL, 1)
+        job.wait_for([0, 2, 3])
+        job.start(1)
+        heard = {rank: () for rank in (0, 2, 3)}
+        deadline = time.monotonic() + 30
+        while set(heard.values()) != {(1,)} and time.monotonic() < deadline:
+            job.tell("newcomers", ranks=heard)
+            heard = {rank: job.hear(rank) for rank in heard}
+        job.send(signal.SIGKILL, 3)
+        job.wait_for([0, 2])
+        job.tell("agree", True, ranks=[0, 2])
+        job.wait_for([0, 1, 2])
+        assert job.current["joined"] == (1,) and job.current["lost"] == {} and set(job.current["notes"]) == {0, 2}
+        job.send(signal.SIGKILL, 0)
+        job.wait_for([1, 2])
+        assert set(job.current["notes"]) == {1, 2}
+
+
+def test_nobody_is_left_to_take_a_new_process_in(tmp_path):
+    with Job(tmp_path, 2, timeout=TIMEOUT) as job:
+        job.send(signal.SIGKILL, 0)
+        job.wait_for([1])
+        job.send(signal.SIGKILL, 1)
+        job.start(0)
+        assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
+
+
+def test_the_store_goes_with_its_host(tmp_path):
+    """That ends the job, named as the failure guard names it."""
+    with Job(tmp_path, 2, timeout=TIMEOUT) as job:
+        job.store = None
+        for rank in range(2):
+            assert job.hear(rank) == (
+                "rank 0 ended without a word (killed, or crashed): it hosts the job's store, which is gone"
+            )
+            assert job.status(rank) == 3
+
+
+# --- without processes ------------------------------------------------------------------------------------------------
+
+MEMBERS = [Member(rank, f"token{rank}", "host", "127.0.0.1", 1, 1) for rank in range(3)]
+NEW = Member(2, "new", "host", "127.0.0.1", 1, 1)
+
+
+def arrived(rank, admits=None):
+    return {"kind": "arrived", "token": f"token{rank}", "note": "", "admits": admits}
+
+
+def lost(rank):
+    return {"kind": "lost", "token": f"token{rank}", "reason": "why"}
+
+
+@pytest.mark.parametrize(
+    ("log", "ranks"),
+    [
+        ([arrived(0), arrived(1)], None),
+        ([arrived(0), arrived(1), arrived(2)], [0, 1, 2]),
+        ([arrived(0), arrived(1), lost(2)], [0, 1]),
+        ([arrived(0), arrived(2), lost(2), arrived(1)], [0, 1]),  # lost before all were there
+        ([lost(2), arrived(2), arrived(0), arrived(1)], [0, 1]),  # woken up while the others agree
+        ([arrived(0), arrived(1), arrived(2), lost(2)], [0, 1, 2]),  # lost after: the next epoch's affair
+        ([arrived(0), lost(2), lost(1), arrived(1)], [0]),
+        ([arrived(0), arrived(1), {**lost(2), "token": "of no member"}], None),
+    ],
+)
+def test_the_order_of_the_log_decides(log, ranks):
+    """So do its later lines nothing: whoever reads more of it decides the same."""
+    record = decided(MEMBERS, log)
+    assert (record and [member.rank for member in record["members"]]) == ranks
+    if ranks is not None:
+        later = [lost(0), lost(1), arrived(2), arrived(0, [list(NEW)])]
+        assert decided(MEMBERS, log + later) == record
+
+
+def test_newcomers_are_admitted_by_all():
+    """One that only some have heard is in, one that somebody does not admit is not, nor one whose place is taken."""
+    asks = [list(NEW)]
+    for log, joined in (
+        ([arrived(0, asks), arrived(1, []), lost(2)], [2]),
+        ([arrived(0, asks), arrived(1, None), lost(2)], []),
+        ([arrived(0, asks), arrived(1, asks), arrived(2, asks)], []),
+    ):
+        record = decided(MEMBERS, log)
+        assert record["joined"] == joined
+        assert (NEW in record["members"]) == bool(joined)
+
+
+def test_a_watcher_that_was_held_up_accuses_nobody(monkeypatch):
+    """Its own pause is not the others' silence."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch = Watch(0.5)
+    for now[0], heartbeat in ((0.5, "1"), (1.0, "2"), (100.0, "2")):
+        watch.look({"a": heartbeat})
+    assert watch.silence("a") <= 1.0
+    for now[0] in (100.5, 101.0):
+        watch.look({"a": "2", "b": "7", "c": LEFT})
+    assert watch.silence("a") == 2.0 and watch.silence("b") == 0.5 and watch.silence("c") == 0.0
+    assert watch.has_left("c") and not watch.is_heard("b")
