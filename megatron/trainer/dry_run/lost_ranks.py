@@ -15,6 +15,7 @@ from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, Cluster, Configuration, RankMemory, device_gib
 from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
 
 _MOST = 16_384  # computations of the batches whose orders are searched, over all losses: about a minute
@@ -40,7 +41,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     if args.data_parallel_size == 1 or args.skip_train:
         return None
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
-    if reason := _refusal(args, size):
+    if reason := _without_program(args, size):
         return LostRanks((), (f"a lost rank ends this job: {reason}",))
     num_batches = 1 if schedule.weights.drains else 6
     work = 2 * schedule.num_stages * schedule.num_ranks * size * args.data_parallel_size * num_batches
@@ -59,30 +60,23 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     except ValueError as error:
         return LostRanks((), (f"a lost rank ends this job: {error}",))
     refused = tuple(f"{' '.join(map(str, each.lost))}: {each.refusal}" for each in found if each.refusal)
-    return LostRanks(tuple(found), (*refused, *_memory_lines(args, found, memory)), seconds=costs is not None)
+    lines = [*refused, *_memory_lines(args, found, memory)]
+    if reason := refusal(args):
+        lines.append(f"as it is, a lost rank ends this job: {reason}")
+    return LostRanks(tuple(found), tuple(lines), seconds=costs is not None)
 
 
-def _refusal(args: TrainConfig, size: int) -> str | None:
-    """The reason why no program without a rank can go on with the job; None where one may.
+def _without_program(args: TrainConfig, size: int) -> str | None:
+    """The reason why no program without a rank is of use to the job; None where one is.
 
     `size`: the number of microbatches of a batch.
     """
+    if args.use_distributed_optimizer or args.num_experts is not None or args.changes:
+        return refusal(args)
     try:
         Sharing(args.schedule, size, args.data_parallel_size, frozenset(single_losses(1)[0]))
     except ValueError as error:
         return str(error)
-    if args.use_distributed_optimizer:
-        return (
-            "with --use-distributed-optimizer each part of the optimizer's state is on one replica only; leave it out, "
-            "or go back to the last checkpoint"
-        )
-    if args.num_experts is not None and args.expert_model_parallel_size > 1:
-        return (
-            f"--expert-model-parallel-size {args.expert_model_parallel_size} keeps each expert on some replicas only; "
-            "make it 1, or go back to the last checkpoint"
-        )
-    if args.changes:
-        return "its pipeline changes while it trains; train without changes, or go back to the last checkpoint"
     return None
 
 

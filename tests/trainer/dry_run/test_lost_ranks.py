@@ -33,7 +33,7 @@ def test_seconds_where_a_gpu_is_named(dry):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ("--use-distributed-optimizer", "a lost rank ends this job: with --use-distributed-optimizer"),
+        ("--use-distributed-optimizer", "a lost rank ends this job: a run with --use-distributed-optimizer has state"),
         ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
          "updates after each microbatch (stash); take 2bw or flush"),
         ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),
