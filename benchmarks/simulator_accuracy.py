@@ -52,6 +52,7 @@ from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule, Sched
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.survivors import ReplicaRank, without
 from megatron.pipeline.synthesis import Problem, synthesize, synthesize_steady
 
 EMULATED = "gloo, emulated"
@@ -59,6 +60,8 @@ EMULATED = "gloo, emulated"
 _ACTIVATION_BYTES = 1 << 12
 SYNTHESIZED = {"synthesized": "flush", "synthesized-2bw": "2bw"}
 """Names of programs that are made for their costs, with their weights."""
+WITHOUT = "without"
+"""The name of programs of the ranks that are left when others are lost."""
 _ROUNDS = 6  # of the search for a synthesized program
 
 # Shares of the mean, in turn over the stages or edges.
@@ -146,6 +149,19 @@ def synthesized(case: Case) -> Case:
     return replace(case, program=replace(made, data_parallel=True).to_csv())
 
 
+def without_ranks(case: Case) -> Case:
+    """Return the case with the program of a pipeline of two ranks under flush that has lost one or two ranks.
+
+    It has as many replicas as leave the case's number of ranks. Copies of a stage may take different times.
+    """
+    num_replicas = (case.num_ranks + 2) // 2
+    lost = [ReplicaRank(0, 1), ReplicaRank(1, 0)][: 2 * num_replicas - case.num_ranks]
+    size = case.num_microbatches // 2
+    schedule = Schedule.preset("flush", num_stages=2, data_parallel=True)
+    program = without(schedule, size, num_replicas=num_replicas, lost=lost).schedule.program
+    return replace(case, num_microbatches=size * num_replicas, program=program.to_csv())
+
+
 def _in_turn(shares: tuple[float, ...], count: int) -> list[float]:
     return [shares[index % len(shares)] for index in range(count)]
 
@@ -224,6 +240,7 @@ SCHEDULES = {
     "interleaved-balanced": {"schedule": "interleaved", "num_virtual_stages": 2, "balance": True},
     "2bw-recompute": {"schedule": "2bw", "recompute": True},
     **{name: {"schedule": name, "num_virtual_stages": 2} for name in SYNTHESIZED},
+    WITHOUT: {"schedule": WITHOUT},
 }
 
 
@@ -259,14 +276,15 @@ def cases(args: argparse.Namespace, num_ranks: int) -> tuple:
 
     made = []
     for name, uneven, slow in product(args.only, (False, True), (False, True)):
-        if args.smoke and not (uneven and slow):
-            continue
+        if (slow and name == WITHOUT) or (args.smoke and not (uneven and (slow or name == WITHOUT))):
+            continue  # the links of copies are not paced
         m, count = (1, 2 * num_ranks * args.batches) if name == "pipedream" else (2 * num_ranks, args.batches)
         case = Case(
             num_ranks=num_ranks, num_microbatches=m, num_batches=count, forward=args.forward * args.stretch / 1e3,
             uneven=uneven, slow=slow, **SCHEDULES[name],
         )  # fmt: skip
-        made.append(synthesized(case) if name in SYNTHESIZED else case)
+        programs = {WITHOUT: without_ranks} | dict.fromkeys(SYNTHESIZED, synthesized)
+        made.append(programs.get(name, lambda case: case)(case))
     return tuple(made)
 
 

@@ -61,9 +61,13 @@ class Rank(ABC):
         """Measure on this rank. Returns the results as plain data."""
 
     def stages(self, schedule: Schedule, times: Callable[[int], EmulatedTimes], **options: Any) -> list[EmulatedStage]:
-        """Make this rank's stages. `times`: number of a stage -> its times. `options`: arguments of `EmulatedStage`."""
+        """Make this rank's stages. `times`: number of a stage -> its times. `options`: arguments of `EmulatedStage`.
+
+        Where stages are copies, they have the numbers of the model's stages.
+        """
+        of_model = [copy.stage for copy in schedule.copies] or range(schedule.num_stages)
         return [
-            EmulatedStage(index=index, num_stages=schedule.num_stages, times=times(index),
+            EmulatedStage(index=of_model[index], num_stages=max(of_model) + 1, times=times(index),
                           payload_bytes=self.job.payload_bytes, **options)
             for index in schedule.stages_of(self.stage)
         ]  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron.documents import counted
 from megatron.pipeline.check import ProgramError
 from megatron.pipeline.program.program import Program
+from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
 from megatron.pipeline.simulate import simulate
@@ -106,12 +107,18 @@ def without(
 def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
     """Return the fastest program that drains after each batch, and the bound on the time of a batch.
 
+    The search takes receives as posted in time. So the best few orders are simulated, in which a receive may come late.
     If no order fits into the limit, it is the program that holds the fewest microbatches.
     """
     work, orders = drained_orders(sharing, costs, limit)
     fitting = [each for each in orders if max(each.held) <= limit]
-    best = fitting[0] if fitting else min(orders, key=lambda each: max(each.held))
-    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
+    fitting = fitting[:_SIMULATED] or [min(orders, key=lambda each: max(each.held))]
+
+    def seconds(ordered: Ordered) -> float:
+        program = completed(Program.of(work.extent, work.instructions(ordered.rows)))
+        return simulate(program, sharing.costs(costs)).makespan
+
+    return _program(sharing, work, min(fitting, key=seconds)), drained_bound(sharing, costs, limit)
 
 
 def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
@@ -151,6 +158,7 @@ def _program(
     return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
 
 
+_SIMULATED = 4  # orders
 _REPEATED = 5
 """Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
 

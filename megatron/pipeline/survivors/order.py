@@ -10,8 +10,10 @@ Two ways lead to rows:
   then the halves W of backwards, which fill its bubbles. So the work that it takes over moves to where it would have
   been idle. Over each edge microbatches arrive in the order in which they were sent.
 
-Both are tried, the second with several numbers of microbatches that a rank may hold. Under weights that need no drain
-the second way begins what is ready in the order of the first, so that the rows repeat.
+Both are tried, the second with several numbers of microbatches that a rank may hold, and with fewer where ranks of
+several stages come to hold too many. Under weights that need no drain the second way begins what is ready in the order
+of the first, and where that does not settle, a late batch becomes the pattern of all: each batch in the order of its
+starts, a period behind the one before.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Work:
         places: of each computation, the place of its microbatch (`Sharing.place`).
         ranks, seconds: of each computation.
         first: whether it is a forward of its rank's first stage.
-        held: the change in the number of microbatches that its rank holds, at its end.
+        held: the change in the number of microbatches that its rank holds.
         num_awaited: the number of computations that each one waits for.
         followers: the computations that wait for each one, with the seconds after its end from which on they may begin.
         queues: for each computation, the number of what it shares with those that a rank has to begin in the order in
@@ -89,15 +91,8 @@ class Work:
         first_stages = {extent.stages_of(rank)[0] for rank in range(len(merged))}
         self.first = [each.kind is Kind.FORWARD and each.stage in first_stages for each in everything]
         self.held = [(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in everything]
-        places = [at for row in merged for at in range(len(row))]
-        urgencies = sorted(
-            range(len(everything)),
-            key=lambda at: (_URGENCY[everything[at].kind], self.places[at], -everything[at].stage),
-        )
-        urgency = [0] * len(everything)
-        for place, at in enumerate(urgencies):
-            urgency[at] = place
-        self.priorities = urgency, places
+        of_row = [at for row in merged for at in range(len(row))]
+        self.priorities = self._urgency(self.places), of_row
         costs = sharing.costs(costs)
         self.seconds = _seconds(extent, costs, everything)
         self.followers = _followers(extent, costs, number)
@@ -112,6 +107,12 @@ class Work:
             queues.setdefault((each.kind, each.stage, *sorted(sources[at])), len(queues))
             for at, each in enumerate(everything)
         ]
+
+    def _urgency(self, places: Sequence[int]) -> list[int]:
+        """Return the place of each computation in the order backwards, forwards, W, each by its microbatch's place."""
+        keys = [(_URGENCY[each.kind], places[at], -each.stage) for at, each in enumerate(self.computations)]
+        place = {key: at for at, key in enumerate(sorted(keys))}
+        return [place[key] for key in keys]
 
     def with_rows(self, rows: list[list[int]]) -> Work:
         """Return the same work with another order for ranks that keep the order of their rows."""

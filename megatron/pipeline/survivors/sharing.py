@@ -117,9 +117,12 @@ class Sharing:
         return min((each.replica for each in self.lost), default=0)
 
     def place(self, microbatch: int) -> int:
-        """Return a number of a microbatch such that the search is the same whichever replica has lost the rank."""
+        """Return a number of a microbatch such that the search is the same whichever replica has lost the rank.
+
+        Of the microbatches that replicas compute at the same time, that of the lost rank is the last.
+        """
         index, replica = divmod(microbatch, self.num_replicas)
-        return index * self.num_replicas + (replica - self.first_lost) % self.num_replicas
+        return index * self.num_replicas + (replica - self.first_lost - 1) % self.num_replicas
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:

@@ -52,6 +52,7 @@ from megatron.trainer.changes.prefix_cache import missing_cache
 from megatron.trainer.checkpoint.checkpoint import with_checkpoint_arguments
 from megatron.trainer.data.tokenizer import build_tokenizer, padded_vocab_size, problem_with_tokenizer
 from megatron.trainer.dry_run.changes import planned_changes
+from megatron.trainer.dry_run.lost_ranks import lost_ranks
 from megatron.trainer.dry_run.text import DryRun, HostedRun, print_dry_run, to_dict
 from megatron.trainer.files import conversations
 from megatron.trainer.files.indexed_files import blends, check_indexed_dataset
@@ -217,6 +218,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
         notes=notes,
         warnings=warnings,
         changes=planned_changes(args, layers, processes) if args.changes and not args.skip_train else [],
+        lost=lost_ranks(args, layers, memory),
         hosted=hosting and _hosted_run(args, hosting, memory, layers, placement),
     )
 

@@ -5,16 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.documents import counted
-from megatron.documents.tables import console
+from megatron.documents.tables import console, plain_table
 from megatron.pipeline.check import CheckReport
 from megatron.pipeline.placement.placement_report import PlacementReport, tables
 from megatron.pipeline.start_up import late_weights
+from megatron.pipeline.survivors.losses import COLUMNS
 from megatron.planner import GIB, RankMemory, Verdict, device_gib
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.memory import memory_as_dict, memory_table
 from megatron.planner.memory.node_memory import HostVerdict, LargestModel
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, schedule_text
 from megatron.trainer.dry_run.changes import PlannedChange
+from megatron.trainer.dry_run.lost_ranks import LostRanks
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.metrics import flops_per_sample
 
@@ -42,7 +44,7 @@ class HostedRun:
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
     """A job that was checked. `report` is of its largest batches; `verdict`, of the pipeline at first, is None where no
-    GPU was named, `hosted` where weights live on the device.
+    GPU was named, `hosted` where weights live on the device, `lost` without replicas.
     """
 
     args: TrainConfig
@@ -55,6 +57,7 @@ class DryRun:
     notes: list[str]
     warnings: list[str]
     hosted: HostedRun | None = None
+    lost: LostRanks | None = None
     changes: list[PlannedChange] = field(default_factory=list)
 
     @property
@@ -111,6 +114,9 @@ def print_dry_run(result: DryRun, prog: str) -> None:
     if args.changes and not args.skip_train:
         show("changes of the pipeline, at most")
         say(*_change_lines(result))
+    if result.lost:
+        show(_title_of_lost(result.lost), *_table_of_lost(result.lost, plain=plain))
+        say(*result.lost.lines)
     for title, table in tables(result.placement, plain=plain, max_nodes=_MOST_NODES):
         show(title, table)
     if len(nodes) > _MOST_NODES:
@@ -251,6 +257,19 @@ def _change_line(args: TrainConfig, change: PlannedChange) -> str:
     return text
 
 
+def _title_of_lost(lost: LostRanks) -> str:
+    if not lost.losses:
+        return "a lost rank"
+    unit = "seconds" if lost.seconds else "times of a layer's forward"
+    undisturbed = next(each.survivors.undisturbed for each in lost.losses if each.survivors)
+    return f"a lost rank, of any replica: batches in {unit}, {undisturbed:.4g} while none is lost"
+
+
+def _table_of_lost(lost: LostRanks, *, plain: bool) -> list[object]:
+    rows = [each.row() for each in lost.losses]
+    return [plain_table(COLUMNS, rows, plain=plain, left=COLUMNS[:1])] if rows else []
+
+
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.2f} MiB"
 
@@ -278,6 +297,11 @@ def to_dict(result: DryRun) -> dict:
             }
             for each in result.changes
         ],
+        **(
+            {"lost": {"losses": [each.to_dict() for each in result.lost.losses], "lines": list(result.lost.lines)}}
+            if result.lost
+            else {}
+        ),
         "notes": result.notes,
         "warnings": result.warnings,
         **({"host": _host_to_dict(result.hosted, result.memory)} if result.hosted else {}),

@@ -50,6 +50,10 @@ def lost_ranks(args: argparse.Namespace) -> None:
         raise ValueError(f"--failure-timeout is {args.failure_timeout:g} s; give 1 and more")
     if not 0.0 <= args.minimum_speed <= 1.0:
         raise ValueError(f"--minimum-speed is {args.minimum_speed:g}; give a share from 0 to 1")
-    for applies, what, why in _REFUSED:
-        if applies(args):
-            raise ValueError(f"--go-on-without-lost-ranks: a run with {what} {why}; leave one of the two out")
+    if reason := refusal(args):
+        raise ValueError(f"--go-on-without-lost-ranks: {reason}; leave one of the two out")
+
+
+def refusal(args: argparse.Namespace) -> str | None:
+    """Return why a run of `args` cannot go on without a lost rank; None if it can."""
+    return next((f"a run with {what} {why}" for applies, what, why in _REFUSED if applies(args)), None)

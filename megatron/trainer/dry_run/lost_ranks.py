@@ -1,0 +1,126 @@
+"""What a lost rank would come to in a job with replicas: for a dry run.
+
+A rank is lost with the whole group of processes that share its layers (tensor and context parallelism): none of them
+can go on alone. Where no GPU is named, times are in those of a layer's forward; a backward takes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
+from megatron.pipeline.survivors.sharing import Sharing
+from megatron.planner import DEVICES, GIB, Cluster, Configuration, RankMemory, device_gib
+from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.rules.lost_ranks import refusal
+from megatron.trainer.plan import from_flags
+
+_MOST = 16_384  # computations of the batches whose orders are searched, over all losses: about a minute
+
+
+@dataclass(frozen=True)
+class LostRanks:
+    """The losses of one rank, one for each rank of the pipeline.
+
+    Attributes:
+        losses: what each comes to; empty where the job cannot go on.
+        lines: what else is to be said.
+        seconds: whether times are seconds.
+    """
+
+    losses: tuple[Loss, ...]
+    lines: tuple[str, ...]
+    seconds: bool = False
+
+
+def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> LostRanks | None:
+    """Return what lost ranks come to in a job of `args`, whose stages have so many `layers`; None without replicas."""
+    if args.data_parallel_size == 1 or args.skip_train:
+        return None
+    schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())
+    if reason := _without_program(args, size):
+        return LostRanks((), (f"a lost rank ends this job: {reason}",))
+    num_batches = 1 if schedule.weights.drains else 6
+    work = 2 * schedule.num_stages * schedule.num_ranks * size * args.data_parallel_size * num_batches
+    if work > _MOST:
+        line = (
+            f"a lost rank: the search for its programs takes minutes for {args.data_parallel_size} replicas of {size} "
+            "microbatches; tools/schedule.py without makes them"
+        )
+        return LostRanks((), (line,))
+    costs = _priced(args, layers)
+    try:
+        found = losses_of(
+            schedule, size, num_replicas=args.data_parallel_size, lost=single_losses(schedule.num_ranks),
+            costs=costs or Costs(forward=tuple(map(float, layers)), backward=tuple(2.0 * each for each in layers)),
+        )  # fmt: skip
+    except ValueError as error:
+        return LostRanks((), (f"a lost rank ends this job: {error}",))
+    refused = tuple(f"{' '.join(map(str, each.lost))}: {each.refusal}" for each in found if each.refusal)
+    lines = [*refused, *_memory_lines(args, found, memory)]
+    if reason := refusal(args):
+        lines.append(f"as it is, a lost rank ends this job: {reason}")
+    return LostRanks(tuple(found), tuple(lines), seconds=costs is not None)
+
+
+def _without_program(args: TrainConfig, size: int) -> str | None:
+    """The reason why no program without a rank is of use to the job; None where one is.
+
+    `size`: the number of microbatches of a batch.
+    """
+    if args.use_distributed_optimizer or args.num_experts is not None or args.changes:
+        return refusal(args)
+    try:
+        Sharing(args.schedule, size, args.data_parallel_size, frozenset(single_losses(1)[0]))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
+    """The costs of the job's stages in seconds; None where the planner does not price the job, or no GPU is named."""
+    schedule = args.schedule
+    if (
+        args.dry_run_gpu not in DEVICES
+        or args.program is not None
+        or args.context_parallel_size > 1
+        or args.num_experts is not None
+        or args.recompute_granularity is not None
+        or schedule.num_stages % schedule.num_ranks
+    ):
+        return None
+    configuration = Configuration(
+        tensor=args.tensor_model_parallel_size, pipeline=schedule.num_ranks, data=args.data_parallel_size,
+        virtual=schedule.num_stages // schedule.num_ranks, micro_batch_size=args.micro_batch_size,
+        global_batch_size=args.global_batch_size, schedule=args.pipeline_schedule,
+        sequence_parallel=args.sequence_parallel, layers=tuple(layers),
+    )  # fmt: skip
+    cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
+    return FirstPrinciples(from_flags.architecture(args), cluster, from_flags.software(args)).costs(
+        configuration, layers
+    )
+
+
+def _memory_lines(args: TrainConfig, losses: Sequence[Loss], memory: Sequence[RankMemory]) -> list[str]:
+    """A line about the rank that is fullest behind some loss."""
+    held = [each.survivors.held for each in losses if each.survivors]
+    before = next(each.survivors.held_undisturbed for each in losses if each.survivors)
+    most = [max(of_rank) for of_rank in zip(*held, strict=True)]
+    added = [
+        max(0, after - own) * each.bytes_per_microbatch for after, own, each in zip(most, before, memory, strict=True)
+    ]
+    if not any(added):
+        return ["no rank holds more microbatches than before"]
+    needs = [each.total + more for each, more in zip(memory, added, strict=True)]
+    rank = max(range(len(needs)), key=needs.__getitem__)
+    line = (
+        f"ranks hold up to {max(after - own for after, own in zip(most, before, strict=True))} more microbatches; the "
+        f"fullest one, rank {rank}, then needs {needs[rank] / GIB:.1f} GiB"
+    )
+    if args.dry_run_gpu is None:
+        return [line]
+    spare = device_gib(args.dry_run_gpu) - needs[rank] / GIB
+    return [f"{line}, and {args.dry_run_gpu} {'leaves' if spare >= 0 else 'misses'} {abs(spare):.1f} GiB"]

@@ -1,0 +1,51 @@
+"""`--dry-run` of a job with replicas says what a lost rank would come to, or why the job would end."""
+
+import pytest
+
+from tests.trainer.arguments.command_line import argv
+
+JOB = "--dry-run 4 --num-layers 4 --pipeline-model-parallel-size 2 --global-batch-size 8 --micro-batch-size 1"
+
+
+@pytest.fixture
+def dry(run_words):
+    """Run a command line (SMALL and more) dry."""
+    return lambda extra, without="": run_words(argv(extra, without))
+
+
+def test_each_loss_is_shown(dry):
+    """In times of a layer's forward: (4 + 1) * 2 * 3 without a loss, and the ranks that are left with 8 each."""
+    status, out, err, found = dry(f"{JOB} --pipeline-schedule flush")
+    assert (status, err) == (0, "")
+    assert "a lost rank, of any replica: batches in times of a layer's forward, 30 while none is lost" in out
+    losses = found["lost"]["losses"]
+    assert [each["lost"] for each in losses] == [["0.0"], ["0.1"]]
+    assert all(each["undisturbed"] == 30 and 48 <= each["bound"] <= each["seconds"] for each in losses)
+    assert "more microbatches" in found["lost"]["lines"][0] and found["lost"]["lines"][0] in out
+
+
+def test_seconds_where_a_gpu_is_named(dry):
+    status, out, _, found = dry(f"{JOB} --pipeline-schedule flush --dry-run-gpu H100")
+    assert status == 0 and "a lost rank, of any replica: batches in seconds" in out
+    assert all(0 < each["undisturbed"] < each["seconds"] < 1 for each in found["lost"]["losses"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--use-distributed-optimizer", "a lost rank ends this job: a run with --use-distributed-optimizer has state"),
+        ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
+         "updates after each microbatch (stash); take 2bw or flush"),
+        ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),
+    ],
+)  # fmt: skip
+def test_a_job_that_a_lost_rank_ends(dry, flags: str, word: str):
+    """The reason is a sentence, and the dry run is right otherwise."""
+    status, out, err, found = dry(f"{JOB} {flags}")
+    assert (status, err) == (0, "") and found["lost"]["losses"] == []
+    assert word in out.replace("\n", " ")
+
+
+def test_a_job_without_replicas_has_nothing_to_say(dry):
+    status, out, _, found = dry("--dry-run 2 --pipeline-model-parallel-size 2")
+    assert status == 0 and "lost" not in found and "a lost rank" not in out
