@@ -16,8 +16,10 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.transformer.enums import AttnBackend
 from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW, WeightPolicy
+from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts, load_checkpoint, save_checkpoint
+from megatron.trainer.checkpoint.directory import iteration_directory
 from megatron.trainer.checkpoint.state import random_state
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from tests.trainer.checkpoint import small_run
@@ -291,3 +293,17 @@ def fail_to_write(directory, changes, failing_rank, asynchronous):
     writer.finish()
     small_run.finish()
     return message, names, sorted(os.listdir(directory))
+
+
+def save_with_unequal_copies(directory):
+    """Three ranks have the two stages of a model, the second one twice, and save a tensor of each: what is saved."""
+    stage, copies = [(0, [0]), (1, [1, 2]), (1, [1, 2])][dist.get_rank()]
+    parallel_state.initialize_model_parallel()
+    name_groups_of_survivors(copies, pipeline_rank=stage, num_pipeline_ranks=2)
+    own = torch.full((4,), float(stage))
+    replica = (0, 0, copies.index(dist.get_rank()))
+    state = {f"stage {stage}": ShardedTensor.from_rank_offsets(f"stage {stage}", own, replica_id=replica)}
+    CheckpointWriter(directory).write(state, SAVED_AT, content_metadata={})
+    saved = dist_checkpointing.load_plain_tensors(iteration_directory(directory, SAVED_AT))
+    small_run.finish()
+    return saved

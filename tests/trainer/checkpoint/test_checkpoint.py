@@ -53,6 +53,13 @@ def test_resumed_run_equals_the_uninterrupted_one(saved):
         }
 
 
+def test_stages_with_and_without_replicas_save_together(tmp_path):
+    """After a loss one stage may have a replica and another none: the save ends, and has the tensors of both."""
+    expected = {f"stage {stage}": torch.full((4,), float(stage)) for stage in (0, 1)}
+    saved = workers.run(3, CASES + "save_with_unequal_copies", directory=str(tmp_path))
+    assert all(equal(of_rank, expected) for of_rank in saved)
+
+
 FULL = pytest.mark.full
 BF16 = {"bf16": True, "swiglu": True, "untie_embeddings_and_output_weights": True}
 

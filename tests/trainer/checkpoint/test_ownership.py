@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint import ownership
 from megatron.trainer.checkpoint.ownership import Owner, OwnerMark, _Sight
+from megatron.trainer.checkpoint.writer import CheckpointWriter
 
 # Takes the directory, says so and holds it; gives its signs of life as often as it is told.
 HOLDER = """
@@ -57,6 +59,20 @@ def take(directory):
     mark = OwnerMark(directory)
     assert mark.try_to_take()
     return mark
+
+
+def test_a_rank_waits_for_the_end_of_the_lost_owner(tmp_path):
+    """Rank 0 was lost, and its process is stopped: it lives until the launcher ends it."""
+    with holder(tmp_path) as owner:
+        assert owner.stdout.readline() == "taken\n"
+        owner.send_signal(signal.SIGSTOP)
+        end = threading.Timer(0.5, owner.kill)
+        end.start()
+        writer = CheckpointWriter(tmp_path)
+        writer.own()
+        assert not end.is_alive() and marks(tmp_path) == [".owner_2"]
+        writer.close()
+    assert marks(tmp_path) == []
 
 
 def test_a_live_owner_keeps_its_directory(tmp_path):
