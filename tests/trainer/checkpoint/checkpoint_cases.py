@@ -306,4 +306,5 @@ def save_with_unequal_copies(directory):
     CheckpointWriter(directory).write(state, SAVED_AT, content_metadata={})
     saved = dist_checkpointing.load_plain_tensors(iteration_directory(directory, SAVED_AT))
     small_run.finish()
+    del saved["content_metadata"]
     return saved
