@@ -4,6 +4,7 @@ import signal
 import time
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron.pipeline.runtime.failure.epochs import decided
 from megatron.pipeline.runtime.failure.heartbeats import LEFT, Member, Watch
@@ -177,6 +178,22 @@ def test_the_order_of_the_log_decides(log, ranks):
     if ranks is not None:
         later = [lost(0), lost(1), arrived(2), arrived(0, [list(NEW)])]
         assert decided(MEMBERS, log + later) == record
+
+
+def test_an_alarm_goes_on_until_the_rank_comes():
+    """What the training thread begins to wait for after the alarm is interrupted, too; in `agree` nothing is."""
+    store, calls = TCPStore("127.0.0.1", 0, is_master=True), []
+    membership = Membership(store, 0, 1, failure_timeout=TIMEOUT, on_alarm=calls.append)
+    membership.begin()
+    membership.suspect([], "a broken link")
+    deadline = time.monotonic() + 60
+    while len(calls) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert membership.agree().number == 1 and membership.alarm is None
+    num_calls = len(calls)
+    time.sleep(1.0)
+    assert len(calls) == num_calls >= 3
+    membership.leave()
 
 
 def test_newcomers_are_admitted_by_all():
