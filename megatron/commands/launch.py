@@ -40,7 +40,7 @@ from megatron.pipeline.runtime.failure.membership import ACCEPTS_LOSSES, LAUNCHE
 from megatron.processes import MARK, end_marked, end_with_parent, mark_of
 
 _POLL = 0.1
-_GRACE = 10.0  # seconds between SIGTERM and SIGKILL
+_GRACE = 30.0  # seconds between SIGTERM, at which training saves, and SIGKILL
 _BEAT = 1.0  # seconds between the signs of life of the launchers, and between looks at who was thrown out
 _NODE_TIMEOUT = 30.0  # seconds of silence after which nobody waits for a node's result
 

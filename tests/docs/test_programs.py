@@ -11,7 +11,7 @@ from megatron.pipeline.schedules import read_schedule
 from megatron.pipeline.schedules.continuation import Repetition
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "programs.md").read_text()
-PAIRS, CHECKED, SWAPS, RHYTHM, REFUSED, _ = re.findall(
+PAIRS, CHECKED, SWAPS, RHYTHM, REFUSED, LOST, DRAWN, _ = re.findall(
     r"```\n(.*?)```", re.sub(r"```bash.*?```", "", PAGE, flags=re.DOTALL), re.DOTALL
 )
 
@@ -50,3 +50,15 @@ def test_fill_and_period(tmp_path):
     Path("given.csv").write_text(text)
     with pytest.raises(ValueError, match=re.escape(REFUSED.strip().removesuffix("..."))):
         read_schedule("given.csv")
+
+
+def test_copies_are_drawn_as_shown(capsys):
+    """By the model's stages, with the number of the copy; and they run for any number of batches."""
+    Path("lost.csv").write_text(LOST)
+    command, _, shown = DRAWN.partition("\n")
+    assert tool(shlex.split(command.removeprefix("$ python tools/schedule.py "))) == 0
+    assert capsys.readouterr().out == shown
+    assert tool(["check", "lost.csv"]) == 0
+    checked = capsys.readouterr().out
+    assert "ranks, stages            3, 3, copies of the model's 2" in checked
+    assert "proved for every number of batches:" in checked

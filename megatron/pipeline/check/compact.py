@@ -335,7 +335,7 @@ def require_shared(program: Program) -> None:
         (program.residency is not None, "weights on the host (residency)", "keep them on the device"),
         (program.optimistic, "steps that do not wait for their norm (optimistic)", "let them wait"),
         (program.weights.predicts, f"predicted weights ({program.weights.name})", "take 2bw or flush"),
-        (program.weights.batch_size is not None, f"weights {program.weights.name}", "take 2bw or flush"),
+        (program.weights.updates_alone, f"weights {program.weights.name}", "take 2bw or flush"),
         (bool(program.kept), "microbatches that a stage keeps (kept)", "recompute all of a stage or none"),
         (any(program.num_evictions) or any(program.num_offloads), "moves of saved activations", "leave them out"),
     ):

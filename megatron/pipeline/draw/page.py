@@ -256,11 +256,12 @@ class _Drawing:
             self.left_out.append("what is under the pointer")
             return ""
         names, rows = list(dict.fromkeys(cell.instruction.kind.row.name for cell in cells)), []
+        of_model = [copy.stage for copy in self.timeline.copies] or range(self.timeline.num_stages)
         for rank in self.shown:
             before, written = 0, []
             for cell in (each for each in cells if each.rank == rank):
                 start, what = self.x(cell.start), cell.instruction
-                place = (names.index(what.kind.row.name), what.stage, what.microbatch, cell.named_version)
+                place = (names.index(what.kind.row.name), of_model[what.stage], what.microbatch, cell.named_version)
                 written.append(",".join(map(str, (*place, start - before, self.x(cell.end) - start))))
                 before = start
             rows.append(";".join(written))

@@ -158,12 +158,14 @@ def cells_of(timeline: Timeline) -> list[Cell]:
 def names_of_rows(timeline: Timeline) -> list[str]:
     """The names of the rows: `stage N` if each rank has one stage, otherwise `rank N`.
 
-    With copies, the names are those of all stages of a rank: `stage 1.0` is the first copy of stage 1 of the model.
+    With copies, the names are those of a rank's stages: `stage 1.0` is the first copy of stage 1 of the model, and
+    `0.1 2.1` a rank with the second copies of stages 0 and 2.
     """
     owned = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]
     if timeline.copies:
         names = [f"{stage}.{copy}" for stage, copy in numbered(timeline.copies)]
-        return [f"stage{'s' * (len(stages) > 1)} {' '.join(names[stage] for stage in stages)}" for stages in owned]
+        word = "" if any(len(stages) > 1 for stages in owned) else "stage "
+        return [word + " ".join(names[stage] for stage in stages) for stages in owned]
     if all(len(stages) == 1 for stages in owned):
         return [f"stage {stages[0]}" for stages in owned]
     return [f"rank {rank}" for rank in range(timeline.num_ranks)]

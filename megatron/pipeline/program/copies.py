@@ -90,6 +90,11 @@ class Share(NamedTuple):
         """Whether the copy takes the microbatch at a position of a batch."""
         return position % self.num_positions in self.positions
 
+    def position_of(self, number: int) -> int:
+        """Return the position of the copy's microbatch of this number, both counted on over batches."""
+        batches, place = divmod(number, len(self.positions))
+        return batches * self.num_positions + self.positions[place]
+
 
 def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
     """Return the share of a stage of a program; None if the program has no copies."""
@@ -257,7 +262,7 @@ def _require_shares(copies: Sequence[Copy]) -> None:
     for number, copy in enumerate(copies):
         if not copy.positions:
             raise ValueError(f"stage {number} takes no microbatch of a batch; give it one, or leave it out")
-    num_positions = sum(len(copy.positions) for copy in copies if copy.stage == 0)
+    num_positions = num_positions_of(copies)
     for stage in stages:
         counts = Counter(at for copy in copies if copy.stage == stage for at in copy.positions)
         wrong = [at for at in {*range(num_positions), *counts} if counts[at] != (at < num_positions)]

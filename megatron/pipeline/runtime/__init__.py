@@ -8,7 +8,8 @@
 - update: from the gradients of a batch to the next weights: weight versions, predictions and steps;
 - relay: weights that live on the host (L2L);
 - stages: the kinds of stages with their weight updates: any ``nn.Module``, chunks of megatron.core, stages that sleep;
-- failure: a rank that fails names itself, its instruction and its stage, and every rank of the job ends in seconds.
+- failure: a rank that fails names itself, its instruction and its stage, and every rank of the job ends in seconds; or
+  the survivors agree on who goes on.
 
 **Failures.** Problem: the ranks of a job wait for each other. A rank that raises or dies leaves the others in a
 transfer or a collective until a timeout of many minutes. They then print the consequence, not the cause. And a mistake
@@ -22,6 +23,8 @@ Solution: ranks agree on every failure, with the means available at that point o
   gloo group whether it has failed. If one has, all raise.
 - At any other point (`failure_guard`, over `failure_board`): the first rank that fails writes its story to the store. A
   thread on every rank reads the story, prints it and ends the process.
+- If the job accepts losses (`membership`): processes notice through the store that one of them is lost, and agree there
+  on the ranks that go on.
 - If all ranks raise an error (`agreement.guarded`), the user has to fix it, and it is printed once.
 
 `errors` has the error classes and ends one process with a sentence. It does not import torch, since mistakes in a

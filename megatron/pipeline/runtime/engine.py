@@ -159,6 +159,7 @@ class PipelineEngine:
             ranks=ranks,
             rank_of_stage=rank_of_stage,
             edges=schedule.edges,
+            copies=schedule.copies,
             rank=self._rank,
             stages=numbered,
             timeout=timeout,

@@ -208,9 +208,9 @@ class MicrobatchIterator:
         repeats: bool = False,
         share: Share | None = None,
     ) -> None:
-        self._taken = share
+        self._taken, self._num_read, self._consumed = share, 0, consumed_samples
         self.args, self.name, self.vocab_size = args, name, vocab_size
-        self.next_sample = consumed_samples
+        self.next_sample = self._sample_of(0)
         self.fields = [field for field in fields if field.is_needed(stage, num_stages)]
         self.tensor_group = parallel_state.get_tensor_model_parallel_group()
         self.source = parallel_state.get_tensor_model_parallel_src_rank()
@@ -234,7 +234,7 @@ class MicrobatchIterator:
     def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
         options = {
             "num_samples": len(dataset),
-            "consumed_samples": self.next_sample,
+            "consumed_samples": self._consumed,
             "micro_batch_size": self.args.micro_batch_size,
             "repeats": repeats,
         }
@@ -261,10 +261,8 @@ class MicrobatchIterator:
 
     def __next__(self) -> dict[str, torch.Tensor]:
         batch = self._read() if self.reads else None
-        first, self.next_sample = (
-            self.next_sample,
-            self.next_sample + self.args.micro_batch_size * self.args.data_parallel_size,
-        )
+        self._num_read += 1
+        first, self.next_sample = self.next_sample, self._sample_of(self._num_read)
         if batch is not None:
             self._check(batch, first)
         shared = {field.name: self._share(field, batch) for field in self.fields}
@@ -272,6 +270,12 @@ class MicrobatchIterator:
             return shared
         group = parallel_state.get_context_parallel_group()
         return get_batch_on_this_cp_rank(shared, cp_group=group, **installed_core().whole_sequences)
+
+    def _sample_of(self, number: int) -> int:
+        """The sample from which on the data of all replicas are read for the stage's microbatch of this number."""
+        replicas = number * self.args.data_parallel_size
+        position = replicas if self._taken is None else self._taken.position_of(number)
+        return self._consumed + position * self.args.micro_batch_size
 
     def close(self) -> None:
         """End the processes that load samples; torch would report an error if they were killed at the exit."""

@@ -32,7 +32,7 @@ from megatron.pipeline.runtime.failure.errors import OnThisRank, number_of
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
-from megatron.pipeline.runtime.transport.channels import TransferError
+from megatron.pipeline.runtime.transport.channels import TransferError, forget_names
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
@@ -141,6 +141,7 @@ class LostRanks:
 
     def _make_groups(self) -> None:
         """Form the process group of the ranks that are left. Collective over these."""
+        forget_names()  # the epoch has a part of the store of its own
         with silenced():  # a loss meanwhile is told in a sentence
             dist.init_process_group(
                 self._args.distributed_backend, store=self.membership.store(), timeout=self._timeout,

@@ -12,7 +12,7 @@ from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.program import Program
-from megatron.pipeline.program.weight_policies import PROVISIONAL, STASH
+from megatron.pipeline.program.weight_policies import PROVISIONAL, STALE, STASH
 from megatron.pipeline.schedules.completion import completed
 from tests.draws import draws
 
@@ -109,12 +109,12 @@ EDGES = (Edge(0, 2), Edge(1, 2))
     [
         ((Copy(0, (0,)), Copy(2, (0,))), (Edge(0, 1),), (0, 1), r"of the stages \[0, 2\] of the model; number"),
         ((Copy(0, ()), Copy(0, (0,))), (), (0, 1), "stage 0 takes no microbatch of a batch"),
-        ((Copy(0, (0, 1)), Copy(0, (1,))), (), (0, 1), "position 1 of a batch is taken by 2 copies of stage 0"),
-        ((Copy(0, (0,)), Copy(0, (2,))), (), (0, 1), "position 1 of a batch is taken by 0 copies .* each of 0 to 1"),
-        ((*VALID[:2], Copy(1, (0, 1, 2))), EDGES, (0, 1, 2), "position 3 of a batch is taken by 0 copies of stage 1"),
+        ((Copy(0, (0, 1)), Copy(0, (1,))), (), (0, 1), "position 1 of a batch is taken by 2 of the copies of stage 0"),
+        ((Copy(0, (0,)), Copy(0, (2,))), (), (0, 1), "position 1 .* taken by 0 of the copies .* each of 0 to 1"),
+        ((*VALID[:2], Copy(1, (0, 1, 2))), EDGES, (0, 1, 2), "position 3 .* taken by 0 of the copies of stage 1"),
         (
             (*VALID[:2], Copy(1, (0, 1, 2, 3, 4))), EDGES, (0, 1, 2),
-            "position 4 of a batch is taken by 1 copy of stage 1 of the model; each of 0 to 3, as many as at stage 0",
+            "position 4 of a batch is taken by 1 of the copies of stage 1 of the model; each of 0 to 3",
         ),
         (VALID, EDGES[:1], (0, 1, 2), "the edges 0>2 are not those between copies that share .* write 0>2 1>2"),
         (VALID, (Edge(0, 1), *EDGES), (0, 1, 2), "leads from a copy of stage 0 of the model to one of stage 0"),
@@ -180,7 +180,7 @@ def test_single_copies_are_a_chain():
     ("old", "new", "reason"),
     [
         ("0:0,2 0:1,3 1:0-3", "0:0,2 0:1,3", "there are 3 stages and 2 copies; say for each stage what it is"),
-        ("0:0,2 0:1,3 1:0-3", "0:0,2 0:1,2 1:0-3", "position 2 of a batch is taken by 2 copies of stage 0"),
+        ("0:0,2 0:1,3 1:0-3", "0:0,2 0:1,2 1:0-3", "position 2 of a batch is taken by 2 of the copies of stage 0"),
         ("# copies", "# edges: 0>1 1>2\n# copies", "leads from a copy of stage 0 of the model to one of stage 0"),
         ("# copies", "# edges: 0>2\n# copies", "the edges 0>2 are not those between copies that share a microbatch"),
         ("# copies", "# tied_embeddings: yes\n# tied_stage: 2\n# copies", "tied_stage is 2; give the stage, 1 to 1"),
@@ -204,6 +204,7 @@ def test_files_that_are_refused(old, new, reason):
         ({"optimistic": True}, "there can be no steps that do not wait for their norm"),
         ({"weights": PROVISIONAL}, r"there can be no predicted weights \(2bw-provisional\); take 2bw or flush"),
         ({"weights": STASH}, "there can be no weights stash; take 2bw or flush"),
+        ({"weights": STALE}, "there can be no weights stale; take 2bw or flush"),
         ({"recompute": True, "kept": (Kept(0, 0),)}, r"there can be no microbatches that a stage keeps \(kept\)"),
     ],
 )

@@ -121,3 +121,22 @@ def test_tied_embeddings_are_shared_by_all_copies(weights):
     both = ProgramSchedule.of(Program.from_csv(folded))
     assert not both.ties_ranks
     assert not any(each.kind is Kind.REDUCE_EMBED for row in both.program.rows for each in row)
+
+
+def test_copies_of_a_frozen_stage_have_forwards_alone():
+    """Two copies of a frozen stage in front: no backwards, no reduction, and any number of batches behind it."""
+    text = """\
+# edges: 0>2:F 1>2:F 2>3 2>4
+# copies: 0:0,2 0:1,3 1:0-3 2:0,1 2:2,3
+0F0,0F2
+1F1,1F3
+2F0,2F1,2B0,2F2,2B1,2F3,2B2,2B3
+3F0,3B0,3F1,3B1
+4F2,4B2,4F3,4B3
+"""
+    schedule = ProgramSchedule.of(Program.from_csv(text))
+    assert schedule.num_frozen == 2
+    reduced = [any(each.kind is Kind.REDUCE_GRAD for each in row) for row in schedule.program.rows]
+    assert reduced == [False, False, True, True, True]
+    assert streamed(schedule, [3, 1], 4) == built(schedule, [3, 1], 4)
+    check(schedule.build_evaluation(7, version=1))

@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
@@ -69,10 +69,10 @@ class Job:
             return True
         start = self.clocks[rank]
         if kind is Kind.STEP:
-            wanted = self.reduced.get((rank, word.version, 0), []), 2 + self.reduces_embeddings(rank)
-            if len(wanted[0]) < wanted[1]:
+            reductions = self.reduced.get((rank, word.version), [])
+            if len(reductions) < 2 + self.reduces_embeddings(rank):
                 return False
-            start = max(start, *wanted[0])
+            start = max(start, *reductions)
             took = sum(self.costs["step"][each] for each in self.program.stages_of(rank))
         else:
             first, last = of_model == 0, of_model == self.model.num_stages - 1
@@ -125,7 +125,7 @@ class Job:
             for each in members:
                 self.chains[each][0].popleft()
                 self.chains[each][1] = start + took
-                self.reduced.setdefault((each, version, 0), []).append(start + took)
+                self.reduced.setdefault((each, version), []).append(start + took)
             return self.reduce()
 
     def members(self, kind: Kind, rank: int) -> list[int]:
@@ -190,7 +190,15 @@ def test_gradients_of_copies_are_reduced_together():
     assert found[0, Kind.REDUCE_GRAD] == found[1, Kind.REDUCE_GRAD] == (15.0, 16.0)
     assert found[2, Kind.REDUCE_GRAD] == (13.0, 14.0)
     assert found[2, Kind.REDUCE_NORM] == (16.0, 16.0)
-    assert measured_costs(timeline).reduce_grad == [1.0, 1.0, 1.0]
+
+
+def test_a_measured_reduction_takes_what_the_last_copy_waits():
+    """Of the first copy's 4 seconds 3 are spent waiting for the second one; so both take 1."""
+    simulated = simulate(lost_rank(), Costs(reduce_grad=1.0))
+    starts = [list(row) for row in simulated.starts]
+    for position, each in enumerate(simulated.rows[0]):
+        starts[0][position] -= 3.0 * (each.kind is Kind.REDUCE_GRAD)
+    assert measured_costs(replace(simulated, starts=tuple(starts))).reduce_grad == [1.0, 1.0, 1.0]
 
 
 def test_a_batch_starts_where_its_first_copy_does():

@@ -13,9 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.program.copies import Copy, Share, share_of
 from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.data.datasets import num_samples
-from megatron.trainer.data.microbatches import MicrobatchIterator, SequentialSampler, gpt_fields, language_model_loss
+from megatron.trainer.data.microbatches import (
+    MicrobatchIterator,
+    SequentialSampler,
+    ShareSampler,
+    gpt_fields,
+    language_model_loss,
+)
 from megatron.trainer.files.indexed_files import blends, parse_blend
 from tests import workers
 from tests.trainer.arguments.command_line import arguments, argv
@@ -34,6 +41,21 @@ def test_replicas_share_the_samples_in_order(consumed, size, replicas):
     samplers = [list(SequentialSampler(data_parallel_rank=rank, **options)) for rank in range(replicas)]
     taken = [sample for step in zip(*samplers, strict=True) for part in step for sample in part]
     assert taken == list(range(consumed, total))
+
+
+def test_copies_share_the_samples_of_all_replicas():
+    """A copy reads its positions of each batch, of whichever replica; validation begins again where replicas do."""
+    options = {"num_samples": 33, "micro_batch_size": 2, "num_replicas": 2}
+    copies = copies_of(Copy(0, (0, 2, 3)), Copy(0, (1,)))
+    first, second = (list(ShareSampler(consumed_samples=8, share=share, **options)) for share in copies)
+    assert first == [[8, 9], [12, 13], [14, 15], [16, 17], [20, 21], [22, 23], [24, 25], [28, 29], [30, 31]]
+    assert second == [[10, 11], [18, 19], [26, 27]]
+    sampler = ShareSampler(consumed_samples=24, share=copies[1], repeats=True, **options)
+    assert list(itertools.islice(sampler, 3)) == [[26, 27], [2, 3], [10, 11]]
+
+
+def copies_of(*copies: Copy) -> list[Share]:
+    return [share_of(copies, number) for number in range(len(copies))]
 
 
 @settings(max_examples=50, deadline=None)
@@ -194,7 +216,9 @@ def test_sample_counts():
     assert num_samples(args) == [80, 3 * 3 * 8, 3 * 8]
 
 
-def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dict[str, torch.Tensor]]:
+def read_case(
+    flags: str, consumed: int, steps: int, chunk: int = 0, share: Share | None = None
+) -> list[dict[str, torch.Tensor]]:
     """The first microbatches that a stage of this rank gets: `chunk`, counted from 0."""
     from megatron.core import parallel_state
     from megatron.trainer.start_up import initialize
@@ -205,7 +229,7 @@ def read_case(flags: str, consumed: int, steps: int, chunk: int = 0) -> list[dic
     try:
         before = torch.get_rng_state()
         stage = schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())[chunk]
-        iterator = opened(args, consumed_samples=consumed, stage=stage, num_stages=schedule.num_stages)
+        iterator = opened(args, consumed_samples=consumed, stage=stage, num_stages=schedule.num_stages, share=share)
         found = [{key: value.clone() for key, value in next(iterator).items()} for _ in range(steps)]
         assert torch.equal(before, torch.get_rng_state()), "loading data drew from the global generator"
         return found
@@ -247,6 +271,18 @@ def test_replicas_and_resume_take_the_samples_of_one_run(tmp_path):
             assert torch.equal(replicas[rank][step]["tokens"], single[2 * step + rank]["tokens"])
     (resumed,) = read(1, f"--data-path {prefix} --num-workers 1", consumed=4, steps=2)
     assert all(torch.equal(resumed[step]["tokens"], single[4 + step]["tokens"]) for step in range(2))
+
+
+def test_a_copy_reads_the_samples_of_other_replicas_too(tmp_path):
+    """Two ranks, of which each would read every second microbatch, read three of four, and one of four."""
+    prefix = write_dataset(tmp_path / "text")
+    flags = f"--data-path {prefix} --num-workers 0"
+    (single,) = read(1, flags, steps=8)
+    shares = copies_of(Copy(0, (0, 2, 3)), Copy(0, (1,)))
+    for share in shares:
+        for rank in read(2, flags, steps=2, share=share):
+            for step in range(2):
+                assert torch.equal(rank[step]["tokens"], single[share.position_of(step)]["tokens"])
 
 
 def test_attention_masks_reach_every_stage(tmp_path):

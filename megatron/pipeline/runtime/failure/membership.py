@@ -280,7 +280,7 @@ class Membership(StoreThread):
             raise OnThisRank(sentence)
         for member in left_out:
             reason = epoch.lost[member.rank]
-            if reason != HAS_LEFT:  # a launcher ends what is there of it
+            if not reason.startswith(HAS_LEFT):  # a launcher ends what is there of it
                 self._root.set(f"{LAUNCHER}/out/{member.rank}", f"{member.process} {reason}")
         self._members = {member.token: member for member in members}
         self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.backend.streams import Event, streams_of
+from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Pairs
@@ -32,6 +33,11 @@ from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
 _num_built: Counter[tuple[int, ...]] = (
     Counter()
 )  # list of ranks -> pipelines built for it in this process; part of the link names
+
+
+def forget_names() -> None:
+    """Begin anew with the names of links, in a store in which none is taken: ranks may have made unlike numbers."""
+    _num_built.clear()
 
 
 _LOOK_EVERY = 0.0005  # polling interval in seconds, while a frozen stage is too far ahead
@@ -106,6 +112,7 @@ class Channels:
         ranks: global ranks of the pipeline, by pipeline rank.
         rank_of_stage: stage -> pipeline rank.
         edges: the edges between stages; none: a chain.
+        copies: the copy of a stage of the model that each stage is, for names; none: there are no copies.
         rank: the pipeline rank of this process.
         stages: the stages of this rank, by their numbers in the program.
         timeout: how long a transfer may take.
@@ -129,6 +136,7 @@ class Channels:
         ranks: Sequence[int],
         rank_of_stage: Sequence[int],
         edges: Sequence[Edge] = (),
+        copies: Sequence[Copy] = (),
         rank: int,
         stages: Mapping[int, Stage],
         timeout: timedelta,
@@ -140,6 +148,7 @@ class Channels:
     ) -> None:
         self._ranks = tuple(ranks)
         self._rank_of_stage = tuple(rank_of_stage)
+        self._copies = tuple(copies)
         self._timeout = timeout
         self._graph = StageGraph.of(len(self._rank_of_stage), edges)
         self._posted: dict[tuple[Kind, int, int | None, int], Receive] = {}
@@ -192,8 +201,12 @@ class Channels:
         return None if waiting is None else Instruction(*waiting)
 
     def name_of(self, stage: int) -> str:
-        """Return the name of a stage with its global rank, such as "rank 6 (stage 2)"."""
-        return f"rank {self.global_rank_of(stage)} (stage {stage})"
+        """Return the name of a stage with its global rank, such as "rank 6 (stage 2)".
+
+        A copy has the name of the stage of the model, too, since instructions name the stage of the program.
+        """
+        of_model = f" of the program, {self._copies[stage].stage} of the model" if self._copies else ""
+        return f"rank {self.global_rank_of(stage)} (stage {stage}{of_model})"
 
     def global_rank_of(self, stage: int) -> int:
         return self._ranks[self._rank_of_stage[stage]]

@@ -19,13 +19,15 @@ from tests import workers
 PATIENCE = 60.0  # seconds for anything that should take less than a second, on a busy machine
 
 
-def live(connection: Connection, output: str, port: int, rank: int, world_size: int, timeout: float) -> None:
+def live(connection: Connection, output: str, port: int, rank: int, world_size: int, failure_timeout: float) -> None:
     """A rank: it does what it is told, comes to an agreement after each alarm, and says which epochs it is in."""
     os.setpgid(0, 0)
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
     try:
-        membership = Membership(TCPStore("127.0.0.1", port, is_master=False), rank, world_size, failure_timeout=timeout)
+        membership = Membership(
+            TCPStore("127.0.0.1", port, is_master=False), rank, world_size, failure_timeout=failure_timeout
+        )
         say(connection, membership.begin(PATIENCE))
         while True:
             if membership.alarm is not None:
@@ -36,7 +38,8 @@ def live(connection: Connection, output: str, port: int, rank: int, world_size: 
                     membership.leave()
                     break
                 if do == "agree":
-                    say(connection, membership.agree(f"note of {rank}", admits=arguments[0], timeout=PATIENCE))
+                    admits, timeout = arguments
+                    say(connection, membership.agree(f"note of {rank}", admits=admits, timeout=timeout))
                 elif do == "hold":  # the interpreter, as a call into a library may
                     ctypes.PyDLL(None).sleep(*arguments)
                     connection.send("held")
@@ -128,7 +131,7 @@ class Job:
         """Wait until exactly these ranks are in one epoch, and all of them have said so. Returns when."""
         ranks = tuple(sorted(ranks))
         deadline = time.monotonic() + patience
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self.connections.keys().isdisjoint(ranks):
             numbers = {self.latest[rank] for rank in ranks}
             if len(numbers) == 1 and numbers != {-1} and self.epochs[max(numbers)][ranks[0]]["ranks"] == ranks:
                 return time.monotonic()

@@ -199,6 +199,7 @@ def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_p
         pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
     """
     parallel_state.destroy_model_parallel()
+    _num_created.clear()  # the store is new, and a rank whose recovery was cut short has made more groups than others
     own = [dist.get_rank()]
     alone, peers = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in (own, copies))
     groups = {alone: (own, _ALONE), peers: (list(copies), _PEERS), dist.group.WORLD: (None, _WORLD)}

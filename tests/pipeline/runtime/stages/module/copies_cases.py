@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -20,9 +20,11 @@ from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate, TiedParameter
+from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
+from megatron.pipeline.survivors import ReplicaRank, without
 from tests.pipeline.runtime import copied_programs, graph_cases
 from tests.pipeline.runtime.stages.module import reference
 
@@ -46,9 +48,14 @@ class Case:
     tied: bool = False
     splits: bool = False
     evaluates: int = 0  # microbatches, after the second batch
+    preset: str = ""  # the schedule of each replica, from which `survivors.without` makes that of those left
+    virtual_stages: int = 1  # of its ranks
+    recompute: bool = False
 
     @property
     def copies(self) -> tuple[Copy, ...]:
+        if self.preset:
+            return self.schedule().copies
         return copied_programs.copies_without(
             self.lost,
             num_stages=self.num_stages,
@@ -61,13 +68,7 @@ class Case:
         return self.num_replicas * self.num_microbatches
 
     def schedule(self) -> ProgramSchedule:
-        return copied_programs.schedule_of(
-            self.copies,
-            weights=self.weights,
-            rank_of_stage=self.rank_of_stage,
-            tied_embeddings=self.tied,
-            splits=self.splits,
-        )
+        return _schedule_of(self)
 
     def data(self, index: int) -> tuple[Tensor, Tensor]:
         """Of the microbatch of the whole run: replica j takes every d-th one, from j on."""
@@ -81,6 +82,25 @@ class Case:
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.01)
+
+
+@cache
+def _schedule_of(case: Case) -> ProgramSchedule:
+    if case.preset:
+        of_replica = Schedule.preset(
+            case.preset, num_stages=case.num_stages, num_virtual_stages=case.virtual_stages,
+            recompute=case.recompute, data_parallel=True,
+        )  # fmt: skip
+        lost = [ReplicaRank(*each) for each in case.lost]
+        survivors = without(of_replica, case.num_microbatches, num_replicas=case.num_replicas, lost=lost, most_held=12)
+        return survivors.schedule
+    return copied_programs.schedule_of(
+        case.copies,
+        weights=case.weights,
+        rank_of_stage=case.rank_of_stage,
+        tied_embeddings=case.tied,
+        splits=case.splits,
+    )
 
 
 @dataclass
@@ -187,18 +207,36 @@ def _tied(case: Case, groups: Groups, names) -> TiedParameter | None:
 
 def train(case: Case) -> Outcome:
     """Train this rank's stages of a chain."""
+    groups = Groups(case.schedule())
+    return _run(case, case.schedule(), *_own(case, groups), groups, reference.MICROBATCH_SIZE)
+
+
+def error_of_a_wait(case: Case) -> str:
+    """What the last rank says that waits for others, which do nothing."""
     schedule = case.schedule()
     groups = Groups(schedule)
+    engine = PipelineEngine(schedule, *_own(case, groups), timeout=timedelta(seconds=0.5))
+    said = ""
+    if groups.rank == schedule.num_ranks - 1:
+        try:
+            engine.run_batch(case.batch_size, case.batch_size * reference.MICROBATCH_SIZE)
+        except TransferError as error:
+            said = str(error)
+    dist.barrier()
+    return said
+
+
+def _own(case: Case, groups: Groups) -> tuple[list[ModuleStage], ModuleUpdate]:
+    """This rank's stages of a chain, and their update."""
     parts = parts_of(reference.build_model(tied=case.tied), case.num_stages)
     if case.tied:
         parts[-1] = deepcopy(parts[-1])
-    own = [case.copies[number].stage for number in schedule.stages_of(groups.rank)]
-    stages, update = _stages_and_update(
+    own = [case.copies[number].stage for number in case.schedule().stages_of(groups.rank)]
+    return _stages_and_update(
         case, [parts[stage] for stage in own], own, lambda microbatch: case.data(microbatch.index),
         copies_group=groups.copies, counts_in_norm=groups.is_first, job_group=groups.job,
         tied=lambda names: _tied(case, groups, names),
     )  # fmt: skip
-    return _run(case, schedule, stages, update, groups, reference.MICROBATCH_SIZE)
 
 
 def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **groups):
@@ -212,6 +250,7 @@ def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **gro
             source=None if stage else lambda microbatch: data(microbatch)[0],
             loss=(lambda output, microbatch: case.loss(output, data(microbatch)[1])) if stage == last else None,
             input_spec=_SPEC if stage else None, output_spec=None if stage == last else _SPEC,
+            recompute=case.recompute,
         )
         for part, stage in zip(parts, own, strict=True)
     ]  # fmt: skip

@@ -23,7 +23,7 @@ _PLACE = "tests.pipeline.runtime.stages.module.copies_cases:"
 
 
 def train(case: Case, function: str = "train", **options) -> list[copies_cases.Outcome]:
-    num_ranks = max(case.rank_of_stage) + 1 if case.rank_of_stage else len(case.copies)
+    num_ranks = case.schedule().num_ranks if function == "train" else len(case.copies)
     return workers.run(num_ranks, _PLACE + function, case=case, timeout=60, **options)
 
 
@@ -86,6 +86,26 @@ def test_a_copy_between_copies_gets_from_two_and_gives_to_two():
         assert word in outcomes[0].drawn
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "flush", "recompute": True},
+        {"preset": "2bw", "weights": "2bw", "num_replicas": 3, "lost": ((2, 1),)},
+        {"preset": "zb-h1", "num_replicas": 3, "lost": ((2, 1), (0, 0)), "num_microbatches": 4},
+        {"preset": "interleaved", "num_stages": 4, "virtual_stages": 2},
+        pytest.param(
+            {"preset": "2bw", "weights": "2bw", "num_stages": 3, "num_microbatches": 3}, marks=pytest.mark.full
+        ),
+        pytest.param({"preset": "zb-h2", "num_stages": 3, "num_microbatches": 4}, marks=pytest.mark.full),
+    ],
+    ids=lambda options: options["preset"],
+)
+def test_ranks_that_are_left_run_the_program_made_for_them(options):
+    """The schedule of one replica, without the lost ranks, as `survivors.without` orders it."""
+    case = Case(clip_grad=0.05, optimizer="adamw", num_batches=4, **options)
+    assert_same(train(case), copies_cases.in_one_process(case))
+
+
 def test_ranks_with_several_stages_hold_copies():
     """Each rank has two stages of a chain of four, and one has lost its peer."""
     case = Case(num_stages=4, lost=((1, 1), (1, 3)), rank_of_stage=(0, 1, 2, 0, 1, 2), clip_grad=0.05)
@@ -112,6 +132,13 @@ def test_copies_of_the_stages_of_a_graph():
     shape = copies_cases.graph_shape()
     expected = graph_cases.in_one_process(shape, (case.batch_size,) * case.num_batches, clip_grad=case.clip_grad)
     assert_same(train(case, "train_graph"), expected)
+
+
+def test_a_rank_that_waits_names_the_stage_of_the_model():
+    """Instructions have the numbers of the program, whose stages the user does not know."""
+    said = workers.run(3, f"{_PLACE}error_of_a_wait", case=Case())[2]
+    assert said.startswith("rank 2 (stage 2 of the program, 1 of the model) waited 0.5 s in 2F0@0 for 2RECV_F0<0 from ")
+    assert said.endswith("rank 0 (stage 0 of the program, 0 of the model)")
 
 
 def test_shared_parameters_of_a_graph_are_refused():
