@@ -10,7 +10,7 @@ from papers.bpipe import balance_cost
 from tests.benchmarks.test_emulated import rows_of
 from tests.commands.in_process import runner
 
-SCHEDULES = "gpipe flush 2bw pipedream interleaved zb-h1 zbv bpipe 2bw-balanced 2bw-recompute"
+SCHEDULES = "gpipe flush 2bw pipedream interleaved zb-h1 zbv bpipe 2bw-balanced 2bw-recompute without"
 FORWARD = 0.004 / 2  # seconds of a mean virtual stage in the quick form
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from megatron.pipeline.check import check
+from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import ProgramSchedule, Schedule
 from megatron.pipeline.simulate import simulate
@@ -83,6 +84,21 @@ def test_a_file_is_a_schedule_too():
         file = ProgramSchedule.of(Program.from_csv(preset.build(sizes).to_csv()))
         one, other = (without(each, 3, num_replicas=2, lost=[ReplicaRank(0, 1)]) for each in (preset, file))
         assert (one.seconds, one.undisturbed, one.bound) == (other.seconds, other.undisturbed, other.bound)
+
+
+@pytest.mark.parametrize("edges", ["0>1 0>2 1>3 2>3", "0>1 0>3:F 1>2 2>3"])
+@pytest.mark.parametrize("placed", [None, (0, 1, 1, 0)])
+def test_graphs_lose_ranks_too(edges: str, placed: tuple[int, ...] | None):
+    """A stage with two makers, and an edge without gradients, whose way back is no part of the bound."""
+    given = tuple(map(Edge.parse, edges.split()))
+    schedule = Schedule.preset("flush", num_stages=4, edges=given, rank_of_stage=placed, data_parallel=True)
+    costs = Costs(forward=(1, 2, 3, 1), backward=(2, 1, 2, 2), latency=(0, 1, 0, 0.5))
+    for rank in range(schedule.num_ranks):
+        left = without(schedule, 4, num_replicas=2, lost=[ReplicaRank(0, rank)], costs=costs)
+        assert left.bound <= left.seconds and max(left.held) <= max(left.held_undisturbed)
+        between = {(left.schedule.copies[each.source].stage, left.schedule.copies[each.target].stage, each.gradient)
+                   for each in left.schedule.graph.edges}  # fmt: skip
+        assert between == {(each.source, each.target, each.gradient) for each in given}
 
 
 def test_activations_do_not_move_without_a_rank():
