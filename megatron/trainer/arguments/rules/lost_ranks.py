@@ -44,10 +44,6 @@ def lost_ranks(args: argparse.Namespace) -> None:
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} is for --go-on-without-lost-ranks; give both or neither")
         return
-    if not args.failure_timeout >= 1.0:
-        raise ValueError(f"--failure-timeout is {args.failure_timeout:g} s; give 1 and more")
-    if not 0.0 <= args.minimum_speed <= 1.0:
-        raise ValueError(f"--minimum-speed is {args.minimum_speed:g}; give a share from 0 to 1")
     for applies, what, why in _REFUSED:
         if applies(args):
             raise ValueError(f"--go-on-without-lost-ranks: a run with {what} {why}; leave one of the two out")
