@@ -49,6 +49,7 @@ from megatron.trainer.checkpoint.state import without_copies
 _OWN_WRITER = ("mcore",) if "async_strategy" in signature(TorchDistSaveShardedStrategy.async_save).parameters else ()
 
 _BETWEEN_LOOKS = 0.2  # seconds between two looks at the mark of a process that may be dead
+_UNTIL_ENDED = 15.0  # seconds within which a launcher ends a process that was taken for lost
 
 # Bytes that torch.save and the index add to each tensor.
 _BYTES_AROUND_A_TENSOR = 2048
@@ -134,12 +135,25 @@ class CheckpointWriter:
         self._thread.start()
 
     def own(self) -> None:
-        """Let this process, which is rank 0 from now on, own the directory. Raises CheckpointError if it cannot."""
-        if self._owner_mark is None:
-            mark = OwnerMark(self.root)
-            while not mark.try_to_take():
-                time.sleep(_BETWEEN_LOOKS)
-            self._owner_mark = mark
+        """Let this process, which is rank 0 from now on, own the directory.
+
+        The owner before is lost, but may be a stopped process, which the launcher has yet to end.
+
+        Raises:
+            CheckpointError: it still lives after `_UNTIL_ENDED` seconds, or no mark can be made.
+        """
+        if self._owner_mark is not None:
+            return
+        mark, deadline = OwnerMark(self.root), time.monotonic() + _UNTIL_ENDED
+        while True:
+            try:
+                if mark.try_to_take():
+                    break
+            except CheckpointError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_BETWEEN_LOOKS)
+        self._owner_mark = mark
 
     def finish(self) -> None:
         """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""
@@ -177,7 +191,7 @@ class CheckpointWriter:
                 problem = f"cannot write {path}: {error}"
         agree(problem)  # before any rank enters the collectives of a plan
         strategy = planning = _PlanningStrategy("torch_dist", 1, thread_count=2)
-        if fully_parallel and parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1:
+        if fully_parallel and _has_replicas():
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(planning, group)
         strategy.async_save(without_copies(sharded), str(staging))
@@ -238,6 +252,13 @@ class CheckpointWriter:
         except OSError:  # `reason` already names the cause
             free = ""
         return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
+
+
+def _has_replicas() -> bool:
+    """Whether some stage has replicas, the same on all ranks: after a loss a rank may be alone with its stage."""
+    model = parallel_state.get_tensor_model_parallel_world_size()
+    model *= parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_world_size() > model
 
 
 def _without_arguments(common_state: dict) -> dict:
