@@ -31,6 +31,8 @@ def test_replicas_of_a_pipeline_go_on(flags):
         ("--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 "
          "--pipeline-model-parallel-size 2", 4,
          "predicted or stashed weights needs weights"),
+        ("--pipeline-schedule 2bw --2bw-single-gradient-buffer", 2,
+         "--2bw-single-gradient-buffer steps before it knows the sums that others may lack"),
         ("--optimistic-steps --pipeline-model-parallel-size 2", 4, "--optimistic-steps may have to take a step back"),
         ("--rampup-batch-size 4 4 24", 2, "batches of several sizes shares out a batch of one size"),
         ("--optimizer sgd", 2, "another --optimizer than adam was not tried"),

@@ -47,7 +47,7 @@ def test_evaluations_and_checkpoints_go_on(tmp_path):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        ("", "no rank is left"),
+        ("", "every replica has lost rank 1, so nobody holds the weights of stage 1; restart from the last checkpoint"),
         ("--minimum-speed 0.9", "less than --minimum-speed 0.9; restart it with all ranks from its last checkpoint"),
     ],
     ids=["all replicas", "speed"],

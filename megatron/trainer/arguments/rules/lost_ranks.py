@@ -19,8 +19,11 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.use_distributed_optimizer, "--use-distributed-optimizer",
      "has state of the optimizer on the lost rank alone"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
-    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone,
+    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone
+     or args.pipeline_2bw_provisional != "off",
      "predicted or stashed weights", "needs weights that follow from whole batches"),
+    (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
+     "steps before it knows the sums that others may lack"),
     (lambda args: args.optimistic_steps, "--optimistic-steps", "may have to take a step back"),
     (lambda args: args.freeze_training or args.elastic_pipeline, "a pipeline that changes while it trains",
      "changes the ranks of its stages by itself"),
