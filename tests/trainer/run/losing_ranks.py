@@ -86,7 +86,9 @@ class Places:
         _around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
         _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
         _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
-        _around(Decisions, "fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1))
+        _around(
+            Decisions, "fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
+        )
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))

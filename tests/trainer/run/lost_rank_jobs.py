@@ -2,8 +2,11 @@
 
 import functools
 import json
+import signal
 import sys
+import time
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -54,7 +57,9 @@ class Finished(NamedTuple):
 def command(num_ranks: int, flags: str, *, program: Path = PROGRAM) -> list[str]:
     """The job as a user starts it."""
     launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks)]
-    words = f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
+    words = (
+        f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
+    )
     return [*launcher, str(program), *words.split(), *flags.split()]
 
 
@@ -77,6 +82,32 @@ def run(folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: floa
     """Run the job to its end. `losses`: as losing_ranks.py has them."""
     with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
+
+
+def _num_copies(alive: set[int], stage: int, replicas: int) -> int:
+    return sum(rank // replicas == stage for rank in alive)
+
+
+def lose_at_random(
+    folder: Path, depth: int, replicas: int, flags: str, *, seed: int, timeout: float = 900.0
+) -> tuple[Finished, list[tuple[int, str]]]:
+    """Run the job, and kill or stop ranks at random moments until each stage has one left; returns whom, and how."""
+    random, alive = Random(f"{seed} {flags}"), set(range(depth * replicas))
+    lost: list[tuple[int, str]] = []
+    with launch.Job(command(depth * replicas, flags), directory=folder, **environment(folder, [])) as job:
+        launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
+        processes = job.workers()
+        while choice := sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1):
+            known = max(launch.losses(folder / "metrics.jsonl"))
+            launch.wait_for_iteration(job, folder / "metrics.jsonl", known + random.choice([0, 0, 1, 2, 3]))
+            time.sleep(random.uniform(0.0, random.choice([0.05, 1.0])))
+            rank, how = random.choice(choice), random.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+            alive.discard(rank)
+            lost.append((rank, how))
+            with open(folder / "moments.txt", "a", encoding="utf-8") as stream:
+                stream.write(f"{time.time()} {rank} random:{how} {known}\n")
+            launch.kill(processes[rank], signal.Signals[how])
+        return finished(folder, job.wait(timeout=timeout)), lost
 
 
 @functools.cache
