@@ -6,7 +6,8 @@ number-th time. `what` is a signal that the process sends to itself, or `error`,
 
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 
-MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration.
+MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
+first that it has begun, with its process id.
 """
 
 import json
@@ -114,6 +115,7 @@ def _around(owner: type, name: str, *, before: Callable | None = None, after: Ca
 def program():
     """As pretrain_gpt.program."""
     if "LOSSES" in os.environ:
+        note("began", os.getpid())
         Places(json.loads(os.environ["LOSSES"])).watch()
     return pretrain_gpt.program()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from megatron.trainer.report.metrics import read_metrics
@@ -24,7 +25,7 @@ MODEL = f"{BASE} --untie-embeddings-and-output-weights"
 
 
 class Moment(NamedTuple):
-    """Something that happened on a rank."""
+    """Something that happened on a rank. Where it began, the process id stands in the place of the iteration."""
 
     time: float
     rank: int
@@ -33,7 +34,7 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what != "reported" and not self.what.endswith(":broken")
+        return self.what not in ("began", "reported") and not self.what.endswith(":broken")
 
 
 class Finished(NamedTuple):
@@ -69,12 +70,19 @@ def moments_of(folder: Path) -> list[Moment]:
     return [Moment(float(time), int(rank), what, int(iteration)) for time, rank, what, iteration in words]
 
 
+def processes_of(folder: Path) -> dict[int, int]:
+    """Rank -> process id."""
+    return {moment.rank: moment.iteration for moment in moments_of(folder) if moment.what == "began"}
+
+
 def environment(folder: Path, losses: list) -> dict[str, str]:
     return {"LOSSES": json.dumps(losses), "MOMENTS": str(folder / "moments.txt")}
 
 
 def finished(folder: Path, outcome: launch.Outcome) -> Finished:
     path = folder / "metrics.jsonl"
+    left = [pid for pid in processes_of(folder).values() if psutil.pid_exists(pid)]
+    assert not left, f"processes {left} are left\n{outcome.output}"
     return Finished(outcome, read_metrics(str(path)) if path.exists() else [], moments_of(folder))
 
 
@@ -96,7 +104,7 @@ def lose_at_random(
     lost: list[tuple[int, str]] = []
     with launch.Job(command(depth * replicas, flags), directory=folder, **environment(folder, [])) as job:
         launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
-        processes = job.workers()
+        processes = processes_of(folder)
         while choice := sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1):
             known = max(launch.losses(folder / "metrics.jsonl"))
             launch.wait_for_iteration(job, folder / "metrics.jsonl", known + random.choice([0, 0, 1, 2, 3]))
