@@ -188,8 +188,8 @@ class CheckpointWriter:
                 problem = f"cannot write {path}: {error}"
         agree(problem)  # before any rank enters the collectives of a plan
         strategy = planning = _PlanningStrategy("torch_dist", 1, thread_count=2)
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if fully_parallel and _most(group.size()) > 1:
+        if fully_parallel and _has_replicas():
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             strategy = FullyParallelSaveStrategyWrapper(planning, group)
         strategy.async_save(without_copies(sharded), str(staging))
         return planning
@@ -251,15 +251,11 @@ class CheckpointWriter:
         return f"cannot save the checkpoint of iteration {iteration} in {self.root}: {reason}{free}. {intact}."
 
 
-def _most(number: int) -> int:
-    """Collective: the largest of the ranks' numbers.
-
-    Where ranks were lost, some stages have replicas and others none. The wrapper for replicas checks the shards of all
-    ranks together, so all use it or none.
-    """
-    most = torch.tensor([number])
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=control_group())
-    return int(most)
+def _has_replicas() -> bool:
+    """Whether some stage has replicas, the same on all ranks: after a loss a rank may be alone with its stage."""
+    model = parallel_state.get_tensor_model_parallel_world_size()
+    model *= parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_world_size() > model
 
 
 def _without_arguments(common_state: dict) -> dict:

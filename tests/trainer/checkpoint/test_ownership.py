@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.trainer.checkpoint import ownership
+from megatron.trainer.checkpoint import ownership, writer
 from megatron.trainer.checkpoint.ownership import Owner, OwnerMark, _Sight
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 
@@ -123,6 +123,28 @@ def test_only_one_of_many_takes_over(tmp_path):
         assert len(marks(tmp_path)) == 1
         for taker in takers:
             taker.__exit__(None, None, None)
+
+
+def test_another_rank_takes_over_from_one_that_is_taken_for_lost(tmp_path, monkeypatch):
+    """Where rank 0 is lost, it may be a stopped process that the launcher ends a moment later: the next rank 0 waits
+    for that. What it owns stays its own, until it closes its writer. One that lives on is not robbed."""
+    monkeypatch.setattr(writer, "_UNTIL_ENDED", 1.0)
+    with holder(tmp_path) as owner:
+        assert owner.stdout.readline() == "taken\n"
+        with pytest.raises(CheckpointError, match=f"is in use by another job .process {owner.pid} on"):
+            writer.CheckpointWriter(tmp_path).own()
+        monkeypatch.setattr(writer, "_UNTIL_ENDED", 60.0)
+        owner.send_signal(signal.SIGSTOP)
+        launcher = threading.Timer(1.0, owner.kill)
+        launcher.start()
+        saves = writer.CheckpointWriter(tmp_path)
+        saves.own()
+        launcher.join()
+    assert marks(tmp_path) == [".owner_2"]
+    saves.own()
+    assert marks(tmp_path) == [".owner_2"]
+    saves.close()
+    assert marks(tmp_path) == []
 
 
 def test_a_live_owner_elsewhere_is_seen_by_its_signs(tmp_path):

@@ -74,6 +74,35 @@ def test_validation_begins_again(consumed, size, replicas, extra):
     assert list(itertools.islice(later, 9)) == taken[3:]
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 9), st.booleans())
+def test_shares_are_the_samples_of_all_replicas_in_order(data, size, replicas, rounds, begun, repeats):
+    """However the microbatches of a batch are shared out: each one is taken once, and is the one that a replica would
+    take there, from the rest of a dataset on, and again from its beginning where it repeats."""
+    batch, stride = rounds * replicas, size * replicas
+    consumed = begun * rounds * stride
+    options = {
+        "num_samples": data.draw(st.integers(stride, 6 * stride + size)) + (0 if repeats else consumed),
+        "consumed_samples": consumed, "micro_batch_size": size, "repeats": repeats,
+    }  # fmt: skip
+    owners = data.draw(st.lists(st.integers(0, replicas - 1), min_size=batch, max_size=batch))
+    positions = {owner: tuple(at for at in range(batch) if owners[at] == owner) for owner in set(owners)}
+    shares = {
+        owner: iter(ShareSampler(num_replicas=replicas, share=Share(taken, batch), **options))
+        for owner, taken in positions.items()
+    }
+    whole = [
+        iter(SequentialSampler(data_parallel_rank=rank, data_parallel_size=replicas, **options))
+        for rank in range(replicas)
+    ]
+    for at in range(3 * batch):  # more than the dataset has, where it ends
+        expected = next(whole[at % replicas], None)
+        assert next(shares[owners[at % batch]], None) == expected
+        if expected is None:
+            assert not repeats and at % replicas == 0
+            break
+
+
 def opened(args, **options) -> MicrobatchIterator:
     """The training data's iterator."""
     from megatron.trainer.data.datasets import build_datasets

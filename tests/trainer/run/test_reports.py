@@ -259,6 +259,36 @@ def test_only_the_last_rank_writes(tmp_path, capsys):
     assert capsys.readouterr().out == "" and not (tmp_path / "metrics.jsonl").exists()
 
 
+def test_another_rank_takes_over_from_a_lost_writer(tmp_path, capsys):
+    """Where the last rank is lost, the last of those that are left writes: first what the lost one may not have written
+    any more, once, and then each batch. Others, and one that has written before, go on as they were."""
+    args = replace(arguments(f"--metrics-file {tmp_path}/metrics.jsonl", world_size=1), padded_vocab_size=128)
+    reports = [Reporter(replace(args, world_size=3, rank=rank)) for rank in range(3)]
+
+    def told(*iterations: int) -> list[int]:
+        for each, iteration in ((each, iteration) for iteration in iterations for each in reports):
+            each.iteration(report(iteration, 4.0 + iteration), Progress(iteration, 8 * iteration, 8, 0.5))
+        return [record["iteration"] for record in read_metrics(f"{tmp_path}/metrics.jsonl")]
+
+    assert told(1, 2, 3) == [1, 2, 3]
+    lost = reports.pop()
+    for rank, each in enumerate(reports):
+        each.args = replace(each.args, world_size=2, rank=rank)
+        each.take_over()
+    assert told() == [1, 2, 3, 2, 3]
+    assert told(4) == [1, 2, 3, 2, 3, 4]
+    for each in reports:
+        each.take_over()
+    assert told(5) == [1, 2, 3, 2, 3, 4, 5]
+    losses = {record["iteration"]: record["lm_loss"] for record in read_metrics(f"{tmp_path}/metrics.jsonl")}
+    assert losses == {iteration: 4.0 + iteration for iteration in range(1, 6)}
+    reports[1].say("said once")
+    reports[0].say("not said")
+    assert capsys.readouterr().out.splitlines()[-1] == "said once"
+    for each in (*reports, lost):
+        each.close()
+
+
 def test_weights_and_biases(tmp_path, monkeypatch):
     """With --wandb-project the run is announced, each batch and evaluation is logged at its iteration, and it ends."""
     calls = []

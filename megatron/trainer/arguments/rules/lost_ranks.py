@@ -19,7 +19,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.use_distributed_optimizer, "--use-distributed-optimizer",
      "has state of the optimizer on the lost rank alone"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
-    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone,
+    (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone
+     or args.pipeline_2bw_provisional != "off",
      "predicted or stashed weights", "needs weights that follow from whole batches"),
     (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
      "steps before all ranks have reduced their gradients"),
@@ -46,10 +47,6 @@ def lost_ranks(args: argparse.Namespace) -> None:
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} is for --go-on-without-lost-ranks; give both or neither")
         return
-    if not args.failure_timeout >= 1.0:
-        raise ValueError(f"--failure-timeout is {args.failure_timeout:g} s; give 1 and more")
-    if not 0.0 <= args.minimum_speed <= 1.0:
-        raise ValueError(f"--minimum-speed is {args.minimum_speed:g}; give a share from 0 to 1")
     if reason := refusal(args):
         raise ValueError(f"--go-on-without-lost-ranks: {reason}; leave one of the two out")
 

@@ -80,7 +80,8 @@ RANGES = (
     Range("greater than 0 and at most 1", lambda value: 0 < value <= 1, "rotary_percent"),
     Range("greater than 0 and less than 1", lambda value: 0 < value < 1, "mask_prob freeze_alpha"),
     Range("greater than -1 and less than 1", lambda value: -1 < value < 1, "freeze_watch_validation"),
-    Range("at least 0 and at most 1", lambda value: 0 <= value <= 1, "short_seq_prob"),
+    Range("at least 1", lambda value: value >= 1, "failure_timeout"),
+    Range("at least 0 and at most 1", lambda value: 0 <= value <= 1, "short_seq_prob minimum_speed"),
     Range("greater than 0; leave it out for a dynamic scale", lambda value: value > 0, "loss_scale"),
     # megatron.core counts up to it in steps of 1 and compares for equality
     Range("a whole number greater than 0", lambda value: value > 0 and value % 1 == 0, "loss_scale_window"),

@@ -1,0 +1,91 @@
+"""Whatever a process waits for over its connections ends when these are broken, and what is kept stays."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
+from tests import workers
+
+LONG = timedelta(seconds=300)
+PATIENCE = 60.0  # seconds for what takes a moment, on a busy machine
+
+
+def ended(wait: Callable[[], object], found: dict, name: str) -> threading.Thread:
+    """A thread that waits, and notes the error with which this ends, and when."""
+
+    def target() -> None:
+        try:
+            wait()
+            found[name] = ("no error", time.monotonic())
+        except Exception as error:
+            found[name] = (type(error).__name__, time.monotonic())
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread
+
+
+def rank(number: int, port: int, pipe: Connection) -> None:
+    """Rank 0 waits for what rank 1 never does, and breaks its connections; rank 1 waits for rank 0."""
+    kept_store = TCPStore("127.0.0.1", port, is_master=False, timeout=LONG)
+    kept = open_connections()
+    store = kept_store.clone()
+    dist.init_process_group("gloo", store=dist.PrefixStore("groups", store), rank=number, world_size=2, timeout=LONG)
+    groups = [dist.new_group([0, 1], timeout=LONG) for _ in range(3)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    found: dict[str, tuple[str, float]] = {}
+    threads = []
+    if number == 0:
+        other = kept_store.clone()
+        threads += [
+            ended(lambda: dist.recv(torch.ones(8), 1, group=groups[0]), found, "receive"),
+            ended(lambda: dist.all_reduce(torch.ones(8), group=groups[1]), found, "all-reduce"),
+            ended(lambda: other.get("nobody writes it"), found, "key"),
+        ]
+        time.sleep(0.5)
+        began, before = time.monotonic(), dict(found)
+        num_broken = break_connections(kept=kept)
+        for thread in threads:
+            thread.join(PATIENCE)
+        seconds = {name: at - began for name, (_, at) in found.items()}
+        kept_store.set("written", "afterwards")
+        pipe.send((before, {name: error for name, (error, _) in found.items()}, seconds, num_broken,
+                   kept_store.get("written"), break_connections(kept=kept)))  # fmt: skip
+    else:
+        thread = ended(lambda: dist.recv(torch.ones(8), 0, group=groups[2]), found, "receive")
+        thread.join(PATIENCE)
+        pipe.send((found["receive"][0] if found else "waits", kept_store.get("written")))
+    pipe.recv()
+    os._exit(0)
+
+
+def test_all_waits_end_and_the_kept_connection_stays():
+    """A receive, a collective and the wait for a key end with errors, and so does what the other process waits for."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [Pipe() for _ in range(2)]
+    processes = [workers.fork(rank, number, store.port, pipes[number][1]) for number in range(2)]
+    try:
+        assert pipes[0][0].poll(PATIENCE)
+        before, errors, seconds, num_broken, kept, broken_again = pipes[0][0].recv()
+        assert not before, "something ended by itself"
+        assert sorted(errors) == ["all-reduce", "key", "receive"] and "no error" not in errors.values(), errors
+        assert max(seconds.values()) < 5.0, seconds  # a second, where nothing else runs
+        assert num_broken >= 5 and kept == b"afterwards"
+        assert broken_again == 0, "what is broken is not counted again, and what is kept is not touched"
+        assert pipes[1][0].poll(PATIENCE)
+        error, told = pipes[1][0].recv()
+        assert error not in ("waits", "no error") and told == b"afterwards"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,65 @@
+"""`--go-on-without-lost-ranks` on the command line: what goes with it, and what is refused with which sentence."""
+
+import pytest
+
+from tests.trainer.arguments.command_line import arguments
+
+GO_ON = "--go-on-without-lost-ranks"
+TWO = {"world_size": 2}
+
+
+@pytest.mark.parametrize("flags", ["", "--pipeline-schedule 2bw", "--pipeline-schedule zb-h1", "--bf16"])
+def test_replicas_of_a_pipeline_go_on(flags):
+    """Two stages, two replicas; how long a rank may be silent, and how slow the job may become, have defaults."""
+    args = arguments(f"{GO_ON} {flags} --pipeline-model-parallel-size 2", world_size=4)
+    assert args.go_on_without_lost_ranks and (args.failure_timeout, args.minimum_speed) == (10.0, 0.0)
+    args = arguments(f"{GO_ON} --failure-timeout 1 --minimum-speed 1", **TWO)
+    assert (args.failure_timeout, args.minimum_speed) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    [
+        ("", 1, "one replica leaves nobody with the weights of a lost rank"),
+        ("--tensor-model-parallel-size 2", 4, "--tensor-model-parallel-size above 1 has groups in which a lost rank"),
+        ("--context-parallel-size 2", 4, "--context-parallel-size above 1 has groups in which a lost rank"),
+        ("--num-experts 2", 2, "--num-experts counts tokens over all replicas"),
+        ("--use-distributed-optimizer", 2, "--use-distributed-optimizer has state of the optimizer on the lost rank"),
+        ("--pipeline-schedule l2l", 2, "weights on the host has no copies of stages"),
+        ("--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 2 --untie-embeddings-and-output-weights"
+         " --pipeline-model-parallel-size 2", 4, "predicted or stashed weights needs weights that follow from whole"),
+        ("--pipeline-schedule 2bw --2bw-provisional uniform --2bw-provisional-microbatches 1 "
+         "--pipeline-model-parallel-size 2", 4,
+         "predicted or stashed weights needs weights"),
+        ("--pipeline-schedule 2bw --2bw-single-gradient-buffer", 2,
+         "--2bw-single-gradient-buffer steps before it knows the sums that others may lack"),
+        ("--optimistic-steps --pipeline-model-parallel-size 2", 4, "--optimistic-steps may have to take a step back"),
+        ("--rampup-batch-size 4 4 24", 2, "batches of several sizes shares out a batch of one size"),
+        ("--optimizer sgd", 2, "another --optimizer than adam was not tried"),
+        ("--log-saved-activations", 2, "--log-saved-activations has no such numbers of the lost ranks"),
+        ("--save x --async-save", 2, "--async-save might lose what is written beside training"),
+        ("--pipeline-timeline x", 2, "--pipeline-timeline has one program to draw"),
+        ("--distributed-backend nccl", 2, "--distributed-backend nccl has not been shown to end NCCL's waits: give"),
+    ],
+)  # fmt: skip
+def test_what_cannot_go_on_is_refused(flags, world_size, message):
+    """Each reason in one sentence, with the remedy."""
+    with pytest.raises(ValueError) as refusal:
+        arguments(f"{GO_ON} {flags}", world_size=world_size)
+    assert str(refusal.value).startswith(f"{GO_ON}: a run with {message}"), refusal.value
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--failure-timeout 5", "--failure-timeout is for --go-on-without-lost-ranks; give both or neither"),
+        ("--minimum-speed 0.5", "--minimum-speed is for --go-on-without-lost-ranks; give both or neither"),
+        (f"{GO_ON} --failure-timeout 0.9", "--failure-timeout 0.9 must be at least 1"),
+        (f"{GO_ON} --minimum-speed 1.1", "--minimum-speed 1.1 must be at least 0 and at most 1"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused(flags, message):
+    """How to lose ranks is said only where ranks may be lost, and in its range."""
+    with pytest.raises(ValueError, match=message):
+        arguments(flags, **TWO)

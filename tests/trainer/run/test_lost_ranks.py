@@ -1,0 +1,109 @@
+"""Runs that go on without lost ranks: processes of real jobs die, stop or fail, and nothing of the training is lost."""
+
+import pytest
+
+from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, lose_at_random, run, undisturbed, values
+from tests.trainer.run.run_case import train
+
+
+def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
+    """Flush: one is killed in a forward, one stops in the chain, one is killed during that recovery, one has an error
+    of its own, which the launcher names. Six ranks become two, and the log's writer and rank 0 are among the lost."""
+    losses = [
+        [1, "forward", 2, "SIGKILL"],
+        [5, "chain", 4, "SIGSTOP"],
+        [0, "new groups", 2, "SIGKILL"],
+        [4, "backward", 6, "error"],
+    ]
+    flags = "--global-batch-size 6 --train-iters 8"
+    job = run(tmp_path, 6, f"{flags} --pipeline-model-parallel-size 2 --pipeline-schedule flush", losses)
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule flush")
+    assert sorted(moment.rank for moment in job.moments if moment.is_loss) == [0, 1, 4, 5], job.outcome.output
+    assert "2 ranks of 6 go on from iteration" in job.outcome.output
+    errors = [line for line in job.outcome.output.splitlines() if line.startswith("launch: rank 4 ")]
+    assert len(errors) == 1 and "planted in backward" in errors[0] and "the job goes on" in errors[0]
+
+
+def test_evaluations_and_checkpoints_go_on(tmp_path):
+    """2bw: one rank has no sums of a batch with which others have stepped, and one of those is killed; then rank 0 is
+    killed in a save. A run of all ranks resumes from the checkpoint that the two others save instead."""
+    losses = [
+        [0, "without sums", 3, "broken"],
+        [3, "stepped", 3, "SIGKILL"],
+        [0, "save", 1, "SIGKILL"],
+    ]
+    flags = "--global-batch-size 4 --train-iters 9 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
+    saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 6"
+    job = run(tmp_path, 4, f"{flags} {saving}", losses)
+    assert_nothing_lost(job, flags)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 0], job.outcome.output
+    assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000006", "iter_0000009"]
+    assert not list((tmp_path / "saved").glob("*staging*"))
+    resumed = train(4, f"{flags} --pipeline-model-parallel-size 2 --load {tmp_path}/saved --ckpt-step 6", base=MODEL)
+    later = {iteration: loss for iteration, loss in values(undisturbed(flags), "lm_loss").items() if iteration > 6}
+    assert resumed[-1]["losses"] == pytest.approx(later, rel=2e-6)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("", "every replica has lost rank 1, so nobody holds the weights of stage 1; restart from the last checkpoint"),
+        ("--minimum-speed 0.9", "less than --minimum-speed 0.9; restart it with all ranks from its last checkpoint"),
+    ],
+    ids=["all replicas", "speed"],
+)
+def test_a_job_that_cannot_go_on_ends(tmp_path, flags, sentence):
+    """Both ranks of a stage are lost, or what is left is too slow: the job ends, and says why."""
+    losses = [[2, "forward", 2, "SIGKILL"], [3, "forward", 2, "SIGKILL"]][: 1 if flags else 2]
+    shape = "--global-batch-size 4 --train-iters 1000 --pipeline-model-parallel-size 2"
+    job = run(tmp_path, 4, f"{shape} {flags}", losses)
+    job.outcome.assert_failed_clearly(sentence)
+
+
+SAVING = "--eval-interval 3 --eval-iters 1 --save saved --save-interval 4"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags, losses",
+    [
+        ("--pipeline-schedule 2bw", [
+            [0, "forward", 2, "SIGKILL"], [1, "backward", 3, "SIGSTOP"], [4, "norm", 4, "SIGKILL"],
+            [2, "chain", 5, "SIGKILL"], [5, "step", 6, "SIGSTOP"], [6, "stepped", 8, "SIGKILL"],
+        ]),
+        ("--pipeline-schedule flush", [
+            [7, "evaluation", 1, "SIGKILL"], [0, "save", 1, "SIGSTOP"], [4, "new program", 2, "SIGKILL"],
+            [1, "forward", 6, "SIGKILL"], [5, "forward", 6, "SIGKILL"], [2, "stepped", 8, "SIGKILL"],
+        ]),
+        ("--pipeline-schedule zb-h1", [
+            [1, "without sums", 3, "broken"], [4, "without sums", 3, "broken"], [0, "stepped", 3, "SIGKILL"],
+            [5, "backward", 5, "error"], [2, "new groups", 2, "error"], [7, "norm", 7, "SIGSTOP"],
+        ]),
+    ],
+    ids=["2bw", "flush", "zb-h1"],
+)  # fmt: skip
+def test_every_place_where_a_rank_can_be_lost(tmp_path, flags, losses):
+    """Eight ranks, evaluations and checkpoints: in each part of a batch, between batches, and in a recovery."""
+    shape = "--pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 9"
+    job = run(tmp_path, 8, f"{shape} {flags} {SAVING}", losses, timeout=500)
+    weights = "2bw" if "2bw" in flags else "flush"
+    assert_nothing_lost(
+        job, f"--global-batch-size 8 --train-iters 9 --pipeline-schedule {weights} --eval-interval 3 --eval-iters 1"
+    )
+    expected = sorted(rank for rank, _, _, what in losses if what != "broken")
+    assert sorted(moment.rank for moment in job.moments if moment.is_loss) == expected, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("depth, replicas", [(2, 2), (2, 4), (4, 2), (4, 4)])
+@pytest.mark.parametrize("schedule", ["flush", "2bw", "zb-h1", "bpipe"])
+def test_ranks_are_lost_at_random_moments(tmp_path, schedule, depth, replicas, seed):
+    """Ranks are killed or stopped until each stage has one left: 192 losses over all cases, some of them at once."""
+    size = depth * replicas
+    flags = f"--global-batch-size {size} --train-iters 60 --eval-interval 5 --eval-iters 1"
+    shape = f"--pipeline-model-parallel-size {depth} --pipeline-schedule {schedule} --save saved --save-interval 7"
+    job, lost = lose_at_random(tmp_path, depth, replicas, f"{flags} {shape}", seed=seed)
+    assert len(lost) == depth * (replicas - 1), lost
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {'2bw' if schedule == '2bw' else 'flush'}")
