@@ -50,5 +50,11 @@ def _is_connected(number: int) -> bool:
 
 @contextmanager
 def _socket(number: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(number)) as each:
+    copy = os.dup(number)
+    try:
+        each = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # of what is no socket
+        raise
+    with each:
         yield each

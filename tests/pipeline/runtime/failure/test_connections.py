@@ -1,6 +1,7 @@
 """Whatever a process waits for over its connections ends when these are broken, and what is kept stays."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -89,3 +90,15 @@ def test_all_waits_end_and_the_kept_connection_stays():
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_looking_at_connections_leaves_no_descriptors():
+    """Files, pipes and sockets that listen are looked at, too; a job looks each time that it loses a rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            found = open_connections()
+            assert connection.fileno() in found and server.fileno() not in found
+            break_connections(kept=found)
+        assert len(os.listdir("/proc/self/fd")) == len(before)
+        connection.send(b"as before")
