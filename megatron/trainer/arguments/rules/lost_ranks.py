@@ -23,7 +23,7 @@ _REFUSED: tuple[_Row, ...] = (
      or args.pipeline_2bw_provisional != "off",
      "predicted or stashed weights", "needs weights that follow from whole batches"),
     (lambda args: args.pipeline_2bw_single_gradient_buffer, "--2bw-single-gradient-buffer",
-     "steps before all ranks have reduced their gradients"),
+     "steps before it knows the sums that others may lack"),
     (lambda args: args.optimistic_steps, "--optimistic-steps", "may have to take a step back"),
     (lambda args: args.freeze_training or args.elastic_pipeline, "a pipeline that changes while it trains",
      "changes the ranks of its stages by itself"),
