@@ -84,6 +84,7 @@ class Places:
         _around(Loop, "__init__", after=begun)
         _around(MegatronStage, "forward", before=of_microbatch("forward"))
         _around(MegatronStage, "backward", after=of_microbatch("backward"))
+        _around(MegatronStage, "backward_input", after=of_microbatch("backward"))  # where backwards are split
         _around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
         _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
         _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))
