@@ -7,7 +7,7 @@ from megatron.pipeline.runtime.failure.connections import break_connections, ope
 
 
 def test_connections_are_broken_but_those_that_are_kept(tmp_path):
-    """A peer reads the end of the stream; a kept connection, a door, a pair of local sockets, a pipe and a file stay."""
+    """A peer reads the end of its stream; a kept connection, a door, local sockets, a pipe and a file stay."""
     with socket.create_server(("127.0.0.1", 0)) as door, open(tmp_path / "file", "w") as file:
         ends = [socket.create_connection(door.getsockname()) for _ in range(2)]
         peers = [door.accept()[0] for _ in ends]
