@@ -50,5 +50,11 @@ def _is_connected(number: int) -> bool:
 
 @contextmanager
 def _socket(number: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(number)) as each:
+    duplicate = os.dup(number)
+    try:
+        each = socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+    with each:
         yield each
