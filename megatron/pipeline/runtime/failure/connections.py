@@ -50,11 +50,11 @@ def _is_connected(number: int) -> bool:
 
 @contextmanager
 def _socket(number: int) -> Iterator[socket.socket]:
-    copy = os.dup(number)
+    duplicate = os.dup(number)
     try:
-        each = socket.socket(fileno=copy)
+        each = socket.socket(fileno=duplicate)
     except OSError:
-        os.close(copy)  # of what is no socket
+        os.close(duplicate)
         raise
     with each:
         yield each
