@@ -11,12 +11,15 @@ next stage.
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store
 
 _make_group = ProcessGroupGloo.__init__
+_connecting: timedelta | None = None
 
 
 def share_device() -> None:
@@ -25,6 +28,20 @@ def share_device() -> None:
     Later calls are no-ops.
     """
     ProcessGroupGloo.__init__ = _on_shared_device
+
+
+@contextmanager
+def connecting_within(timeout: timedelta) -> Iterator[None]:
+    """Context in which making a group fails unless its ranks are connected within `timeout`.
+
+    Otherwise a group waits for its ranks to connect for as long as its operations may take. The device is shared.
+    """
+    global _connecting
+    before, _connecting = _connecting, timeout
+    try:
+        yield
+    finally:
+        _connecting = before
 
 
 def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int | None = None) -> Any:
@@ -68,4 +85,10 @@ def _on_shared_device(
         timeout, *args = args
     if timeout is not None:
         args = (options_on_shared_device("groups", timeout),)
-    _make_group(self, store, rank, size, *args, **kwargs)
+    if _connecting is None or not args:
+        _make_group(self, store, rank, size, *args, **kwargs)
+        return
+    options = args[0]
+    whole, options._timeout = options._timeout, min(options._timeout, _connecting)
+    _make_group(self, store, rank, size, options, **kwargs)
+    self._set_default_timeout(whole)

@@ -1,5 +1,6 @@
 """Groups share a network device, and keep their timeouts."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -50,3 +51,29 @@ def case_wait_in_vain() -> str:
 def test_a_groups_timeout_is_its_own():
     message, _ = workers.run(2, "tests.backend.test_gloo:case_wait_in_vain")
     assert "Timed out waiting 1000ms" in message
+
+
+def case_connect_in_vain() -> tuple[float, float]:
+    """Make a group with a peer that does not come, where it has to be there within a second: how long that takes, and
+    the timeout of a group that is made so with a peer that comes."""
+    import torch
+
+    from megatron.backend.gloo import connecting_within
+
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    with connecting_within(timedelta(seconds=1)):
+        met = torch.distributed.new_group(timeout=timedelta(seconds=500))
+        start = time.monotonic()
+        if rank == 0:
+            with pytest.raises(RuntimeError):
+                torch.distributed.ProcessGroupGloo(
+                    torch.distributed.PrefixStore("alone", store), 0, 2, timedelta(seconds=500)
+                )
+    seconds = time.monotonic() - start
+    torch.distributed.barrier(group=met)
+    return seconds, met._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_group_can_be_given_less_time_to_connect_than_to_work():
+    (seconds, timeout), _ = workers.run(2, "tests.backend.test_gloo:case_connect_in_vain")
+    assert seconds < 60 and timeout == 500

@@ -53,6 +53,7 @@ class Loop:
 
     def __init__(self, run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
         self.run, self.stop, self.started, self.lost_ranks = run, stop, started, lost_ranks
+        self._began = time.perf_counter()  # of the last batch
         self._settled = run.iteration  # after which all is done that is due between batches
         self._valid_before = (run.iteration, run.consumed_valid_samples)  # when that began, after an iteration
         self._waiting: deque[Progress] = deque()  # batches without a report yet
@@ -143,7 +144,8 @@ class Loop:
         for report in reports:
             behind = run.iteration - report.batch - 1
             consumed = run.consumed_samples - behind * size
-            self._waiting.append(known.get(report.batch + 1) or Progress(report.batch + 1, consumed, size, 0.0))
+            seconds = time.perf_counter() - self._began
+            self._waiting.append(known.get(report.batch + 1) or Progress(report.batch + 1, consumed, size, seconds))
         self._report(reports)
         self._feed()
 
@@ -188,7 +190,7 @@ class Loop:
             self._making.announce(run.engine)
         num_samples = sizes.num_samples(run.consumed_samples)
         num_microbatches = sizes.num_microbatches(run.consumed_samples) * run.replicas_in_program
-        start = time.perf_counter()
+        self._began = start = time.perf_counter()
         reports = run.engine.run_batch(num_microbatches, num_samples)
         seconds = time.perf_counter() - start
         run.iteration += 1

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron import backend
+from megatron.backend.gloo import connecting_within
 from megatron.documents import counted
 from megatron.pipeline.program.copies import share_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
@@ -38,6 +39,9 @@ from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.start_up.run import Run
 
+_CONNECTING = 5.0
+"""Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
+_MOST_ATTEMPTS = 3
 _ALARM_PATIENCE = 2.0
 """Seconds that a rank whose transfer has failed waits for others' alarm before it raises one."""
 
@@ -97,6 +101,7 @@ class LostRanks:
         start = time.monotonic()
         reports = self._give_up(run)
         lost: dict[int, str] = {}
+        num_failed = 0
         while True:
             note = {
                 "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
@@ -106,12 +111,19 @@ class LostRanks:
             lost |= self.epoch.lost
             notes = [json.loads(each) for each in self.epoch.notes.values()]
             try:
-                self._make_groups()
-                reports += self._take_on(run, notes)
-                self._begin(run)
+                began = time.monotonic()
+                survivors = self._survivors()
+                searched = time.monotonic() - began  # others may have taken as much longer
+                with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
+                    self._make_groups()
+                    reports += self._take_on(run, notes)
+                    self._begin(run, survivors)
             except Exception as error:
+                num_failed += 1
                 if not self.comes_from_loss(error):
-                    raise
+                    if not isinstance(error, RuntimeError) or num_failed > _MOST_ATTEMPTS:
+                        raise
+                    self.membership.suspect([], " ".join(str(error).split()))  # a rank that was late, for example
                 self._give_up(run)
             else:
                 break
@@ -163,10 +175,9 @@ class LostRanks:
         run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
         return [] if report is None else [report]
 
-    def _begin(self, run: Run) -> None:
+    def _begin(self, run: Run, survivors: Survivors) -> None:
         """Let groups, stages and engine be those of the program of the ranks that are left. Collective over these."""
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
-        survivors = self._survivors()
         schedule = survivors.schedule
         copies = CopyRanks.of(schedule, rank=own, ranks=ranks)
         name_groups_of_survivors(
