@@ -28,6 +28,7 @@ def launcher(output: str, arguments: list[str]) -> None:
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background ignores it
     launch._GRACE = 1.0
     sys.exit(launch.main(arguments))
 

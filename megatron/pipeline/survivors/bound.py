@@ -168,7 +168,8 @@ def _backwards(sharing: Sharing, seconds: Mapping[Kind, Sequence[float]]) -> lis
     """Return for each stage of the model the backwards of a replica's microbatches, whole or in halves."""
     program = sharing.schedule.build((sharing.num_microbatches,))
     halved = {(each.stage, each.microbatch) for row in program.rows for each in row if each.kind is Kind.BACKWARD_INPUT}
-    whole, first, second = (seconds[kind] for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
+    whole, first = seconds[Kind.BACKWARD], seconds[Kind.BACKWARD_INPUT]
+    second = seconds[Kind.BACKWARD_WEIGHT]
     return [
         [
             _Taken(stage, first[stage], second[stage])

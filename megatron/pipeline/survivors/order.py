@@ -26,16 +26,21 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from megatron.pipeline.program.extent import Extent
-from megatron.pipeline.program.instruction import ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.sharing import Sharing
 
-_INPUT, _WEIGHT = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-_URGENCY = {Kind.BACKWARD: 0, _INPUT: 0, Kind.FORWARD: 1, _WEIGHT: 2}
+_INPUT = Kind.BACKWARD_INPUT
+_WEIGHT = Kind.BACKWARD_WEIGHT
 _MORE = (-8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12, 16)
 _FEW_MORE = (0, 1, 2, 4)
 """How many more microbatches than while no rank is lost a rank may hold, in the orders that are tried."""
+
+
+def _urgency(kind: Kind) -> int:
+    """Return the place of a kind in what a rank begins: backwards, forwards, the halves W of backwards."""
+    return 2 if kind is _WEIGHT else int(kind not in BEGINS_BACKWARD)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Work:
 
     def _urgency(self, places: Sequence[int]) -> list[int]:
         """Return the place of each computation in the order backwards, forwards, W, each by its microbatch's place."""
-        keys = [(_URGENCY[each.kind], places[at], -each.stage) for at, each in enumerate(self.computations)]
+        keys = [(_urgency(each.kind), places[at], -each.stage) for at, each in enumerate(self.computations)]
         place = {key: at for at, key in enumerate(sorted(keys))}
         return [place[key] for key in keys]
 
