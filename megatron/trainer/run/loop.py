@@ -5,6 +5,8 @@ is decided by one rank: what the iteration number decides is the same everywhere
 up) travels with a batch's norm reduction, is read by all ranks in the same report, and ends the run after a drain.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import time
@@ -12,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,8 +33,10 @@ from megatron.trainer.report.log import Progress, main_loss
 from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.run.evaluation import evaluate, full_batch
-from megatron.trainer.run.lost_ranks import LostRanks
 from megatron.trainer.start_up.run import Run
+
+if TYPE_CHECKING:
+    from megatron.trainer.run.lost_ranks import LostRanks
 
 STOP = 1
 """Stop request: save and end the run."""

@@ -5,6 +5,8 @@ engine. Directories and files are tried before the model is built, and the check
 What the loop needs is one record.
 """
 
+from __future__ import annotations
+
 import argparse
 import gc
 import os
@@ -15,6 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,7 +58,6 @@ from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log import Reporter, configure_logging
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.run.loop import run_to_the_end
-from megatron.trainer.run.lost_ranks import LostRanks
 from megatron.trainer.start_up import initialize
 from megatron.trainer.start_up.initialize import prepare_outputs
 from megatron.trainer.start_up.optimizer import choose_kernel
@@ -66,6 +68,9 @@ from megatron.trainer.start_up.run import (
     build_engine,
     setup_model_and_optimizer,
 )
+
+if TYPE_CHECKING:
+    from megatron.trainer.run.lost_ranks import LostRanks
 
 # --- a run is put together --------------------------------------------------------------------------------------------
 
@@ -313,6 +318,10 @@ def _join_job(
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
     lost_ranks = None
     if args.go_on_without_lost_ranks:
+        from megatron.trainer.run.lost_ranks import (
+            LostRanks,
+        )  # membership and survivors, which other runs start without
+
         lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size)
         store = lost_ranks.membership.store()
     initialize.join_process_group(store, args.distributed_backend, timeout)

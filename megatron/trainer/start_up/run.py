@@ -37,7 +37,6 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.pipeline.survivors import Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts
 from megatron.trainer.checkpoint.writer import CheckpointWriter
@@ -51,6 +50,7 @@ from megatron.trainer.start_up.initialize import require_room
 from megatron.trainer.start_up.optimizer import build_optimizer
 
 if TYPE_CHECKING:
+    from megatron.pipeline.survivors import Survivors
     from megatron.trainer.changes.decisions import ChangeDecisions
     from megatron.trainer.changes.prefix_cache import PrefixCache
     from megatron.trainer.data.datasets import Datasets
