@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from megatron.documents.picture import new_figure, save
 from megatron.pipeline.draw import colours
 from megatron.pipeline.draw.panels import Panel, device_panel, host_panel, memory_panel, saved_panel
-from megatron.pipeline.draw.scene import AT_END, Scene, Sign, extent, has_host, names_of_rows, signs_of
+from megatron.pipeline.draw.scene import AT_END, Scene, Sign, extent, has_host, signs_of
 from megatron.pipeline.program.instruction import BUSY, OWN_MOVES, REDUCTIONS, SENDS, Kind
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.simulate.memory_curve import MemorySizes, memory_curves
@@ -46,6 +46,7 @@ def draw_timeline(
     path: str | Path | None = None,
     *,
     title: str = "",
+    names: Sequence[str] = (),
     one_based: bool = False,
     saved_microbatches: bool = False,
     lanes: bool = False,
@@ -62,6 +63,7 @@ def draw_timeline(
             several, each has its name as a heading.
         path: the file to write; the suffix chooses the format (.png, .svg, .pdf). None only returns the figure.
         title: text above the picture.
+        names: the names of the rows, the same for all timelines; default: by their stages.
         one_based: number microbatches from 1, as the paper does; programs number from 0.
         saved_microbatches: show below each timeline the number of microbatches whose activations each rank holds; with
             weights on the host, also the stages whose weights and gradients are on the device.
@@ -87,7 +89,7 @@ def draw_timeline(
         replace(span, start=(span.start - origin) * time_scale, end=(span.end - origin) * time_scale)
         for span in critical_path
     ]
-    scenes = [Scene(timeline.shifted(-extent(timeline)[0]).scaled(time_scale)) for timeline in timelines]
+    scenes = [Scene(each.shifted(-extent(each)[0]).scaled(time_scale), names=names) for each in timelines]
     ends = [extent(scene.timeline)[1] for scene in scenes]
     if not all(map(math.isfinite, ends)):
         raise ValueError(f"times that are multiplied by {time_scale:g} are more than a number can hold; give less")
@@ -112,7 +114,7 @@ def draw_timeline(
     num_columns = min(len(signs), max(1, int(width / 2.4)))
 
     foot = 0.62 + 0.19 * math.ceil(len(signs) / num_columns)  # the axis with its label, and the legend
-    head = (0.3 if title else 0.04) + (0.36 if len(scenes) > 1 else 0.2)
+    head = (0.3 + 0.18 * title.count("\n") if title else 0.04) + (0.36 if len(scenes) > 1 else 0.2)
     heights, gaps = [], []
     for scene, below in zip(scenes, panels, strict=True):
         heights += [scene.timeline.num_ranks * row for row in (_ROW, *(panel.row for panel in below))]
@@ -126,7 +128,7 @@ def draw_timeline(
         )
 
     figure = new_figure(width, height)
-    left, right = _LEFT / width, 1.0 - _RIGHT / width
+    left, right = max([_LEFT, *(0.1 + 0.068 * len(name) for name in names)]) / width, 1.0 - _RIGHT / width
     points = 72.0 * width * (right - left) / span  # typographic, of a unit of the axis
     every: list[Axes] = []
     top = height - head
@@ -217,7 +219,7 @@ def _draw_cells(axes: "Axes", scene: Scene, points: float, one_based: bool) -> N
     hatching = {"edgecolors": colours.HATCH, "linewidths": 0.0, "hatch": "xxxx", "alpha": 0.3}
     _draw_boxes(axes, completing, "none", "completes", **hatching)
     axes.set_ylim(timeline.num_ranks - 0.45, -0.55)
-    axes.set_yticks(list(ranks), names_of_rows(timeline), fontsize=8)
+    axes.set_yticks(list(ranks), scene.names_of_rows, fontsize=8)
     for cell in scene.cells:
         text, room = str(cell.instruction.microbatch + one_based), (cell.end - cell.start) * points
         size = min(_LARGEST_LABEL, room / (0.62 * len(text) + 0.25))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.pipeline.draw import colours
-from megatron.pipeline.draw.scene import HOST_LANES, Scene, names_of_rows
+from megatron.pipeline.draw.scene import HOST_LANES, Scene
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, MOVES, Kind, Lane
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS
 from megatron.pipeline.simulate.memory_curve import MemoryCurve
@@ -123,7 +123,7 @@ def accumulated_of(timeline: Timeline) -> list[Held]:
 def host_panel(scene: Scene) -> Panel:
     """A panel with three lines for each rank, one for each lane to and from the host."""
     names = [f"{name}: {_SHORT.get(lane, lane.value)}" if lane is HOST_LANES[0] else _SHORT.get(lane, lane.value)
-             for name in names_of_rows(scene.timeline) for lane in HOST_LANES]  # fmt: skip
+             for name in scene.names_of_rows for lane in HOST_LANES]  # fmt: skip
     panel = Panel("between device and host: stages", 0.45, names)
     for each in scene.carried:
         kind = each.instruction.kind
@@ -137,7 +137,7 @@ def device_panel(scene: Scene) -> Panel:
     """A panel with a line for each slot of weights and each buffer of gradients."""
     names: list[str] = []
     panel = Panel("stages whose weights and gradients are on the device; pale while they come or leave", 0.6, names)
-    ranks = names_of_rows(scene.timeline)
+    ranks = scene.names_of_rows
     residents, gradients = residents_of(scene.timeline), accumulated_of(scene.timeline)
     for rank, name in enumerate(ranks):
         for held, called, before, after in (
@@ -160,7 +160,7 @@ def saved_panel(scene: Scene) -> Panel:
 
     For a rank with several stages, darker areas show the numbers of its first stages only.
     """
-    timeline, names = scene.timeline, names_of_rows(scene.timeline)
+    timeline, names = scene.timeline, scene.names_of_rows
     title = "microbatches whose activations are saved, with the peak"
     if timeline.num_stages > timeline.num_ranks:
         title += "; over all stages of a rank, its first ones darker"
@@ -182,7 +182,7 @@ def saved_panel(scene: Scene) -> Panel:
 def memory_panel(scene: Scene, curves: Sequence[MemoryCurve]) -> Panel:
     """A panel with the memory of each rank by parts, on one scale; parts of size 0 are not drawn."""
     peaks = [f"{curve.peak:.4g}" for curve in curves]
-    panel = Panel("memory, with the peak", 0.36, names_of_rows(scene.timeline), peaks=peaks, peak="peak memory")
+    panel = Panel("memory, with the peak", 0.36, scene.names_of_rows, peaks=peaks, peak="peak memory")
     highest = max(curve.peak for curve in curves) or 1.0
     for rank, curve in enumerate(curves):
         times = [*curve.times, max(scene.timeline.end, curve.times[-1])]

@@ -70,10 +70,15 @@ class Sign:
 
 @dataclass(frozen=True)
 class Scene:
-    """The content of a timeline's drawing; `is_seen` selects the spans to draw."""
+    """The content of a timeline's drawing; `is_seen` selects the spans to draw, `names` name the rows otherwise."""
 
     timeline: Timeline
     is_seen: Callable[[Span], bool] = lambda span: True
+    names: Sequence[str] = ()
+
+    @property
+    def names_of_rows(self) -> list[str]:
+        return list(self.names) or names_of_rows(self.timeline)
 
     @cached_property
     def cells(self) -> list[Cell]:

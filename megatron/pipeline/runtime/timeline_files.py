@@ -5,14 +5,16 @@ simulation. So the measured timeline differs from the plan only by transfers, wa
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 from megatron.core import parallel_state
+from megatron.documents import counted
 from megatron.pipeline.draw import draw_timeline
 from megatron.pipeline.runtime.contract.trace import RankTrace, gather_traces, timeline, write_chrome_trace
 from megatron.pipeline.runtime.engine import PipelineEngine
-from megatron.pipeline.schedules import PipelineSchedule
+from megatron.pipeline.schedules import PipelineSchedule, ProgramSchedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
@@ -35,7 +37,8 @@ def last_stretch(measured: Timeline, drains: Collection[int], *, most: int) -> r
 
 def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: range, drains: Collection[int]) -> Timeline:
     """Simulate the batches `shown` with measured times. Neighbours of the same stretch are simulated with them."""
-    first = max([shown.start - _RUN_IN, measured.first_batch, *(drain for drain in drains if drain <= shown.start)])
+    drained = max((drain for drain in drains if drain <= shown.start), default=measured.first_batch)
+    first = max(_begins(schedule, shown.start, drained=drained), drained, measured.first_batch)
     end = measured.first_batch + len(measured.batches)
     last = min([shown.stop + _RUN_OUT, end, *(drain for drain in drains if drain >= shown.stop)])
     sizes = measured.batches[first - measured.first_batch : last - measured.first_batch]
@@ -45,23 +48,70 @@ def planned_timeline(schedule: PipelineSchedule, measured: Timeline, shown: rang
     return simulate(program, costs).of_batches(shown.start, len(shown)).named("planned")
 
 
-def write_timeline(engine: PipelineEngine, folder: Path, *, drains: Collection[int], most: int) -> None:
+def _begins(schedule: PipelineSchedule, batch: int, *, drained: int) -> int:
+    """Return the batch with which a simulation begins, so that `batch` and later ones are as in the middle of a run.
+
+    A program's rows repeat behind its fill, from the batch `drained` on in whole periods.
+    """
+    if not isinstance(schedule, ProgramSchedule):
+        return batch - _RUN_IN
+    first = batch - max(_RUN_IN, schedule.repetition.num_fill)
+    return first - (first - drained) % schedule.repetition.num_period
+
+
+def write_timeline(
+    engine: PipelineEngine,
+    folder: Path,
+    *,
+    drains: Collection[int],
+    most: int,
+    places: Sequence[tuple[int, str]] = (),
+    note: str = "",
+) -> None:
     """Write `timeline.png`, `measured.json` (a Timeline) and `trace.json` (for Perfetto).
 
-    Collective; call it drained. Shows the pipeline of the first replica's first tensor rank. The picture has at most
-    `most` batches.
+    Collective; call it drained. Shows the pipeline of the first replica's first tensor rank, or where the stages of the
+    program are copies, all its ranks. The picture has at most `most` batches.
+
+    Args:
+        engine: what ran, with a tracer.
+        folder: where the files are written.
+        drains: the batches before which the pipeline was drained.
+        most: the number of batches in the picture.
+        places: for each rank of the program, its number in the whole job, and its place there in short; none: the ranks
+            are those of the job.
+        note: the end of the title.
+
+    Raises:
+        OSError: a file cannot be written.
+        ValueError: there are more ranks than a picture has room for.
     """
-    if (
-        parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        or parallel_state.get_tensor_model_parallel_rank()
-    ):
-        return
-    traces = gather_traces(engine.trace(), group=parallel_state.get_pipeline_model_parallel_group())
-    write_pictures(engine.schedule, traces, folder, drains=drains, most=most)
+    group = None
+    if not engine.schedule.copies:  # else the program is that of all ranks
+        if (
+            parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            or parallel_state.get_tensor_model_parallel_rank()
+        ):
+            return
+        group = parallel_state.get_pipeline_model_parallel_group()
+    traces = gather_traces(engine.trace(), group=group)
+    if traces is not None and places:
+        pipeline = tuple(rank for rank, _ in places)
+        traces = [
+            replace(trace, rank=rank, pipeline=pipeline, place=place)
+            for trace, (rank, place) in zip(traces, places, strict=True)
+        ]
+    write_pictures(engine.schedule, traces, folder, drains=drains, most=most, note=note)
 
 
 def write_pictures(
-    schedule: PipelineSchedule, traces: Sequence[RankTrace] | None, folder: Path, *, drains: Collection[int], most: int
+    schedule: PipelineSchedule,
+    traces: Sequence[RankTrace] | None,
+    folder: Path,
+    *,
+    drains: Collection[int],
+    most: int,
+    note: str = "",
 ) -> None:
     """Write the files of `write_timeline` from the traces of a pipeline's ranks. Do nothing if `traces` is None.
 
@@ -78,7 +128,8 @@ def write_pictures(
     draw_timeline(
         [planned, measured.of_batches(shown.start, len(shown)).named("measured")],
         folder / "timeline.png",
-        title=f"{len(shown)} iterations from {shown.start + 1} on, {measured.num_stages} stages",
+        title=f"{len(shown)} iterations from {shown.start + 1} on, {note or counted(measured.num_stages, 'stage')}",
+        names=[str(trace) for trace in traces if trace.place],
         time_label="time [ms]",
         time_scale=1000,
         lanes=True,

@@ -51,6 +51,11 @@ class Survivors:
         """The time of a batch over that of the undisturbed job."""
         return self.seconds / self.undisturbed
 
+    @property
+    def least_slowdown(self) -> float:
+        """A slowdown that no order of these computations undercuts within the memory limit."""
+        return self.bound / self.undisturbed
+
 
 def without(
     schedule: PipelineSchedule,

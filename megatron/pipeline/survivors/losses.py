@@ -35,7 +35,7 @@ class Loss:
             f"{found.seconds:.4g}",
             f"{found.slowdown - 1:.1%}",
             f"{found.bound:.4g}",
-            f"{found.bound / found.undisturbed - 1:.1%}",
+            f"{found.least_slowdown - 1:.1%}",
             " ".join(map(str, found.held_undisturbed)),
             " ".join(map(str, found.held)),
         )

@@ -25,7 +25,7 @@ from megatron.trainer.changes.arrangement_choice import ArrangementChoice
 from megatron.trainer.changes.prefix_cache import PrefixCache
 from megatron.trainer.models.classifiers import ACCURACY
 from megatron.trainer.plan.arrangement import Outlook, reading_changes
-from megatron.trainer.report.log import main_loss
+from megatron.trainer.report.log_line import main_loss
 
 # --- freezing of layers -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron import backend
@@ -21,8 +20,9 @@ from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.relay.input_stash import DEVICE_PEAK, HOST_PEAK
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.report.log_line import Interval, Progress, by_pipeline_rank, log_line, main_loss
+from megatron.trainer.report.membership_change import MembershipChange
 from megatron.trainer.report.metrics import (
-    CLASS_LOSS,
     DEFERRED,
     LOSS,
     SAVED_ACTIVATIONS,
@@ -39,119 +39,6 @@ _LATEST = 2
 """Batches whose records are written again by a rank that takes over the writing."""
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The position of the run after a batch, which is reported together with the batch."""
-
-    iteration: int
-    consumed_samples: int
-    num_samples: int
-    seconds: float
-
-
-@dataclass
-class Interval:
-    """The sums and peaks since the last log line."""
-
-    losses: dict[str, float] = field(default_factory=dict)
-    num_losses: int = 0
-    skipped: int = 0
-    nan: int = 0
-    iterations: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    saved_activation_bytes: Sequence[int] = ()  # peaks by pipeline rank, if they are counted
-    deferred_bytes: Sequence[int] = ()  # peaks by pipeline rank of tensors kept between I and W
-
-    def add(
-        self,
-        report: BatchReport,
-        progress: Progress,
-        seq_length: int,
-        saved_activation_bytes: Sequence[int] = (),
-        deferred_bytes: Sequence[int] = (),
-    ) -> None:
-        self.iterations += 1
-        self.seconds += progress.seconds
-        self.tokens += progress.num_samples * seq_length
-        self.skipped += report.skipped
-        self.nan += report.nan
-        if not report.skipped and all(map(math.isfinite, report.losses.values())):
-            for name, loss in report.losses.items():
-                self.losses[name] = self.losses.get(name, 0.0) + loss
-            self.num_losses += 1
-        self.saved_activation_bytes = _larger(self.saved_activation_bytes, saved_activation_bytes)
-        self.deferred_bytes = _larger(self.deferred_bytes, deferred_bytes)
-
-    def means(self) -> dict[str, float]:
-        """The mean of each loss over the batches with finite losses."""
-        return {name: total / self.num_losses for name, total in self.losses.items()} or {LOSS: math.nan}
-
-
-def _larger(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """The larger of two counts for each rank; `before` is empty before the first count."""
-    return [max(pair) for pair in zip(before or now, now, strict=True)]
-
-
-def main_loss(losses: Mapping[str, float]) -> str:
-    """The name of the main training loss."""
-    return next((name for name in (LOSS, CLASS_LOSS) if name in losses), LOSS)
-
-
-def by_pipeline_rank(values: Sequence[float], num_pipeline_ranks: int) -> list[int]:
-    """The largest value of each pipeline rank.
-
-    `values` are in the order of the job's ranks, in which tensor ranks vary fastest, then replicas.
-    """
-    width = len(values) // num_pipeline_ranks
-    return [int(max(values[first : first + width])) for first in range(0, len(values), width)]
-
-
-def log_line(
-    report: BatchReport,
-    progress: Progress,
-    interval: Interval,
-    *,
-    train_iters: int,
-    flops: float | None = None,
-    now: float | None = None,
-) -> str:
-    """Megatron's log line.
-
-    Time and losses are means over the interval, saved activations are peaks by pipeline rank, and all other values are
-    those of the last batch. `flops`: floating-point operations per token and GPU; None leaves the throughput out.
-    """
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-    parts = [
-        f" [{stamp}] iteration {progress.iteration:8d}/{train_iters:8d}",
-        f"consumed samples: {progress.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {1000 * interval.seconds / interval.iterations:.1f}",
-        f"learning rate: {report.learning_rate:.6E}",
-        f"global batch size: {progress.num_samples:5d}",
-        *(f"{name}: {loss:.6E}" for name, loss in interval.means().items()),
-        f"loss scale: {report.loss_scale:.1f}",
-    ]
-    if flops is not None:
-        rate = flops * interval.tokens / interval.seconds / 1e12
-        parts.insert(3, f"throughput per GPU (TFLOP/s/GPU): {rate:.1f}")
-    if report.expert_load_imbalance is not None:
-        parts.append(f"expert load imbalance: {report.expert_load_imbalance:.3f}")
-    if report.grad_norm is not None:
-        parts.append(f"grad norm: {report.grad_norm:.3f}")
-    for what, num_bytes in (
-        ("saved activations", interval.saved_activation_bytes),
-        ("between I and W", interval.deferred_bytes),
-    ):
-        if num_bytes:
-            parts.append(f"{what} (MiB): {' '.join(f'{each / 2**20:.1f}' for each in num_bytes)}")
-    parts += [
-        f"number of skipped iterations: {interval.skipped:3d}",
-        f"number of nan iterations: {interval.nan:3d}",
-        f"tokens per second: {interval.tokens / interval.seconds:.1f}",
-    ]
-    return " | ".join(parts) + " |"
-
-
 class Reporter:
     """The writer of all reports of a run. Only the last rank writes.
 
@@ -162,6 +49,7 @@ class Reporter:
         self.args = args
         self.writes = args.rank == args.world_size - 1
         self._latest: deque[tuple[BatchReport, Progress]] = deque(maxlen=_LATEST)
+        self.membership_change: MembershipChange | None = None  # the last one
         self._interval, self._has_begun = Interval(), False
         self._peak_memory = 0  # bytes; on CUDA a relay asks for the peak of each batch and begins anew (RelayLedger)
         self._said = ByProduct("the log", consequence="and more of it is tried")
@@ -191,7 +79,8 @@ class Reporter:
     def take_over(self) -> None:
         """Where ranks were lost: write from now on, if this is the last rank now.
 
-        The writer before may have been lost before it wrote the latest batches, so these are recorded again.
+        The writer before may have been lost before it wrote the latest batches, so these are recorded again, and so is
+        a loss among them.
         """
         if self.writes or self.args.rank != self.args.world_size - 1:
             return
@@ -199,6 +88,9 @@ class Reporter:
         self._open()
         for report, progress in self._latest:
             self._record(report, progress, {})
+        change, batches = self.membership_change, [progress.iteration for _, progress in self._latest]
+        if change is not None and (not batches or change.iteration >= batches[0] - 1):
+            self._record_membership(change)
 
     def say(self, text: str) -> None:
         """Print a line for the user, once in the job; an empty text prints nothing."""
@@ -217,9 +109,13 @@ class Reporter:
 
     def iteration(self, report: BatchReport, progress: Progress) -> None:
         """Record one batch, and print the log line at the end of an interval."""
+        change = self.membership_change
         peaks = {
-            name: by_pipeline_rank(values, self.args.pipeline_model_parallel_size)
+            name: by_pipeline_rank(
+                values, self.args.pipeline_model_parallel_size, None if change is None else change.pipeline_ranks
+            )
             for name, values in report.rank_metrics.items()
+            if len(values) == self.args.world_size  # else they are of a batch before ranks were lost
         }
         counted = (peaks.get(name, ()) for name in (SAVED_ACTIVATIONS, DEFERRED))
         self._latest.append((report, progress))
@@ -298,19 +194,19 @@ class Reporter:
         self._show(scalars)
         self._publish(values, progress.iteration)
 
-    def _publish(self, values: Mapping[str, float], iteration: int) -> None:
+    def _publish(self, values: Mapping[str, float | str], iteration: int) -> None:
         """Send values to Weights & Biases."""
         if self._wandb is not None:
             with self._published.attempt():
                 self._wandb.log(values, step=iteration)
 
-    def _show(self, scalars: Sequence[tuple[str, float, int]]) -> None:
-        """Write scalars (name, value, iteration or samples) to TensorBoard, which is closed after a failed write."""
+    def _show(self, values: Sequence[tuple[str, float | str, int]]) -> None:
+        """Write (name, number or text, iteration or samples) to TensorBoard, which is closed after a failed write."""
         if self._board is None:
             return
         with self._shown.attempt():
-            for scalar in scalars:
-                self._board.add_scalar(*scalar)
+            for each in values:
+                (self._board.add_text if isinstance(each[1], str) else self._board.add_scalar)(*each)
         if self._shown.fails:
             self._board = None
 
@@ -356,6 +252,21 @@ class Reporter:
         named = {name.replace("_", "-"): float(value) for name, value in {**values, **took}.items()}
         self._show([(name, value, iteration) for name, value in named.items()])
         self._publish(named, iteration)
+
+    def membership(self, change: MembershipChange) -> None:
+        """Record that ranks were lost, or have come back."""
+        self.membership_change = change
+        self.say(change.describe())
+        if self.writes:
+            self._record_membership(change)
+
+    def _record_membership(self, change: MembershipChange) -> None:
+        if self._metrics is not None:
+            self._metrics.write(**change.record())
+        named = {name.replace("_", "-"): float(value) for name, value in change.numbers().items()}
+        told = {**named, "membership": change.describe()}
+        self._show([(name, value, change.iteration) for name, value in told.items()])
+        self._publish(told, change.iteration)
 
     def close(self) -> None:
         """Write pending output, and close all writers."""

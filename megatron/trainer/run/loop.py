@@ -29,7 +29,7 @@ from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.report.log import Progress, main_loss
+from megatron.trainer.report.log_line import Progress, main_loss
 from megatron.trainer.report.metrics import ByProduct, flops_per_sample
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.run.evaluation import evaluate, full_batch
@@ -144,6 +144,7 @@ class Loop:
             run.consumed_valid_samples = self._valid_before[1]
         if run.saved_iteration == run.iteration > self._settled:
             run.saved_iteration = None  # others may not know that it was saved
+        self._drains.append(run.iteration)  # the pipeline begins empty
         known = {progress.iteration: progress for progress in self._waiting}
         self._waiting.clear()
         for report in reports:
@@ -422,8 +423,14 @@ class Loop:
                 run.writer.close()
             if self.args.pipeline_timeline is not None:
                 folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
-                with ByProduct(f"--pipeline-timeline {folder}", consequence="without it").attempt():
-                    write_timeline(run.engine, folder, drains=self._drains, most=most)
+                what, change = f"--pipeline-timeline {folder}", run.reporter.membership_change
+                if not run.engine.tracer.batches():
+                    run.reporter.say(f"{what}: there is nothing to draw, since no batch ran in the last program")
+                with ByProduct(what, consequence="without it", failures=(OSError, ValueError)).attempt():
+                    write_timeline(
+                        run.engine, folder, drains=self._drains, most=most,
+                        **({} if change is None else {"places": change.places, "note": change.title()}),
+                    )  # fmt: skip
         run.engine.close()
         run.update.close()
 

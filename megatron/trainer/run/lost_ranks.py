@@ -37,7 +37,8 @@ from megatron.pipeline.runtime.transport.channels import TransferError, forget_n
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.start_up.run import Run
+from megatron.trainer.report.membership_change import MembershipChange
+from megatron.trainer.start_up.run import Run, tracer_of
 
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
@@ -127,11 +128,10 @@ class LostRanks:
                 self._give_up(run)
             else:
                 break
-        named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(lost.items())) or "no rank"
-        run.reporter.say(
-            f"lost {named}: {counted(len(self.epoch.ranks), 'rank')} of {self._world_size} go on from iteration "
-            f"{run.iteration} after {time.monotonic() - start:.1f} s" + _speed(run.survivors)
-        )
+        run.reporter.membership(MembershipChange(
+            iteration=run.iteration, lost=lost, ranks=self.epoch.ranks, world_size=self._world_size,
+            seconds=time.monotonic() - start, survivors=run.survivors,
+        ))  # fmt: skip
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
             stop_requests |= each["stop_requests"]
@@ -190,7 +190,7 @@ class LostRanks:
         run.engine = PipelineEngine(
             schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
             device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,
-            first_microbatch=run.consumed_samples // args.micro_batch_size,
+            first_microbatch=run.consumed_samples // args.micro_batch_size, tracer=tracer_of(run.args),
         )  # fmt: skip
         run.survivors = survivors
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
@@ -216,10 +216,3 @@ class LostRanks:
 
 def _as_note(sums: NormReduction | None) -> dict | None:
     return None if sums is None else asdict(sums)
-
-
-def _speed(survivors: Survivors) -> str:
-    return (
-        f"; a batch takes {survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
-        f"{survivors.bound / survivors.undisturbed:.2f}); program {survivors.schedule.short_hash}"
-    )

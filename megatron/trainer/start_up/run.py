@@ -247,25 +247,30 @@ def build_engine(args: TrainConfig, built: ModelAndOptimizer, position: Checkpoi
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
     also after a change of the microbatch size or of the number of replicas.
     """
-    traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
-    if args.made_program is not None and args.made_program.measures:
-        traced = args.pipeline_measured_batches
-    if args.pipeline_timeline is not None:
-        traced = max(traced, 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA)
-    clock = CudaClock() if backend.is_cuda() else HostClock()
     return PipelineEngine(
         built.schedule, built.stages, built.update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
         device=backend.device(),
-        tracer=Tracer(num_batches=traced, clock=clock) if traced else None,
+        tracer=tracer_of(args),
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
         activation_memory=built.memory if args.moves_activations else None,
         deferred_bytes=built.deferred_bytes,
         ledger=built.update.ledger if built.schedule.residency is not None else None,
     )  # fmt: skip
+
+
+def tracer_of(args: TrainConfig) -> Tracer | None:
+    """A tracer for the batches that the run looks back at; None: it looks back at none."""
+    traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
+    if args.made_program is not None and args.made_program.measures:
+        traced = args.pipeline_measured_batches
+    if args.pipeline_timeline is not None:
+        traced = max(traced, 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA)
+    clock = CudaClock() if backend.is_cuda() else HostClock()
+    return Tracer(num_batches=traced, clock=clock) if traced else None
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,14 @@ def test_a_picture_has_these_names_and_a_border_for_each_batch():
     assert "stage 0.1" in page_timeline(timeline, name="lost").svg
 
 
+def test_rows_may_have_other_names():
+    """Beside which there is room for them."""
+    names = ["rank 100 (15.6)", "rank 101 (16.6)", "rank 102 (17.6)"]
+    usual, named = (draw_timeline(drawn(LOST), names=each).axes[0] for each in ((), names))
+    assert [label.get_text() for label in named.get_yticklabels()] == names
+    assert named.get_position().x0 > usual.get_position().x0
+
+
 def test_text_of_several_stages_says_which_of_the_model():
     lines = timeline_text(drawn(FOLDED)).plain.splitlines()
     assert lines[0].startswith("0.0 2.0 |0F0") and "|2F1" in lines[0] and "3F1" not in lines[0]

@@ -6,12 +6,17 @@ backend.install()
 
 import json
 
+import pytest
+
 from megatron.pipeline.program.lane_order import Residency
-from megatron.pipeline.runtime.timeline_files import last_stretch, planned_timeline
+from megatron.pipeline.runtime import timeline_files
+from megatron.pipeline.runtime.contract.trace import COMPUTE, BatchExtent, RankTrace, TraceSpan
+from megatron.pipeline.runtime.timeline_files import last_stretch, planned_timeline, write_pictures
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
+from megatron.pipeline.survivors import ReplicaRank, without
 from tests.trainer.run.run_case import train
 
 SCHEDULE = Schedule.preset("2bw", num_stages=2)
@@ -82,6 +87,51 @@ def test_plan_and_measurement_agree_on_the_lanes():
     shown = timeline.of_batches(5, 2)
     assert plan.rows == shown.rows
     assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+@pytest.mark.parametrize("preset", ["flush", "zb-h1", "2bw"])
+def test_plan_and_measurement_agree_where_ranks_were_lost(preset):
+    """Copies of a stage with times of their own, shown from the middle of a stretch: the plan has the same rows, behind
+    whatever fills the pipeline, and is as long."""
+    left = without(Schedule.preset(preset, num_stages=2), 3, num_replicas=3, lost=[ReplicaRank(1, 1)]).schedule
+    halves = {"backward_input": [1.25, 1.0, 1.5, 0.5, 1.0], "backward_weight": [0.5, 0.75, 0.25, 0.75, 1.0]}
+    costs = Costs(forward=[1.0, 1.5, 0.75, 2.0, 1.25], step=0.25, **({"backward": 0.0} | halves if "zb" in preset else
+                  {"backward": [2.0, 2.5, 1.5, 2.25, 1.75]}))  # fmt: skip
+    timeline = simulate(left.build((9,) * 12, first_batch=4, first_microbatch=36), costs)
+    plan = planned_timeline(left, timeline, range(12, 14), [4, 14])
+    shown = timeline.of_batches(12, 2)
+    assert left.num_stages == 5 and plan.first_microbatch == 108 and plan.rows == shown.rows
+    assert abs(plan.makespan - shown.makespan) < 0.1 * shown.makespan
+    assert preset == "2bw" or abs(plan.makespan - shown.makespan) < 1e-9
+
+
+def test_files_where_ranks_were_lost(tmp_path, monkeypatch):
+    """Lanes have the numbers of the whole job with their places, in the picture and in the trace, below a title that
+    says who is left; microbatches are those of the whole batch."""
+    drawn = []
+    monkeypatch.setattr(timeline_files, "draw_timeline", lambda *_, **options: drawn.append(options))
+    left = without(Schedule.preset("flush", num_stages=2), 1, num_replicas=2, lost=[ReplicaRank(1, 0)]).schedule
+    timeline = simulate(left.build((2, 2), first_batch=4, first_microbatch=8), Costs())
+    ranks, places = (0, 2, 3), ("0.0", "0.1", "1.1")
+    traces = [
+        RankTrace(
+            rank, ranks, left.rank_of_stage, (BatchExtent(4, 8, 2), BatchExtent(5, 10, 2)),
+            tuple(TraceSpan(COMPUTE, span.instruction, span.start, span.end) for span in timeline.spans
+                  if span.rank == number),
+            edges=left.edges, copies=left.copies, place=place,
+        )
+        for number, (rank, place) in enumerate(zip(ranks, places, strict=True))
+    ]  # fmt: skip
+    write_pictures(left, traces, tmp_path, drains=[5], most=4, note="3 ranks of 4\nwithout rank 1")
+    (options,) = drawn
+    assert options["title"] == "1 iterations from 6 on, 3 ranks of 4\nwithout rank 1"
+    assert options["names"] == ["rank 0 (0.0)", "rank 2 (0.1)", "rank 3 (1.1)"]
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "rank 0 (0.0)", 2: "rank 2 (0.1)", 3: "rank 3 (1.1)"}
+    measured = Timeline.load(tmp_path / "measured.json")
+    assert (measured.copies, measured.first_microbatch, measured.batches) == (left.copies, 8, (2, 2))
+    assert {each.microbatch for row in measured.rows for each in row if each.kind.is_computation} == {8, 9, 10, 11}
 
 
 def test_files_of_a_run(tmp_path):

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from megatron.documents import counted
+from megatron.pipeline.program.instruction import Kind
+from megatron.pipeline.simulate.timeline import Timeline
 from megatron.trainer.report.metrics import read_metrics
 from tests.reliability import launch
 from tests.trainer.run.run_case import BASE, ROOT, data_flags, train
@@ -143,3 +146,31 @@ def assert_nothing_lost(job: Finished, flags: str) -> None:
     assert values(whole, "lm_loss"), "nothing was compared"
     longest = job.longest_recovery()
     assert longest < TIMEOUT + MARGIN, f"{longest:.1f} s until the next batch\n{job.outcome.output}"
+
+
+def losses_recorded(job: Finished, *, world_size: int) -> list[dict]:
+    """The records of losses, which are what the log says. A new writer may have recorded one again."""
+    told = {}
+    for record in (each for each in job.records if "lost_ranks" in each):
+        named = ", ".join(f"rank {rank} ({why})" for rank, why in record["lost_ranks"].items())
+        told[
+            f"lost {named}: {counted(record['ranks'], 'rank')} of {world_size} go on from iteration "
+            f"{record['iteration']} after {record['recovery_seconds']:.1f} s; a batch takes {record['slowdown']:.2f} "
+            f"times as long as with all ranks, as simulated (at least {record['least_slowdown']:.2f}); program "
+            f"{record['program']}"
+        ] = record
+    lines = [line for line in job.outcome.output.splitlines() if line.startswith("lost ")]
+    assert lines == list(told), job.outcome.output
+    return list(told.values())
+
+
+def assert_drawn(folder: Path, *, first: int, last: int, size: int, lanes: list[str]) -> None:
+    """The files of --pipeline-timeline have the batches behind iteration `first`, of `size` microbatches each."""
+    measured = Timeline.load(folder / "measured.json")
+    assert (measured.first_batch, measured.batches) == (first, (size,) * (last - first))
+    assert measured.num_ranks == len(lanes) and measured.copies
+    computed = {each.microbatch for row in measured.rows for each in row if each.kind is Kind.FORWARD}
+    assert computed == set(range(size * first, size * last))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == lanes
+    assert (folder / "timeline.png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, lose_at_random, run, undisturbed, values
+from tests.trainer.run.lost_rank_jobs import (
+    MODEL,
+    assert_drawn,
+    assert_nothing_lost,
+    lose_at_random,
+    losses_recorded,
+    run,
+    undisturbed,
+    values,
+)
 from tests.trainer.run.run_case import train
 
 
@@ -16,12 +25,18 @@ def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
         [4, "backward", 6, "error"],
     ]
     flags = "--global-batch-size 6 --train-iters 8"
-    job = run(tmp_path, 6, f"{flags} --pipeline-model-parallel-size 2 --pipeline-schedule flush", losses)
+    shape = "--pipeline-model-parallel-size 2 --pipeline-schedule flush"
+    job = run(tmp_path, 6, f"{flags} {shape} --pipeline-timeline timeline", losses)
     assert_nothing_lost(job, f"{flags} --pipeline-schedule flush")
     assert sorted(moment.rank for moment in job.moments if moment.is_loss) == [0, 1, 4, 5], job.outcome.output
     assert "2 ranks of 6 go on from iteration" in job.outcome.output
     errors = [line for line in job.outcome.output.splitlines() if line.startswith("launch: rank 4 ")]
     assert len(errors) == 1 and "planted in backward" in errors[0] and "the job goes on" in errors[0]
+    losses = losses_recorded(job, world_size=6)
+    assert losses[-1]["ranks"] == 2
+    assert_drawn(
+        tmp_path / "timeline", first=losses[-1]["iteration"], last=8, size=6, lanes=["rank 2 (2.0)", "rank 3 (0.1)"]
+    )
 
 
 def test_evaluations_and_checkpoints_go_on(tmp_path):

@@ -21,7 +21,8 @@ from megatron import backend
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.trainer.plan.arrangement import Change, Outlook
-from megatron.trainer.report.log import Interval, Progress, Reporter, log_line
+from megatron.trainer.report.log import Reporter
+from megatron.trainer.report.log_line import Interval, Progress, log_line
 from megatron.trainer.report.metrics import MetricsFile, flops_per_sample, read_metrics
 from megatron.trainer.report.profiler import Profiler
 from tests.trainer.arguments.command_line import arguments

@@ -59,7 +59,7 @@ class RankTrace:
     """The trace of one rank.
 
     Attributes:
-        rank: its global rank.
+        rank: its global rank. Where ranks were lost, these are the ranks of the whole job.
         pipeline: the global ranks of its pipeline, in pipeline order.
         rank_of_stage: stage -> pipeline rank.
         batches: the kept batches.
@@ -67,6 +67,7 @@ class RankTrace:
         edges: the edges between stages; none: a chain.
         copies: the copy of a stage of the model that each stage is; none: there are no copies.
         deferred_bytes: (seconds since the epoch, bytes) at every change of the bytes saved between I and W.
+        place: its place in the job in short; empty: its rank in the pipeline.
     """
 
     rank: int
@@ -77,6 +78,10 @@ class RankTrace:
     edges: tuple[Edge, ...] = ()
     copies: tuple[Copy, ...] = ()
     deferred_bytes: tuple[tuple[float, int], ...] = ()
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.place or f'pipeline rank {self.pipeline.index(self.rank)}'})"
 
 
 class HostClock:
@@ -288,8 +293,7 @@ def chrome_trace(traces: Iterable[RankTrace]) -> dict[str, Any]:
     threads = {track: thread for thread, track in enumerate(tracks)}
     events: list[dict[str, Any]] = []
     for trace in traces:
-        place = f"rank {trace.rank} (pipeline rank {trace.pipeline.index(trace.rank)})"
-        events.append({"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": place}})
+        events.append({"ph": "M", "name": "process_name", "pid": trace.rank, "args": {"name": str(trace)}})
         events.append({"ph": "M", "name": "process_sort_index", "pid": trace.rank, "args": {"sort_index": trace.rank}})
         for track, thread in threads.items():
             events.append({"ph": "M", "name": "thread_name", "pid": trace.rank, "tid": thread, "args": {"name": track}})

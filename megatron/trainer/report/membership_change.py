@@ -1,0 +1,104 @@
+"""A change of the ranks with which a run goes on, as the log, `--metrics-file` and the boards tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatron.documents import counted
+
+if TYPE_CHECKING:
+    from megatron.pipeline.survivors import Survivors
+
+_MOST_NAMED = 8  # ranks in a title
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipChange:
+    """Ranks that a run has lost, or that have come back to it.
+
+    Attributes:
+        iteration: the last iteration that is done; the run goes on from there.
+        lost: rank -> why, for the ranks that are lost with this change, by their numbers in the whole job.
+        joined: the ranks whose processes are new.
+        ranks: all ranks with which the run goes on.
+        world_size: the number of ranks of the whole job.
+        seconds: how long the recovery took.
+        survivors: the program of `ranks`; None: each replica has its own again, as in a job that has lost no rank.
+    """
+
+    iteration: int
+    lost: Mapping[int, str]
+    joined: Sequence[int] = ()
+    ranks: Sequence[int]
+    world_size: int
+    seconds: float
+    survivors: Survivors | None = field(repr=False)
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...] | None:
+        """The pipeline rank of each of `ranks`; None: as in a job that has lost no rank."""
+        return None if self.survivors is None else tuple(each.rank for each in self.survivors.ranks)
+
+    @property
+    def places(self) -> list[tuple[int, str]]:
+        """Each of `ranks` with its replica and pipeline rank, such as 1.2; none: as in a job that has lost no rank."""
+        return [] if self.survivors is None else list(zip(self.ranks, map(str, self.survivors.ranks), strict=True))
+
+    def describe(self) -> str:
+        """The line of the log."""
+        named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(self.lost.items()))
+        parts = [f"lost {named or 'no rank'}"] if named or not self.joined else []
+        if self.joined:
+            have = "has" if len(self.joined) == 1 else "have"
+            parts.append(f"{_named(self.joined, most=len(self.joined))} {have} come back")
+        return (
+            f"{', '.join(parts)}: {counted(len(self.ranks), 'rank')} of {self.world_size} go on from iteration "
+            f"{self.iteration} after {self.seconds:.1f} s{self._speed()}"
+        )
+
+    def _speed(self) -> str:
+        if self.survivors is None:
+            return ""
+        return (
+            f"; a batch takes {self.survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
+            f"{self.survivors.least_slowdown:.2f}); program {self.survivors.schedule.short_hash}"
+        )
+
+    def title(self) -> str:
+        """What the title of a picture says; empty for a job that has all its ranks."""
+        if self.survivors is None:
+            return ""
+        absent = sorted({*range(self.world_size)}.difference(self.ranks))
+        return (
+            f"{counted(len(self.ranks), 'rank')} of {self.world_size}\n"
+            f"{f'without {_named(absent)}; ' if absent else ''}last change after iteration {self.iteration}, "
+            f"in {self.seconds:.1f} s"
+        )
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers that the boards show, by their names in the metrics file."""
+        whole = self.survivors is None
+        return {
+            "ranks": len(self.ranks),
+            "recovery_seconds": self.seconds,
+            "slowdown": 1.0 if whole else self.survivors.slowdown,
+            "least_slowdown": 1.0 if whole else self.survivors.least_slowdown,
+        }
+
+    def record(self) -> dict[str, object]:
+        """The object of the metrics file."""
+        return {
+            "iteration": self.iteration,
+            "lost_ranks": {str(rank): why for rank, why in sorted(self.lost.items())},
+            "joined_ranks": sorted(self.joined),
+            **self.numbers(),
+            **({} if self.survivors is None else {"program": self.survivors.schedule.short_hash}),
+        }
+
+
+def _named(ranks: Sequence[int], *, most: int = _MOST_NAMED) -> str:
+    if len(ranks) > most:
+        return f"{len(ranks)} ranks"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
