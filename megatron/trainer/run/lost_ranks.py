@@ -42,6 +42,9 @@ from megatron.trainer.start_up.run import Run, tracer_of
 
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
+_PATIENCE = 300.0
+"""Seconds after which ranks that live and do not come are lost, such as one that waits for something that never comes.
+No save, evaluation or search for a program is known to take as long without looking at another rank."""
 _MOST_ATTEMPTS = 3
 _ALARM_PATIENCE = 2.0
 """Seconds that a rank whose transfer has failed waits for others' alarm before it raises one."""
@@ -108,7 +111,7 @@ class LostRanks:
                 "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
                 "sums": _as_note(run.update.sums_of_newest()),
             }  # fmt: skip
-            self.epoch = self.membership.agree(json.dumps(note))
+            self.epoch = self.membership.agree(json.dumps(note), patience=_PATIENCE)
             lost |= self.epoch.lost
             notes = [json.loads(each) for each in self.epoch.notes.values()]
             try:

@@ -6,7 +6,8 @@ rank was to write to the job's store. Such waits end after the timeout of the tr
 there is no call that ends them.
 
 Solution: shut down the sockets themselves. gloo's own thread finds each of them closed, and every wait ends with an
-error, here and at the other end. The connections over which the ranks that are left agree stay.
+error, here and at the other end. The connections over which the ranks that are left agree stay. They are known by the
+inode numbers of their sockets: the number of a descriptor that was closed would be that of the next connection.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from contextlib import contextmanager, suppress
 
 
 def open_connections() -> frozenset[int]:
-    """Return the file descriptors of this process's TCP connections."""
-    return frozenset(number for number in _descriptors() if _is_connected(number))
+    """Return the inode numbers of this process's TCP connections. No later connection has one of them."""
+    return frozenset(inode for number, inode in _descriptors() if _is_connected(number))
 
 
 def break_connections(*, kept: Collection[int]) -> int:
     """Shut down the TCP connections of this process, and return their number.
 
     Args:
-        kept: the file descriptors of connections that stay.
+        kept: the inode numbers of connections that stay, as `open_connections` returns them.
     """
     broken = 0
-    for number in _descriptors():
-        if number not in kept and _is_connected(number):
+    for number, inode in _descriptors():
+        if inode not in kept and _is_connected(number):
             with suppress(OSError), _socket(number) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
                 broken += 1
     return broken
 
 
-def _descriptors() -> list[int]:
-    return [int(name) for name in os.listdir("/proc/self/fd")]
+def _descriptors() -> Iterator[tuple[int, int]]:
+    """Yield (file descriptor, inode number) of this process's open files."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # it was closed meanwhile
+            yield int(name), os.fstat(int(name)).st_ino
 
 
 def _is_connected(number: int) -> bool:

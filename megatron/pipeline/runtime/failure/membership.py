@@ -14,6 +14,7 @@ Solution: everything goes through the job's store, over a connection and a threa
 - **Agreement.** All processes of an epoch come to `agree`. Each appends a line to the next epoch's log, one key of the
   store, whose appends have one order. The log also holds who was found lost. The epoch is decided by the first part of
   the log in which everyone has arrived or is lost, so whoever reads the log finds the same epoch (`epochs.decided`).
+  A rank that lives and does not come after all holds the others up; it is lost after their `patience`.
 - **Fencing.** A process that the decision leaves out ends with one sentence as soon as it looks at the store. What it
   writes before stands in the log of an epoch that is decided, or under the keys of an epoch that is over (`store`).
 - **Joining.** A new process asks to be taken in (`join`). It is in the next epoch in which all have arrived with
@@ -25,6 +26,7 @@ The process that hosts the store must not be one that can be lost: the launcher 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import socket
@@ -96,6 +98,7 @@ class Membership(StoreThread):
         self._lookout = Lookout(self._store, self._me, timeout=failure_timeout, interval=self._interval)
         self._wants: str | None = None  # "begin" or "join", until this process has its place
         self._arrival: dict[str, Any] | None = None  # this process's line, while it is in `agree`
+        self._patience = self._gives_up_at = math.inf
         self._forget_agreement()
         self._newcomers: tuple[Member, ...] = ()
         self._num_read = 0  # epochs that this process has seen begin without it
@@ -145,18 +148,23 @@ class Membership(StoreThread):
 
         self._ask(tell)
 
-    def agree(self, note: str = "", *, admits: bool = False, timeout: float = 600.0) -> Epoch:
+    def agree(
+        self, note: str = "", *, admits: bool = False, timeout: float = 600.0, patience: float = math.inf
+    ) -> Epoch:
         """Collective over the ranks of the epoch that still live: return the next epoch, which is the same on all.
 
         Args:
             note: handed to all, in `Epoch.notes`.
             admits: whether new processes may be in that epoch. They are if all ranks say so.
             timeout: seconds that a rank which lives may take to come.
+            patience: seconds after which the ranks that live and have not come are lost, if more have come than not.
+                Their training threads may hang, or compute: give more than anything takes that no alarm interrupts.
 
         Raises OnThisRank if a rank that lives does not come in time, or if the store is gone or silent.
         """
         assert self.epoch is not None, "agree before begin or join"
         newcomers = [list(member) for member in self._newcomers] if admits else None
+        self._gives_up_at, self._patience = time.monotonic() + patience, patience
         self._arrival = {"kind": "arrived", "token": self._me.token, "note": note, "admits": newcomers}
         return self._next(self.epoch.number, timeout)
 
@@ -372,3 +380,8 @@ class Membership(StoreThread):
         missing = [member for member in self._in_ring() if member.token not in settled]
         self._waited_for = missing[:_MOST_WATCHED]
         self._absent = {member.rank for member in missing}
+        num_here = len(self._members) - len(missing) - len(self._gone)
+        if time.monotonic() >= self._gives_up_at and num_here > len(missing):
+            for member in missing:
+                reason = f"it did not come within {self._patience:g} s, though alive"
+                self._append({"kind": "lost", "token": member.token, "reason": reason})

@@ -239,7 +239,8 @@ class Logging:
         "JSON lines with full-precision values per iteration and evaluation; a resumed run appends. The last rank "
         "writes it, and peak_memory_bytes is its own; saved_activation_bytes, deferred_bytes (between I and W) "
         "and, on CUDA, the allocator's peak_allocated_bytes are lists by pipeline rank, of the fullest tensor and "
-        "data rank; so are device_peak_bytes and host_peak_bytes of --pipeline-schedule l2l. "
+        "data rank; so are device_peak_bytes and host_peak_bytes of --pipeline-schedule l2l. With "
+        "--go-on-without-lost-ranks there is an object for each loss. "
         "On a full disk training goes on with a warning, and the lines are written once there is room.",
         metavar="FILE",
     )

@@ -1,6 +1,7 @@
 """What the processes of test_membership.py do, and the job that they form."""
 
 import ctypes
+import math
 import os
 import random
 import signal
@@ -19,7 +20,9 @@ from tests import workers
 PATIENCE = 60.0  # seconds for anything that should take less than a second, on a busy machine
 
 
-def live(connection: Connection, output: str, port: int, rank: int, world_size: int, failure_timeout: float) -> None:
+def live(
+    connection: Connection, output: str, port: int, rank: int, world_size: int, failure_timeout: float, patience: float
+) -> None:
     """A rank: it does what it is told, comes to an agreement after each alarm, and says which epochs it is in."""
     os.setpgid(0, 0)
     os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
@@ -31,7 +34,7 @@ def live(connection: Connection, output: str, port: int, rank: int, world_size: 
         say(connection, membership.begin(PATIENCE))
         while True:
             if membership.alarm is not None:
-                say(connection, membership.agree(f"note of {rank}", timeout=PATIENCE))
+                say(connection, membership.agree(f"note of {rank}", timeout=PATIENCE, patience=patience))
             if connection.poll(0.01):
                 do, *arguments = connection.recv()
                 if do == "leave":
@@ -43,6 +46,8 @@ def live(connection: Connection, output: str, port: int, rank: int, world_size: 
                 elif do == "hold":  # the interpreter, as a call into a library may
                     ctypes.PyDLL(None).sleep(*arguments)
                     connection.send("held")
+                elif do == "hang":  # the training thread alone
+                    time.sleep(*arguments)
                 elif do == "suspect":
                     membership.suspect(*arguments)
                 elif do == "newcomers":
@@ -68,8 +73,8 @@ def say(connection: Connection, epoch) -> None:
 class Job:
     """Ranks in processes of their own, and the store that their launcher would host."""
 
-    def __init__(self, folder: Path, world_size: int, *, timeout: float = 4.0) -> None:
-        self.folder, self.world_size, self.timeout = folder, world_size, timeout
+    def __init__(self, folder: Path, world_size: int, *, timeout: float = 4.0, patience: float = math.inf) -> None:
+        self.folder, self.world_size, self.timeout, self.patience = folder, world_size, timeout, patience
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.connections = {}, {}
         self.all = []
@@ -92,7 +97,9 @@ class Job:
         """Start a process of this rank; another one may have been there before."""
         self.connections[rank], theirs = Pipe()
         output = str(self.folder / f"{rank}.txt")
-        process = workers.fork(live, theirs, output, self.store.port, rank, self.world_size, self.timeout)
+        process = workers.fork(
+            live, theirs, output, self.store.port, rank, self.world_size, self.timeout, self.patience
+        )
         theirs.close()
         self.processes[rank] = process
         self.all.append(process)

@@ -98,8 +98,9 @@ def test_connections_are_broken_but_those_that_are_kept(tmp_path):
         ends = [socket.create_connection(door.getsockname()) for _ in range(2)]
         peers = [door.accept()[0] for _ in ends]
         local, pipe = socket.socketpair(), os.pipe()
-        assert {each.fileno() for each in (*ends, *peers)} <= open_connections()
-        kept = open_connections() - {ends[0].fileno()}
+        inodes = [os.fstat(each.fileno()).st_ino for each in (*ends, *peers)]
+        assert {*inodes} <= open_connections()
+        kept = open_connections() - {inodes[0]}
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(3):
             break_connections(kept=kept)
@@ -116,3 +117,26 @@ def test_connections_are_broken_but_those_that_are_kept(tmp_path):
             each.close()
         for number in pipe:
             os.close(number)
+
+
+def test_a_connection_with_the_number_of_a_kept_one_is_broken():
+    """The kept one was closed, and the next connection of the process has its descriptor. One that is a duplicate of a
+    kept one stays with it."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            return socket.create_connection(door.getsockname()), door.accept()[0]
+
+        first, second = connected(), connected()
+        kept = open_connections()
+        number = first[0].fileno()
+        first[0].close()
+        later = connected()
+        assert later[0].fileno() == number
+        duplicate = second[0].dup()
+        assert break_connections(kept=kept) == 2  # both ends of the later one
+        assert later[1].recv(1) == later[0].recv(1) == b""
+        duplicate.send(b"1")
+        assert second[1].recv(1) == b"1"
+        for each in (first[1], *second, *later, duplicate):
+            each.close()

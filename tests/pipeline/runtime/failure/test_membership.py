@@ -9,7 +9,7 @@ from torch.distributed import TCPStore
 from megatron.pipeline.runtime.failure.epochs import decided
 from megatron.pipeline.runtime.failure.heartbeats import LEFT, Member, Watch
 from megatron.pipeline.runtime.failure.membership import Membership
-from tests.pipeline.runtime.failure.membership_cases import Job, lose_at_random
+from tests.pipeline.runtime.failure.membership_cases import PATIENCE, Job, lose_at_random
 
 pytestmark = pytest.mark.alone
 TIMEOUT = 3.0
@@ -125,6 +125,22 @@ def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path):
         assert job.hear(0) == "rank 0 waited 1 s to begin epoch 1; rank 1 did not come, though alive"
         assert job.status(0) == 3
         job.wait_for([1])
+
+
+def test_a_rank_that_hangs_is_lost_where_most_have_come(tmp_path):
+    """Its heart beats, and its training thread never comes: after their patience the others go on without it, and it
+    ends. One that is late, and comes before, stays."""
+    patience = 6.0
+    with Job(tmp_path, 4, timeout=TIMEOUT, patience=patience) as job:
+        job.tell("hang", 2.0, ranks=[2])
+        job.tell("hang", 10 * PATIENCE, ranks=[3])
+        time.sleep(0.5)
+        at = time.monotonic()
+        job.tell("suspect", [1], "connection closed by peer", ranks=[0])
+        assert patience <= job.wait_for([0, 1, 2]) - at < patience + 3
+        assert job.current["lost"] == {3: "it did not come within 6 s, though alive"}
+        assert job.status(3) == 1
+        assert "process" in job.output(3) and "without it" in job.output(3)
 
 
 def test_the_store_goes_with_its_host(tmp_path):
