@@ -48,21 +48,18 @@ class MembershipChange:
 
     def describe(self) -> str:
         """The line of the log."""
-        named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(self.lost.items()))
-        parts = [f"lost {named or 'no rank'}"] if named or not self.joined else []
-        if self.joined:
-            have = "has" if len(self.joined) == 1 else "have"
-            parts.append(f"{_named(self.joined, most=len(self.joined))} {have} come back")
+        changes = [f"lost rank {rank} ({why})" for rank, why in sorted(self.lost.items())]
+        changes += [f"rank {rank} is back" for rank in sorted(self.joined)]
         return (
-            f"{', '.join(parts)}: {counted(len(self.ranks), 'rank')} of {self.world_size} go on from iteration "
-            f"{self.iteration} after {self.seconds:.1f} s{self._speed()}"
+            f"{', '.join(changes) or 'lost no rank'}: {counted(len(self.ranks), 'rank')} of {self.world_size} go on "
+            f"from iteration {self.iteration} after {self.seconds:.1f} s; {self._speed()}"
         )
 
     def _speed(self) -> str:
         if self.survivors is None:
-            return ""
+            return "a batch takes as long as before any loss"
         return (
-            f"; a batch takes {self.survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
+            f"a batch takes {self.survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
             f"{self.survivors.least_slowdown:.2f}); program {self.survivors.schedule.short_hash}"
         )
 
@@ -98,7 +95,7 @@ class MembershipChange:
         }
 
 
-def _named(ranks: Sequence[int], *, most: int = _MOST_NAMED) -> str:
-    if len(ranks) > most:
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) > _MOST_NAMED:
         return f"{len(ranks)} ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

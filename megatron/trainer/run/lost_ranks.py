@@ -43,8 +43,8 @@ from megatron.trainer.start_up.run import Run, tracer_of
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
 _PATIENCE = 300.0
-"""Seconds after which ranks that live and do not come are lost, such as one that waits for something that never comes.
-No save, evaluation or search for a program is known to take as long without looking at another rank."""
+"""Seconds after which ranks that live and have not come are lost, such as one whose data loader hangs. What keeps ranks
+from hearing an alarm, such as a save or the search for a program, takes about as long on all of them."""
 _MOST_ATTEMPTS = 3
 _ALARM_PATIENCE = 2.0
 """Seconds that a rank whose transfer has failed waits for others' alarm before it raises one."""

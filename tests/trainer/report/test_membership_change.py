@@ -60,10 +60,10 @@ SPEED = f"a batch takes {PROGRAM.slowdown:.2f} times as long as with all ranks, 
     [
         (loss(), f"lost rank 1 (its process has ended): 3 ranks of 4 go on from iteration 3 after 0.2 s; {SPEED}"),
         (loss(lost={3: "no heartbeat for 10 s", 1: "it ended"}, ranks=(0, 2)),
-         "lost rank 1 (it ended), rank 3 (no heartbeat for 10 s): 2 ranks of 4 go on from iteration 3 after 0.2 s; a"),
+         "lost rank 1 (it ended), lost rank 3 (no heartbeat for 10 s): 2 ranks of 4 go on from"),
         (loss(lost={}), f"lost no rank: 3 ranks of 4 go on from iteration 3 after 0.2 s; {SPEED}"),
-        (loss(joined=[0, 3]), "lost rank 1 (its process has ended), ranks 0, 3 have come back: 3 ranks of 4 go on"),
-        (loss(lost={}, joined=[2]), "rank 2 has come back: 3 ranks of 4 go on from iteration 3 after 0.2 s; a batch"),
+        (loss(joined=[0, 3]), "lost rank 1 (its process has ended), rank 0 is back, rank 3 is back: 3 ranks of 4"),
+        (loss(lost={}, joined=[2]), "rank 2 is back: 3 ranks of 4 go on from iteration 3 after 0.2 s; a batch"),
     ],
     ids=["one", "two", "a link", "one for two", "one comes back"],
 )  # fmt: skip
@@ -78,11 +78,13 @@ def test_one_line_of_the_log(tmp_path, capsys, change, start):
 
 
 def test_a_whole_job_goes_on_as_it_began(tmp_path, capsys):
-    """Nothing is told of a program and of its speed, and no picture names what is not lost."""
+    """There is no program to name, and nothing for a picture to say."""
     reports = reporter(tmp_path)
     reports.membership(back(5))
     reports.close()
-    assert capsys.readouterr().out == "rank 1 has come back: 4 ranks of 4 go on from iteration 5 after 0.2 s\n"
+    assert capsys.readouterr().out == (
+        "rank 1 is back: 4 ranks of 4 go on from iteration 5 after 0.2 s; a batch takes as long as before any loss\n"
+    )
     assert (back(5).title(), back(5).places, back(5).pipeline_ranks) == ("", [], None)
     (record,) = read_metrics(f"{tmp_path}/metrics.jsonl")
     assert record == {"iteration": 5, "lost_ranks": {}, "joined_ranks": [1], "ranks": 4, "recovery_seconds": 0.25,

@@ -152,9 +152,9 @@ def losses_recorded(job: Finished, *, world_size: int) -> list[dict]:
     """The records of losses, which are what the log says. A new writer may have recorded one again."""
     told = {}
     for record in (each for each in job.records if "lost_ranks" in each):
-        named = ", ".join(f"rank {rank} ({why})" for rank, why in record["lost_ranks"].items())
+        named = ", ".join(f"lost rank {rank} ({why})" for rank, why in record["lost_ranks"].items())
         told[
-            f"lost {named}: {counted(record['ranks'], 'rank')} of {world_size} go on from iteration "
+            f"{named or 'lost no rank'}: {counted(record['ranks'], 'rank')} of {world_size} go on from iteration "
             f"{record['iteration']} after {record['recovery_seconds']:.1f} s; a batch takes {record['slowdown']:.2f} "
             f"times as long as with all ranks, as simulated (at least {record['least_slowdown']:.2f}); program "
             f"{record['program']}"
