@@ -98,11 +98,10 @@ def test_plan_and_measurement_agree_where_ranks_were_lost(preset):
     costs = Costs(forward=[1.0, 1.5, 0.75, 2.0, 1.25], step=0.25, **({"backward": 0.0} | halves if "zb" in preset else
                   {"backward": [2.0, 2.5, 1.5, 2.25, 1.75]}))  # fmt: skip
     timeline = simulate(left.build((9,) * 12, first_batch=4, first_microbatch=36), costs)
-    plan = planned_timeline(left, timeline, range(12, 14), [4, 14])
+    plan = planned_timeline(left, timeline, range(12, 14), [4])
     shown = timeline.of_batches(12, 2)
     assert left.num_stages == 5 and plan.first_microbatch == 108 and plan.rows == shown.rows
-    assert abs(plan.makespan - shown.makespan) < 0.1 * shown.makespan
-    assert preset == "2bw" or abs(plan.makespan - shown.makespan) < 1e-9
+    assert abs(plan.makespan - shown.makespan) < 1e-9
 
 
 def test_files_where_ranks_were_lost(tmp_path, monkeypatch):
