@@ -149,19 +149,26 @@ def assert_nothing_lost(job: Finished, flags: str) -> None:
 
 
 def losses_recorded(job: Finished, *, world_size: int) -> list[dict]:
-    """The records of losses, which are what the log says. A new writer may have recorded one again."""
-    told = {}
-    for record in (each for each in job.records if "lost_ranks" in each):
-        named = ", ".join(f"lost rank {rank} ({why})" for rank, why in record["lost_ranks"].items())
-        told[
-            f"{named or 'lost no rank'}: {counted(record['ranks'], 'rank')} of {world_size} go on from iteration "
-            f"{record['iteration']} after {record['recovery_seconds']:.1f} s; a batch takes {record['slowdown']:.2f} "
-            f"times as long as with all ranks, as simulated (at least {record['least_slowdown']:.2f}); program "
-            f"{record['program']}"
-        ] = record
+    """The records of losses, which are what the log says.
+
+    A new writer may have recorded the last loss before it again, with the seconds of its own recovery.
+    """
+    records: dict[tuple, dict] = {}
+    for each in job.records:
+        if "lost_ranks" in each:
+            records.setdefault((each["iteration"], *each["lost_ranks"]), each)
+    told = []
+    for each in records.values():
+        named = ", ".join(f"lost rank {rank} ({why})" for rank, why in each["lost_ranks"].items())
+        told.append(
+            f"{named or 'lost no rank'}: {counted(each['ranks'], 'rank')} of {world_size} go on from iteration "
+            f"{each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {each['slowdown']:.2f} times "
+            f"as long as with all ranks, as simulated (at least {each['least_slowdown']:.2f}); program "
+            f"{each['program']}"
+        )
     lines = [line for line in job.outcome.output.splitlines() if line.startswith("lost ")]
-    assert lines == list(told), job.outcome.output
-    return list(told.values())
+    assert lines == told, job.outcome.output
+    return list(records.values())
 
 
 def assert_drawn(folder: Path, *, first: int, last: int, size: int, lanes: list[str]) -> None:
