@@ -9,10 +9,11 @@ import json
 import pytest
 
 from megatron.pipeline.program.lane_order import Residency
+from megatron.pipeline.program.program import Program
 from megatron.pipeline.runtime import timeline_files
 from megatron.pipeline.runtime.contract.trace import COMPUTE, BatchExtent, RankTrace, TraceSpan
 from megatron.pipeline.runtime.timeline_files import last_stretch, planned_timeline, write_pictures
-from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.schedules import ProgramSchedule, Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs, measured_costs
 from megatron.pipeline.simulate.timeline import Timeline
@@ -102,6 +103,21 @@ def test_plan_and_measurement_agree_where_ranks_were_lost(preset):
     shown = timeline.of_batches(12, 2)
     assert left.num_stages == 5 and plan.first_microbatch == 108 and plan.rows == shown.rows
     assert abs(plan.makespan - shown.makespan) < 1e-9
+
+
+@pytest.mark.parametrize("pattern, fill, shown", [("aba", 0, 3), ("bbbaa", 3, 4)])
+def test_plan_keeps_to_the_place_in_a_period(pattern, fill, shown):
+    """Of a program whose batches are not alike, a batch is planned in the order in which it ran: of batches that go in
+    turn through their microbatches from the first (a) or the last (b), and of a fill that does so otherwise."""
+    rows: list[list[str]] = [[], []]
+    for batch, name in enumerate(pattern):
+        microbatches = [2 * batch, 2 * batch + 1][:: 1 if name == "a" else -1]
+        rows[0] += [f"0{word}{each}" for word in "FB" for each in microbatches]
+        rows[1] += [f"1{word}{each}" for each in microbatches for word in "FB"]
+    text = f"# batches: {'2 ' * len(pattern)}\n# weights: flush\n" + "\n".join(map(",".join, rows)) + "\n"
+    schedule = ProgramSchedule.of(Program.from_csv(text), fill=fill, period=len(pattern) - fill - 1)
+    timeline = simulate(schedule.build((2,) * 8), Costs(forward=[1.0, 1.5], backward=[2.0, 2.5]))
+    assert planned_timeline(schedule, timeline, range(shown, shown + 1), []).rows == timeline.of_batches(shown, 1).rows
 
 
 def test_files_where_ranks_were_lost(tmp_path, monkeypatch):
