@@ -41,7 +41,8 @@ def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
 
 def test_evaluations_and_checkpoints_go_on(tmp_path):
     """2bw: one rank has no sums of a batch with which others have stepped, and one of those is killed; then rank 0 is
-    killed in a save. A run of all ranks resumes from the checkpoint that the two others save instead."""
+    killed in a save. A run of all ranks resumes from the checkpoint that the two others save instead. What ranks hold
+    is reported over all losses by rank of the pipeline."""
     losses = [
         [0, "without sums", 3, "broken"],
         [3, "stepped", 3, "SIGKILL"],
@@ -49,11 +50,15 @@ def test_evaluations_and_checkpoints_go_on(tmp_path):
     ]
     flags = "--global-batch-size 4 --train-iters 9 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
     saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 6"
-    job = run(tmp_path, 4, f"{flags} {saving}", losses)
+    job = run(tmp_path, 4, f"{flags} {saving} --log-saved-activations --log-interval 4", losses)
     assert_nothing_lost(job, flags)
     assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 0], job.outcome.output
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000006", "iter_0000009"]
     assert not list((tmp_path / "saved").glob("*staging*"))
+    held = {
+        each["iteration"]: each["saved_activation_bytes"] for each in job.records if "saved_activation_bytes" in each
+    }
+    assert {1, 7, 8, 9} <= held.keys() and all(len(each) == 2 and min(each) > 0 for each in held.values())
     resumed = train(4, f"{flags} --pipeline-model-parallel-size 2 --load {tmp_path}/saved --ckpt-step 6", base=MODEL)
     later = {iteration: loss for iteration, loss in values(undisturbed(flags), "lm_loss").items() if iteration > 6}
     assert resumed[-1]["losses"] == pytest.approx(later, rel=2e-6)

@@ -32,7 +32,6 @@ _REFUSED: tuple[_Row, ...] = (
      "shares out a batch of one size"),
     (lambda args: args.fp8 is not None, "--fp8-format", "agrees on scales over all replicas"),
     (lambda args: args.optimizer != "adam", "another --optimizer than adam", "was not tried"),
-    (lambda args: args.log_saved_activations, "--log-saved-activations", "has no such numbers of the lost ranks"),
     (lambda args: args.async_save, "--async-save", "might lose what is written beside training"),
     (lambda args: args.distributed_backend == "nccl", "--distributed-backend nccl",
      "has not been shown to end NCCL's waits: give --distributed-backend gloo"),
