@@ -34,7 +34,7 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what not in ("began", "reported") and not self.what.endswith(":broken")
+        return self.what not in ("began", "reported") and not self.what.endswith((":broken", ":newcomer"))
 
 
 class Finished(NamedTuple):
@@ -55,9 +55,11 @@ class Finished(NamedTuple):
         return max(seconds)
 
 
-def command(num_ranks: int, flags: str, *, program: Path = PROGRAM) -> list[str]:
+def command(num_ranks: int, flags: str, *, program: Path = PROGRAM, max_restarts: int = 0) -> list[str]:
     """The job as a user starts it."""
     launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks)]
+    if max_restarts:
+        launcher += ["--max-restarts", str(max_restarts)]
     words = (
         f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     )
@@ -86,9 +88,12 @@ def finished(folder: Path, outcome: launch.Outcome) -> Finished:
     return Finished(outcome, read_metrics(str(path)) if path.exists() else [], moments_of(folder))
 
 
-def run(folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0) -> Finished:
-    """Run the job to its end. `losses`: as losing_ranks.py has them."""
-    with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, losses)) as job:
+def run(
+    folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0, max_restarts: int = 0
+) -> Finished:
+    """Run the job to its end. `losses`: as losing_ranks.py has them. `max_restarts`: new processes for a lost one."""
+    started = command(num_ranks, flags, max_restarts=max_restarts)
+    with launch.Job(started, directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
 
 
