@@ -142,6 +142,11 @@ class ChainGroups:
         )
 
     @property
+    def num_replicas(self) -> int:
+        """The number of ranks over which gradients are reduced."""
+        return 1 if self.data is None else self.data.size
+
+    @property
     def adds_embedding(self) -> bool:
         """Whether this rank's gradient of a shared embedding is added: of copies, which have the same, the first's."""
         return self.copies is None or self.copies.is_first(dist.get_rank())
