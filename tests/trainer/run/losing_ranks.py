@@ -5,8 +5,8 @@ to the place for the number-th iteration, or to a place of a recovery or of what
 number-th time. `what` is a signal that the process sends to itself, or `error`, which it raises. `start` counts the
 processes of a rank: 0, if it is left out, is the first, and 1 the one that takes its place.
 
-`newcomer` takes no rank away: the process waits there until a new process of another rank asks to be taken in. The
-place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
+`newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
+The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
 first that it has begun, with its process id.
@@ -42,7 +42,7 @@ class Places:
         self._losses = {(place, number): what for place, number, what, *start in own if (start or [0]) == [START]}
         self._counts: Counter[str] = Counter()
         self._iteration = lambda: 0
-        self._newcomers = lambda: ()
+        self._membership = None
 
     def come_to(self, place: str, number: int | None = None) -> None:
         """Be lost here, if that is asked for. `number`: the iteration; None: the times that this place was come to."""
@@ -54,7 +54,8 @@ class Places:
             return
         note(f"{place.replace(' ', '_')}:{what}", self._iteration())
         if what == "newcomer":
-            while not self._newcomers():
+            of_job = self._membership
+            while not of_job.newcomers() and len(of_job.epoch.ranks) < of_job.world_size:
                 time.sleep(0.05)
             return
         if what == "error":
@@ -85,7 +86,7 @@ class Places:
 
         def begun(loop, *rest, **options) -> None:
             self._iteration = lambda: loop.run.iteration
-            self._newcomers = loop.lost_ranks.membership.newcomers
+            self._membership = loop.lost_ranks.membership
 
         def reported(reporter, report, progress) -> None:
             if reporter.writes:

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import re
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -120,6 +122,40 @@ def lose_at_random(
             with open(folder / "moments.txt", "a", encoding="utf-8") as stream:
                 stream.write(f"{time.time()} {rank} random:{how} {known}\n")
             launch.kill(processes[rank], signal.Signals[how])
+        return finished(folder, job.wait(timeout=timeout)), lost
+
+
+def lose_and_return_at_random(
+    folder: Path, depth: int, replicas: int, flags: str, *, num_losses: int, seed: int, timeout: float = 900.0
+) -> tuple[Finished, list[tuple[int, str]]]:
+    """Run a job whose lost ranks come back, and kill or stop ranks at random moments; returns whom, and how.
+
+    Each stage keeps a rank. After the last loss the test waits until all ranks are back.
+    """
+    random, ranks = Random(f"{seed} {flags}"), range(depth * replicas)
+    lost: list[tuple[int, str]] = []
+    started = command(len(ranks), flags, max_restarts=num_losses)
+    with launch.Job(started, directory=folder, **environment(folder, [])) as job:
+        launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
+
+        def away() -> set[int]:
+            backs = Counter(int(rank) for rank in re.findall(r"rank (\d+) is back", job.output))
+            return {rank for rank in ranks if backs[rank] < sum(each == rank for each, _ in lost)}
+
+        def choice() -> list[int]:
+            alive = set(ranks) - away()
+            return sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1)
+
+        for _ in range(num_losses):
+            job.wait_until(lambda: bool(choice()), timeout=60)
+            time.sleep(random.uniform(0.0, random.choice([0.05, 1.0, 6.0])))
+            rank, how = random.choice(choice()), random.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+            lost.append((rank, how))
+            with open(folder / "moments.txt", "a", encoding="utf-8") as stream:
+                known = max(launch.losses(folder / "metrics.jsonl"))
+                stream.write(f"{time.time()} {rank} random:{how} {known}\n")
+            launch.kill(processes_of(folder)[rank], signal.Signals[how])
+        job.wait_until(lambda: not away(), timeout=60)
         return finished(folder, job.wait(timeout=timeout)), lost
 
 
