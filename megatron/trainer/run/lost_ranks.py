@@ -187,6 +187,8 @@ class LostRanks:
                     self._begin(run, survivors, notes)
             except Exception as error:
                 num_failed += 1
+                if not self.has_state and not isinstance(error, RuntimeError):
+                    raise  # an error of this process, without which the others go on
                 if not self.comes_from_loss(error):
                     if not isinstance(error, RuntimeError) or num_failed > _MOST_ATTEMPTS:
                         raise
@@ -279,7 +281,12 @@ class LostRanks:
         Raises ValueError on a new process whose data are not those of the job.
         """
         iteration = max(run.iteration, note["version"])  # ranks with state have come to the newest version
-        hand_to_new(run.model_and_optimizer, iteration=iteration, is_new=not self.has_state)
+        try:
+            hand_to_new(run.model_and_optimizer, iteration=iteration, is_new=not self.has_state)
+        except ValueError as error:  # which all ranks know
+            if self.has_state:  # the new process ends
+                raise RuntimeError(f"a new process could not take the state: {error}") from error
+            raise
         if self.has_state:
             return
         if run.args.data_digest != note["data"]:

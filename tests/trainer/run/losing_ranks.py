@@ -70,6 +70,7 @@ class Places:
         from megatron.pipeline.runtime.stages.megatron.core_update import Decisions
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+        from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.checkpoint.writer import CheckpointWriter
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run.loop import Loop
@@ -106,7 +107,7 @@ class Places:
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
         _around(LostRanks, "_hand_over", before=of_time("state"))
-        _around(LostRanks, "come_back", before=of_time("joining"))
+        _around(Restoration, "complete", before=of_time("restoring"))
         _around(LostRanks, "_begin", after=of_time("new program"))
         _around(Reporter, "iteration", after=reported)
 

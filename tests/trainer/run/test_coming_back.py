@@ -22,12 +22,12 @@ def test_ranks_come_back_one_after_another(tmp_path):
 
 
 def test_others_are_lost_while_a_rank_comes_back(tmp_path):
-    """Flush: the first new process is killed before it has the state, and the second one gets it though a rank that
-    gives it is killed then."""
+    """Flush: the first new process has an error while it takes the state over, with which the others do not end, and
+    the second one gets it though a rank that gives it is killed then."""
     losses = [
         [1, "forward", 2, "SIGKILL"],
         [2, "forward", 4, "newcomer"],
-        [1, "state", 1, "SIGKILL", 1],
+        [1, "restoring", 1, "error", 1],
         [2, "forward", 7, "newcomer"],
         [0, "state", 2, "SIGKILL"],
         [2, "forward", 10, "newcomer"],
