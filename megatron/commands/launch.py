@@ -36,7 +36,7 @@ from megatron.documents import command_line
 from megatron.pipeline.runtime.failure.errors import read_error_file
 from megatron.pipeline.runtime.failure.failure_board import PATIENCE, FailureBoard
 from megatron.pipeline.runtime.failure.heartbeats import Watch
-from megatron.pipeline.runtime.failure.membership import ACCEPTS_LOSSES, LAUNCHER
+from megatron.pipeline.runtime.failure.membership import ACCEPTS_LOSSES, LAUNCHER, out_of
 from megatron.processes import MARK, end_marked, end_with_parent, mark_of
 
 _POLL = 0.1
@@ -194,13 +194,12 @@ class _Node:
             status, _, sentence = failure.partition(" ")
             raise _JobFailed(sentence, int(status))
         for worker in self.workers:
-            out = self.board.read(f"out/{worker.rank}") if worker.is_running else None
-            if out is not None:
-                process, _, reason = out.partition(" ")
-                if process == str(worker.process.pid):
-                    say(f"{worker.name} was taken for lost by the others ({reason}) and is ended")
-                    worker.is_out = True
-                    worker.process.kill()
+            key = out_of(socket.gethostname(), worker.process.pid)
+            reason = self.board.read(key) if worker.is_running else None
+            if reason is not None:
+                say(f"{worker.name} was taken for lost by the others ({reason}) and is ended")
+                worker.is_out = True
+                worker.process.kill()
 
     def beat(self) -> None:
         """Tell the other nodes that this one is there. Raises _JobFailed if the store is gone or silent."""

@@ -37,7 +37,8 @@ def exchange_ranks(
 ) -> RankDecision:
     """Call `decide` on physical rank 0, and return its decision on every rank.
 
-    Collective: every rank of the job must call it, once for each `store`.
+    Collective: every rank of the job must call it, once for each `store`. A new process of a lost rank gets the
+    decision that was made.
 
     Args:
         process: the place of this process.
@@ -50,7 +51,7 @@ def exchange_ranks(
     store = PrefixStore("placement", store)
     try:
         store.set(f"process/{rank}", json.dumps([process.host, process.local_rank]))
-        if rank == 0:
+        if rank == 0 and not store.check(["answer"]):
             store.set("answer", json.dumps(_answer(store, decide, world_size, timeout)))
         store.wait(["answer"], timeout)
         answer = json.loads(store.get("answer"))

@@ -4,6 +4,8 @@
     ...                                                 # new groups, chunks, optimizer, update
     moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: the new parts have the old state
 
+    hand_to_new(parts, iteration=..., is_new=...)       # the ranks that are new have the state of the others
+
 The old state is never written to, so if the move fails, a run that still holds it can continue with it. Besides the old
 and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each), and for
 a second copy of older weight versions until they are restored.
@@ -108,6 +110,24 @@ def hand_over(
     loaded = store.load(restoration.request)
     with agreed():
         restoration.complete(loaded)
+    return replace(store.moved, seconds=time.perf_counter() - start)
+
+
+def hand_to_new(parts: RunParts, *, iteration: int, is_new: bool, piece_bytes: int = PIECE_BYTES) -> Moved:
+    """Load the state of the ranks that have one into `parts` of those that are new. Random generators stay as they are.
+
+    Collective: every rank must call it. Raises CheckpointError on every rank as `hand_over` does.
+    """
+    start = time.perf_counter()
+    store = MemoryStore({} if is_new else hold_run(parts, iteration=iteration), piece_bytes=piece_bytes)
+    with agreed():
+        restoration = None
+        if is_new:
+            restoration = Restoration(store, parts, memory_metadata(), iteration=iteration, random_state=None)
+    loaded = store.load({} if restoration is None else restoration.request)
+    with agreed():
+        if restoration is not None:
+            restoration.complete(loaded)
     return replace(store.moved, seconds=time.perf_counter() - start)
 
 

@@ -152,6 +152,12 @@ class CheckpointWriter:
             else:
                 self._owner_mark = mark
 
+    def disown(self) -> None:
+        """Let another process own the directory from now on."""
+        mark, self._owner_mark = self._owner_mark, None
+        if mark is not None:
+            mark.release()
+
     def finish(self) -> None:
         """Wait for an asynchronous save and raise its CheckpointError; a no-op if there is none. Not collective."""
         if self._thread is not None:

@@ -45,9 +45,9 @@ class Reporter:
     Raises ValueError if the metrics file or TensorBoard's directory cannot be written, except on a full disk.
     """
 
-    def __init__(self, args: TrainConfig) -> None:
+    def __init__(self, args: TrainConfig, *, writes: bool | None = None) -> None:
         self.args = args
-        self.writes = args.rank == args.world_size - 1
+        self.writes = args.rank == args.world_size - 1 if writes is None else writes
         self._latest: deque[tuple[BatchReport, Progress]] = deque(maxlen=_LATEST)
         self.membership_change: MembershipChange | None = None  # the last one
         self._interval, self._has_begun = Interval(), False
@@ -77,7 +77,7 @@ class Reporter:
                 self._wandb = _weights_and_biases(args)
 
     def take_over(self) -> None:
-        """Where ranks were lost: write from now on, if this is the last rank now.
+        """Where the rank that writes was lost: write from now on, if this is the last rank now.
 
         The writer before may have been lost before it wrote the latest batches, so these are recorded again, and so is
         a loss among them.

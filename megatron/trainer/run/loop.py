@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 STOP = 1
 """Stop request: save and end the run."""
+ADMIT = 2
+"""Request to stop between two batches and take in the new processes of lost ranks."""
 
 
 class TrainingError(ValueError):
@@ -63,6 +65,7 @@ class Loop:
         self._valid_before = (run.iteration, run.consumed_valid_samples)  # when that began, after an iteration
         self._waiting: deque[Progress] = deque()  # batches without a report yet
         self._stop_requests = 0  # of all ranks, from the reports
+        self._admits = False  # whether new processes of lost ranks are taken in after this batch, from the reports
         self._drains: deque[int] = deque(maxlen=64)  # batches before which the pipeline was drained
         self._iterators: list[MicrobatchIterator] = []
         self._validation: list[MicrobatchIterator] = []
@@ -102,7 +105,7 @@ class Loop:
                 except Exception as error:
                     if self.lost_ranks is None or not self.lost_ranks.comes_from_loss(error):
                         raise
-                self._go_on_without_lost()
+                self._go_on_with_others()
         finally:
             self.stop.on_receipt = None
             profiler.close()
@@ -125,6 +128,8 @@ class Loop:
             if run.iteration >= self.args.train_iters and self._is_to_save():
                 self.save()
         self._settled = run.iteration
+        if self._admits and run.iteration < self.args.train_iters:
+            self._go_on_with_others(admits=True)
         return True
 
     def _is_to_save(self) -> bool:
@@ -134,10 +139,14 @@ class Loop:
         """Whether something is due after the last batch that was begun and not done when a rank was lost."""
         return self.run.iteration > self._settled and self._ends_stretch()
 
-    def _go_on_without_lost(self) -> None:
+    def _go_on_with_others(self, *, admits: bool = False) -> None:
+        """Go on without ranks that were lost, or with `admits` between two batches with new processes of such ranks."""
         run, before = self.run, self.run.iteration
         self.close_data()
-        self._settled, self._stop_requests, reports = self.lost_ranks.go_on(run, self._settled, self._stop_requests)
+        self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
+            run, self._settled, self._stop_requests, admits=admits
+        )
+        self._admits = False
         size = self.args.global_batch_size
         run.flops += (run.iteration - before) * self._flops_per_sample * size
         if self._valid_before[0] == run.iteration > self._settled:
@@ -192,6 +201,8 @@ class Loop:
         run, sizes = self.run, self.args.batch_sizes
         if self.stop.received or self._time_is_up():
             run.engine.stop_requests |= STOP
+        if self.lost_ranks is not None and self.lost_ranks.membership.newcomers():
+            run.engine.stop_requests |= ADMIT
         if self._making is not None:
             self._making.announce(run.engine)
         num_samples = sizes.num_samples(run.consumed_samples)
@@ -226,6 +237,7 @@ class Loop:
             progress = self._waiting.popleft()
             assert progress.iteration == report.batch + 1, (progress, report)
             self._stop_requests |= report.stop_requests & STOP
+            self._admits |= bool(report.stop_requests & ADMIT)
             if self._making is not None:
                 self._making.note(report)
             self.run.reporter.iteration(report, progress)
@@ -262,7 +274,7 @@ class Loop:
         """Whether the pipeline has to be drained here; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
         ends = last or bool(self._stop_requests) or self._due(self.args.exit_interval)
-        return ends or self._makes_program() or self._decides() or self._evaluates() or self._saves()
+        return ends or self._admits or self._makes_program() or self._decides() or self._evaluates() or self._saves()
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""

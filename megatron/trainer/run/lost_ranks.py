@@ -1,4 +1,4 @@
-"""Go on without lost ranks: `--go-on-without-lost-ranks`.
+"""Go on without lost ranks, and with new processes in their places: `--go-on-without-lost-ranks`.
 
 1. The job's `Membership` notices that a rank is lost, or a transfer of this rank fails. The alarm breaks this process's
    connections, so that whatever waits for another rank ends with an error.
@@ -9,12 +9,19 @@
 4. They make the program without the lost ranks (`pipeline.survivors`), which is proved, and repeat the batch.
 
 If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.
+
+A launcher may start a new process in the place of a lost one. The new process builds its part of the model alone, while
+the others train, and then asks to be taken in (`come_back`). The others decide on a batch after which they do so: the
+request travels with a batch's norm reduction, as a stop request does. There all agree, as above, and the new process
+gets weights, optimizer and position from the ranks that have them. If all ranks are there, the program of the flags
+runs again, as if no rank had been lost.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 
@@ -29,16 +36,20 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import OnThisRank, number_of
+from megatron.pipeline.runtime.failure.errors import OnThisRank, is_new_process, number_of
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
-from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
+from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
 from megatron.pipeline.runtime.transport.channels import TransferError, forget_names
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
-from megatron.trainer.start_up.run import Run, tracer_of
+from megatron.trainer.report.metrics import flops_per_sample
+from megatron.trainer.start_up.initialize import make_groups
+from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.run import Run, build_engine, tracer_of
 
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
@@ -48,10 +59,12 @@ from hearing an alarm, such as a save or the search for a program, takes about a
 _MOST_ATTEMPTS = 3
 _ALARM_PATIENCE = 2.0
 """Seconds that a rank whose transfer has failed waits for others' alarm before it raises one."""
+_JOINING = 30 * 24 * 3600.0
+"""Seconds that a new process waits to be taken in: it gives up before if nobody is left who could take it in."""
 
 
 class LostRanks:
-    """Notices lost ranks, and takes this rank's run on without them.
+    """Notices lost ranks, and takes this rank's run on without them, or with new processes in their places.
 
     Args:
         args: the configuration with which the run began.
@@ -66,10 +79,13 @@ class LostRanks:
             store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
+        self.has_state = not is_new_process()  # weights, optimizer and position are those of the job
+        if not self.has_state:
+            return
         if number_of("TORCHELASTIC_RESTART_COUNT", 0):
             raise OnThisRank(
-                f"rank {rank} was started again, and a job that goes on without a rank does not take it back; leave "
-                "--max-restarts out"
+                f"rank {rank} was started again by torchrun, with which a job takes no rank back; start the job with "
+                "tools/launch.py, or leave --max-restarts out"
             )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
 
@@ -88,13 +104,16 @@ class LostRanks:
             self.membership.suspect(peers, " ".join(str(error).split()))
         return self.membership.alarm is not None
 
-    def go_on(self, run: Run, settled: int, stop_requests: int) -> tuple[int, int, list[BatchReport]]:
-        """Collective over the ranks that are left: take the run on without the lost ones.
+    def go_on(
+        self, run: Run, settled: int, stop_requests: int, *, admits: bool = False
+    ) -> tuple[int, int, list[BatchReport]]:
+        """Collective over the ranks that are left: take the run on without the lost ones, or with new processes.
 
         Args:
-            run: the run, which has an error that comes from a loss.
+            run: the run, which has an error that comes from a loss, or is drained.
             settled: the last iteration after which this rank has done all that is due between batches.
             stop_requests: those of which this rank knows.
+            admits: the run is drained after the same batch on all ranks, and new processes are to be taken in.
 
         Returns:
             Both of all ranks, and the reports of this rank's batches that have stepped and are not reported yet.
@@ -103,48 +122,90 @@ class LostRanks:
             ValueError: no rank is left that has some stage, or the program would be slower than `--minimum-speed`.
         """
         start = time.monotonic()
-        reports = self._give_up(run)
-        lost: dict[int, str] = {}
-        num_failed = 0
-        while True:
-            note = {
-                "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
-                "sums": _as_note(run.update.sums_of_newest()),
-            }  # fmt: skip
-            self.epoch = self.membership.agree(json.dumps(note), patience=_PATIENCE)
-            lost |= self.epoch.lost
-            notes = [json.loads(each) for each in self.epoch.notes.values()]
-            try:
-                began = time.monotonic()
-                survivors = self._survivors()
-                searched = time.monotonic() - began  # others may have taken as much longer
-                with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
-                    self._make_groups()
-                    reports += self._take_on(run, notes)
-                    self._begin(run, survivors)
-            except Exception as error:
-                num_failed += 1
-                if not self.comes_from_loss(error):
-                    if not isinstance(error, RuntimeError) or num_failed > _MOST_ATTEMPTS:
-                        raise
-                    self.membership.suspect([], " ".join(str(error).split()))  # a rank that was late, for example
-                self._give_up(run)
-            else:
-                break
-        run.reporter.membership(MembershipChange(
-            iteration=run.iteration, lost=lost, ranks=self.epoch.ranks, world_size=self._world_size,
-            seconds=time.monotonic() - start, survivors=run.survivors,
-        ))  # fmt: skip
+        reports = [] if admits else self._give_up(run)
+        self.epoch = self.membership.agree(self._note(run, settled, stop_requests), admits=admits, patience=_PATIENCE)
+        if admits:  # nobody waits for this rank any more, since all have come
+            reports = self._give_up(run)
+        notes, reports = self._form(run, reports, start=start, settled=settled, stop_requests=stop_requests)
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
             stop_requests |= each["stop_requests"]
         return min(each["settled"] for each in notes), stop_requests, [stepped[batch] for batch in sorted(stepped)]
+
+    def come_back(self, run: Run) -> None:
+        """Come into the job in the place of a lost process, when the others take this one in.
+
+        Args:
+            run: what this process has built alone, without an engine. It has no state yet.
+
+        Raises OnThisRank if nobody is left who could take this process in.
+        """
+        self.epoch = self.membership.begin(_JOINING)
+        start = time.monotonic()
+        reports = self._give_up(run)
+        self._form(run, reports, start=start, settled=0, stop_requests=0)
 
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
         self.membership.confirm()
 
     # --- parts
+
+    def _note(self, run: Run, settled: int, stop_requests: int) -> str:
+        """What this rank tells the others, as JSON."""
+        note = None
+        if self.has_state:
+            note = {
+                "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
+                "sums": _as_note(run.update.sums_of_newest()), "writes": run.reporter.writes,
+                "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
+                "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
+                "saved": run.saved_iteration,
+            }  # fmt: skip
+        return json.dumps(note)
+
+    def _form(
+        self, run: Run, reports: list[BatchReport], *, start: float, settled: int, stop_requests: int
+    ) -> tuple[list[dict], list[BatchReport]]:
+        """Collective: form the job of the epoch's ranks, or of a later epoch's if one is lost meanwhile.
+
+        Returns the notes of the ranks that have state, and `reports` with that of a step that this rank makes.
+        """
+        lost: dict[int, str] = {}
+        joined: set[int] = set()
+        num_failed = 0
+        while True:
+            epoch = self.epoch
+            lost |= epoch.lost
+            joined = joined.difference(epoch.lost).union(epoch.joined)
+            told = {rank: json.loads(each) for rank, each in epoch.notes.items()}
+            notes = {rank: each for rank, each in told.items() if each is not None}
+            try:
+                began = time.monotonic()
+                survivors = self._survivors(notes)
+                searched = time.monotonic() - began  # others may have taken as much longer
+                with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
+                    self._make_groups()
+                    if self.has_state:
+                        reports += self._take_on(run, list(notes.values()))
+                    self._begin(run, survivors, notes)
+            except Exception as error:
+                num_failed += 1
+                if not self.has_state and not isinstance(error, RuntimeError):
+                    raise  # an error of this process, without which the others go on
+                if not self.comes_from_loss(error):
+                    if not isinstance(error, RuntimeError) or num_failed > _MOST_ATTEMPTS:
+                        raise
+                    self.membership.suspect([], " ".join(str(error).split()))  # a rank that was late, for example
+                self._give_up(run)
+                self.epoch = self.membership.agree(self._note(run, settled, stop_requests), patience=_PATIENCE)
+            else:
+                break
+        run.reporter.membership(MembershipChange(
+            iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
+            world_size=self._world_size, seconds=time.monotonic() - start, survivors=run.survivors,
+        ))  # fmt: skip
+        return list(notes.values()), reports
 
     def _give_up(self, run: Run) -> list[BatchReport]:
         break_connections(kept=self._kept)
@@ -178,35 +239,86 @@ class LostRanks:
         run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
         return [] if report is None else [report]
 
-    def _begin(self, run: Run, survivors: Survivors) -> None:
-        """Let groups, stages and engine be those of the program of the ranks that are left. Collective over these."""
+    def _begin(self, run: Run, survivors: Survivors | None, notes: Mapping[int, dict]) -> None:
+        """Let groups, stages and engine be those of the program of the ranks that are there. Collective over these.
+
+        `survivors`: None if all are there. `notes`: those of the ranks that have state; the others get it.
+        """
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
-        schedule = survivors.schedule
-        copies = CopyRanks.of(schedule, rank=own, ranks=ranks)
-        name_groups_of_survivors(
-            copies.copies, pipeline_rank=survivors.ranks[own].rank, num_pipeline_ranks=args.pipeline_model_parallel_size
-        )
+        if survivors is None:
+            schedule, copies, place = args.schedule, None, own // args.data_parallel_size
+            forget_groups()
+            make_groups(args)
+        else:
+            schedule, place = survivors.schedule, own
+            copies = CopyRanks.of(schedule, rank=own, ranks=ranks)
+            name_groups_of_survivors(
+                copies.copies,
+                pipeline_rank=survivors.ranks[own].rank,
+                num_pipeline_ranks=args.pipeline_model_parallel_size,
+            )
+        if len(notes) < len(ranks):
+            self._hand_over(run, next(iter(notes.values())))
         run.update.regroup(copies)
-        for stage, number in zip(run.stages, schedule.stages_of(own), strict=True):
-            stage.take_from_now(share_of(schedule.copies, number))
+        for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
+            stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
-        run.engine = PipelineEngine(
-            schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
-            device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,
-            first_microbatch=run.consumed_samples // args.micro_batch_size, tracer=tracer_of(run.args),
-        )  # fmt: skip
         run.survivors = survivors
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
-        run.reporter.take_over()
+        if survivors is None:
+            run.engine = build_engine(run.args, run.model_and_optimizer, run.position())
+        else:
+            run.engine = PipelineEngine(
+                schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
+                device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,
+                first_microbatch=run.consumed_samples // args.micro_batch_size, tracer=tracer_of(run.args),
+            )  # fmt: skip
+        if not any(note["writes"] for note in notes.values()):
+            run.reporter.take_over()
         run.take_over_saving()
 
-    def _survivors(self) -> Survivors:
+    def _hand_over(self, run: Run, note: dict) -> None:
+        """Give new processes what those with state have. Collective. `note`: that of a rank with state.
+
+        Raises ValueError on a new process whose data are not those of the job.
+        """
+        iteration = max(run.iteration, note["version"])  # ranks with state have come to the newest version
+        try:
+            hand_to_new(run.model_and_optimizer, iteration=iteration, is_new=not self.has_state)
+        except ValueError as error:  # which all ranks know
+            if self.has_state:  # the new process ends
+                raise RuntimeError(f"a new process could not take the state: {error}") from error
+            raise
+        if self.has_state:
+            return
+        if run.args.data_digest != note["data"]:
+            raise ValueError(
+                f"the data of rank {self.membership.rank} are not those with which the job began; give this host the "
+                "same files"
+            )
+        choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after the loading of a checkpoint
+        run.iteration, run.saved_iteration = iteration, note["saved"]
+        run.consumed_valid_samples = note["consumed_valid"]
+        behind = iteration - note["iteration"]
+        run.consumed_samples = note["consumed"] + behind * self._args.global_batch_size
+        run.flops = note["flops"] + behind * flops_per_sample(run.args) * self._args.global_batch_size
+        run.args = replace(run.args, train_iters=note["train_iters"])
+        self.has_state = True
+
+    def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:
+        """The program of the ranks that are there; None if all are."""
         args = self._args
         num_replicas = args.data_parallel_size
-        lost = {
-            ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas)
-            for rank in set(range(self._world_size)).difference(self.epoch.ranks)
-        }
+        absent = set(range(self._world_size)).difference(self.epoch.ranks)
+        present = {rank // num_replicas for rank in self.epoch.ranks}
+        if nowhere := sorted(present.difference(rank // num_replicas for rank in notes)):
+            raise ValueError(
+                f"every replica has lost rank {nowhere[0]}, and its new processes have no weights yet; restart from "
+                "the last checkpoint"
+            )
+        if not absent:
+            return None
+        lost = {ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas) for rank in absent}
         size = args.global_batch_size // (args.micro_batch_size * num_replicas)
         survivors = without(args.schedule, size, num_replicas=num_replicas, lost=lost)
         if survivors.slowdown * args.minimum_speed > 1:

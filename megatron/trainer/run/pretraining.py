@@ -27,7 +27,7 @@ from megatron.pipeline import interrupt
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
-from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.failure.errors import OnThisRank, is_new_process
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
@@ -70,6 +70,7 @@ from megatron.trainer.start_up.run import (
 )
 
 if TYPE_CHECKING:
+    from megatron.trainer.data.datasets import Datasets
     from megatron.trainer.run.lost_ranks import LostRanks
 
 # --- a run is put together --------------------------------------------------------------------------------------------
@@ -95,7 +96,23 @@ def assemble(args: TrainConfig, program: TrainingProgram) -> Run:
         raise
 
 
-def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
+def assemble_alone(args: TrainConfig, program: TrainingProgram) -> Run:
+    """Build what a new process of a lost rank has of a run, without its state and its engine.
+
+    `args`: completed, with the rank of the lost process. This process is in a group of its own, and megatron.core has
+    its place in the pipeline. Raises ValueError as `assemble`.
+    """
+    args, reporter, datasets, num_tokens = _read(args, program, writes=False)
+    built = setup_model_and_optimizer(args, program)
+    writer = CheckpointWriter(args.save) if args.save is not None else None
+    return Run(args, program, built, None, reporter, writer, datasets.parts, num_tokens)
+
+
+def _read(
+    args: TrainConfig, program: TrainingProgram, *, writes: bool | None = None
+) -> tuple[TrainConfig, Reporter, Datasets, int]:
+    """The configuration with what follows from tokenizer and data, the log, the data, and the number of tokens that the
+    tokenizer has. `writes`: of the log."""
     tokenizer = None if args.architecture == "vit" else build_tokenizer(args)
     args = replace(args, padded_vocab_size=0 if tokenizer is None else padded_vocab_size(args, tokenizer))
     if args.load_hf is not None:
@@ -103,7 +120,7 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
     if args.activation_cache is not None:
         with agreed():
             require_cache(args)
-    reporter = Reporter(args)
+    reporter = Reporter(args, writes=writes)
     datasets = program.datasets_provider(args, tokenizer)
     args = replace(args, has_split=datasets.has_split, data_digest=datasets.digest)
     if args.freeze_watch_validation is not None and not args.has_split[1]:
@@ -113,6 +130,11 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
         )
     for note in (*datasets.notes, *without_data(args)):
         reporter.say(f"note: {note}")
+    return args, reporter, datasets, 0 if tokenizer is None else vocab_size(args, tokenizer)
+
+
+def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | None) -> Run:
+    args, reporter, datasets, num_tokens = _read(args, program)
     began = time.perf_counter()
     built = setup_model_and_optimizer(args, program)
     seconds_of_setup = time.perf_counter() - began
@@ -139,7 +161,7 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
     return Run(
         args, program, built, engine, reporter,
         CheckpointWriter(args.save, owner_mark=owner_mark) if args.save is not None else None,
-        datasets.parts, 0 if tokenizer is None else vocab_size(args, tokenizer), decisions, cache,
+        datasets.parts, num_tokens, decisions, cache,
         iteration=position.iteration, consumed_samples=position.consumed_train_samples,
         consumed_valid_samples=position.consumed_valid_samples,
         flops=position.num_floating_point_operations_so_far,
@@ -272,7 +294,11 @@ def pretrain(
     if lost_ranks is not None:
         guard = nullcontext()  # an error ends this rank alone, and the others notice
     with initialize.left_in_order(), guarded(guard):
-        run = assemble(initialize.set_up(args), program)
+        if lost_ranks is not None and not lost_ranks.has_state:
+            run = assemble_alone(args, program)
+            lost_ranks.come_back(run)
+        else:
+            run = assemble(initialize.set_up(args), program)
         for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)
         # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
@@ -314,7 +340,11 @@ def _join_job(
             args, notes = complete(args, program_over=(store, patience))
         except ValueError as error:
             problem = str(error)
-    agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
+    comes_back = args.go_on_without_lost_ranks and is_new_process()
+    if not comes_back:
+        agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
+    elif problem is not None:
+        raise OnThisRank(problem)
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
     lost_ranks = None
     if args.go_on_without_lost_ranks:
@@ -323,6 +353,9 @@ def _join_job(
         )  # membership and survivors, which other runs start without
 
         lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size)
+        if comes_back:
+            initialize.be_alone(args, rank=assignment.rank)
+            return replace(args, rank=assignment.rank), assignment, (), lost_ranks
         store = lost_ranks.membership.store()
     initialize.join_process_group(store, args.distributed_backend, timeout)
     return replace(args, rank=assignment.rank), assignment, notes, lost_ranks

@@ -119,6 +119,22 @@ def set_up(args: TrainConfig) -> TrainConfig:
     return args
 
 
+def be_alone(args: TrainConfig, *, rank: int) -> None:
+    """Set this process up in a group of its own, in which megatron.core gives it the pipeline rank of `rank`.
+
+    So it can build its part of the model while the job, into which it comes later, trains without it.
+    """
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    torch.distributed.init_process_group(
+        args.distributed_backend, store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=timeout
+    )
+    agreement.set_timeout(timeout)
+    parallel_state.initialize_model_parallel()
+    parallel_state.set_pipeline_model_parallel_rank(rank // args.data_parallel_size)
+    parallel_state.set_pipeline_model_parallel_world_size(args.pipeline_model_parallel_size)
+    set_seeds(args.seed)
+
+
 def make_groups(args: TrainConfig) -> None:
     """Make megatron.core's process groups. Collective.
 

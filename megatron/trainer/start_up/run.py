@@ -278,12 +278,15 @@ def tracer_of(args: TrainConfig) -> Tracer | None:
 
 @dataclass
 class Run:
-    """The parts of a run on one rank, and its position (`position` counts over the whole run)."""
+    """The parts of a run on one rank, and its position (`position` counts over the whole run).
+
+    There is no engine while the ranks of the job change.
+    """
 
     args: TrainConfig
     program: TrainingProgram
     model_and_optimizer: ModelAndOptimizer
-    engine: PipelineEngine
+    engine: PipelineEngine | None
     reporter: Reporter
     writer: CheckpointWriter | None
     datasets: list
@@ -329,8 +332,13 @@ class Run:
         return self.model_and_optimizer.deferred_bytes
 
     def take_over_saving(self) -> None:
-        """Where ranks were lost: let rank 0, which may be another, own the directory of `--save`. Collective."""
-        if self.writer is not None and torch.distributed.get_rank() == 0:
+        """Where ranks have changed: let rank 0, which may be another, own the directory of `--save`. Collective."""
+        if self.writer is None:
+            return
+        if torch.distributed.get_rank() > 0:
+            self.writer.disown()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
             self.writer.own()
 
     @property

@@ -1,9 +1,11 @@
 """pretrain_gpt.py whose ranks are lost at given places.
 
-LOSSES is a list of losses, as JSON: [rank, place, number, what]. The rank with this number at the start is lost when it
-comes to the place for the number-th iteration, or to a place of a recovery or of what is due between batches for the
-number-th time. `what` is a signal that the process sends to itself, or `error`, which it raises.
+LOSSES is a list of losses, as JSON: [rank, place, number, what, start]. The process of this rank is lost when it comes
+to the place for the number-th iteration, or to a place of a recovery or of what is due between batches for the
+number-th time. `what` is a signal that the process sends to itself, or `error`, which it raises. `start` counts the
+processes of a rank: 0, if it is left out, is the first, and 1 the one that takes its place.
 
+`newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
@@ -22,6 +24,7 @@ from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 RANK = int(os.environ.get("RANK", "0"))
+START = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 BROKEN = "Connection closed by peer [127.0.0.1]:1"  # as gloo says it
 
 
@@ -35,9 +38,11 @@ class Places:
     """The losses of this rank that are to come, and what brings them about."""
 
     def __init__(self, losses: list) -> None:
-        self._losses = {(place, number): what for rank, place, number, what in losses if rank == RANK}
+        own = (rest for rank, *rest in losses if rank == RANK)
+        self._losses = {(place, number): what for place, number, what, *start in own if (start or [0]) == [START]}
         self._counts: Counter[str] = Counter()
         self._iteration = lambda: 0
+        self._membership = None
 
     def come_to(self, place: str, number: int | None = None) -> None:
         """Be lost here, if that is asked for. `number`: the iteration; None: the times that this place was come to."""
@@ -48,6 +53,11 @@ class Places:
         if what is None:
             return
         note(f"{place.replace(' ', '_')}:{what}", self._iteration())
+        if what == "newcomer":
+            of_job = self._membership
+            while not of_job.newcomers() and len(of_job.epoch.ranks) < of_job.world_size:
+                time.sleep(0.05)
+            return
         if what == "error":
             raise RuntimeError(f"planted in {place}")
         if what == "broken":
@@ -60,6 +70,7 @@ class Places:
         from megatron.pipeline.runtime.stages.megatron.core_update import Decisions
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+        from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.checkpoint.writer import CheckpointWriter
         from megatron.trainer.report.log import Reporter
         from megatron.trainer.run.loop import Loop
@@ -76,6 +87,7 @@ class Places:
 
         def begun(loop, *rest, **options) -> None:
             self._iteration = lambda: loop.run.iteration
+            self._membership = loop.lost_ranks.membership
 
         def reported(reporter, report, progress) -> None:
             if reporter.writes:
@@ -94,6 +106,8 @@ class Places:
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
+        _around(LostRanks, "_hand_over", before=of_time("state"))
+        _around(Restoration, "complete", before=of_time("restoring"))
         _around(LostRanks, "_begin", after=of_time("new program"))
         _around(Reporter, "iteration", after=reported)
 

@@ -2,9 +2,11 @@
 
 import functools
 import json
+import re
 import signal
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -37,7 +39,7 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what not in ("began", "reported") and not self.what.endswith(":broken")
+        return self.what not in ("began", "reported") and not self.what.endswith((":broken", ":newcomer"))
 
 
 class Finished(NamedTuple):
@@ -58,9 +60,11 @@ class Finished(NamedTuple):
         return max(seconds)
 
 
-def command(num_ranks: int, flags: str, *, program: Path = PROGRAM) -> list[str]:
+def command(num_ranks: int, flags: str, *, program: Path = PROGRAM, max_restarts: int = 0) -> list[str]:
     """The job as a user starts it."""
     launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks)]
+    if max_restarts:
+        launcher += ["--max-restarts", str(max_restarts)]
     words = (
         f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     )
@@ -89,9 +93,12 @@ def finished(folder: Path, outcome: launch.Outcome) -> Finished:
     return Finished(outcome, read_metrics(str(path)) if path.exists() else [], moments_of(folder))
 
 
-def run(folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0) -> Finished:
-    """Run the job to its end. `losses`: as losing_ranks.py has them."""
-    with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, losses)) as job:
+def run(
+    folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0, max_restarts: int = 0
+) -> Finished:
+    """Run the job to its end. `losses`: as losing_ranks.py has them. `max_restarts`: new processes for a lost one."""
+    started = command(num_ranks, flags, max_restarts=max_restarts)
+    with launch.Job(started, directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
 
 
@@ -121,6 +128,40 @@ def lose_at_random(
         return finished(folder, job.wait(timeout=timeout)), lost
 
 
+def lose_and_return_at_random(
+    folder: Path, depth: int, replicas: int, flags: str, *, num_losses: int, seed: int, timeout: float = 900.0
+) -> tuple[Finished, list[tuple[int, str]]]:
+    """Run a job whose lost ranks come back, and kill or stop ranks at random moments; returns whom, and how.
+
+    Each stage keeps a rank. After the last loss the test waits until all ranks are back.
+    """
+    random, ranks = Random(f"{seed} {flags}"), range(depth * replicas)
+    lost: list[tuple[int, str]] = []
+    started = command(len(ranks), flags, max_restarts=num_losses)
+    with launch.Job(started, directory=folder, **environment(folder, [])) as job:
+        launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
+
+        def away() -> set[int]:
+            backs = Counter(int(rank) for rank in re.findall(r"rank (\d+) is back", job.output))
+            return {rank for rank in ranks if backs[rank] < sum(each == rank for each, _ in lost)}
+
+        def choice() -> list[int]:
+            alive = set(ranks) - away()
+            return sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1)
+
+        for _ in range(num_losses):
+            job.wait_until(lambda: bool(choice()), timeout=60)
+            time.sleep(random.uniform(0.0, random.choice([0.05, 1.0, 6.0])))
+            rank, how = random.choice(choice()), random.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+            lost.append((rank, how))
+            with open(folder / "moments.txt", "a", encoding="utf-8") as stream:
+                known = max(launch.losses(folder / "metrics.jsonl"))
+                stream.write(f"{time.time()} {rank} random:{how} {known}\n")
+            launch.kill(processes_of(folder)[rank], signal.Signals[how])
+        job.wait_until(lambda: not away(), timeout=60)
+        return finished(folder, job.wait(timeout=timeout)), lost
+
+
 @functools.cache
 def undisturbed(flags: str) -> list[dict]:
     """The records of one process with the same flags."""
@@ -128,10 +169,10 @@ def undisturbed(flags: str) -> list[dict]:
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
-    """Iteration -> value. What is recorded twice has to be the same."""
+    """Iteration -> value, where there is one: an overflow has no norm. What is recorded twice has to be the same."""
     found: dict[int, float] = {}
     for record in records:
-        if name in record:
+        if record.get(name) is not None:
             assert found.setdefault(record["iteration"], record[name]) == pytest.approx(record[name], rel=1e-6)
     return found
 

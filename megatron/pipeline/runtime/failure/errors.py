@@ -65,6 +65,11 @@ def number_of(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
+def is_new_process() -> bool:
+    """Whether tools/launch.py has started this process in the place of a lost one. torchrun starts all its workers."""
+    return number_of("TORCHELASTIC_RESTART_COUNT", 0) > 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
+
+
 def environment_ranks() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from the environment; (0, 1, 0) without a launcher.
 

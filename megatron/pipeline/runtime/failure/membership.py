@@ -51,6 +51,11 @@ _ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lea
 _MOST_WATCHED = 16  # of those that others wait for, beside the ring's
 
 
+def out_of(host: str, process: int) -> str:
+    """The key under which a launcher finds that the others have taken its process for lost, and why."""
+    return f"out/{host}/{process}"
+
+
 class Membership(StoreThread):
     """This process's place among the processes of the job.
 
@@ -290,7 +295,7 @@ class Membership(StoreThread):
         for member in left_out:
             reason = epoch.lost[member.rank]
             if not reason.startswith(HAS_LEFT):  # a launcher ends what is there of it
-                self._root.set(f"{LAUNCHER}/out/{member.rank}", f"{member.process} {reason}")
+                self._root.set(f"{LAUNCHER}/{out_of(member.host, member.process)}", reason)
         self._members = {member.token: member for member in members}
         self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)
         self._forget_agreement()

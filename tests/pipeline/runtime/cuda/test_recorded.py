@@ -142,11 +142,16 @@ def test_early_gradients_wait_for_the_chain():
 
 
 def test_loaded_buffers_are_kept_until_they_are_marked():
-    """A buffer whose backward is only queued goes to nobody else: with its address alone it is written too early."""
+    """A buffer whose backward is only queued goes to nobody else: with its address alone it is written too early.
+
+    Whether another takes the buffer in that time depends on how the threads run, so the fault may be tried again.
+    """
     options = {"training": Training(batches=(10, 10)), "moves_activations": True, "balance": True, "slow_host": True}
     assert_in_order(module(5, "2bw", **options), moves=True)
-    found = module(5, "2bw", taken_back="loaded_buffers", **options)
-    assert any("after" in what and "backward" in what for account in found for _, what in account.findings)
+    tries = (module(5, "2bw", taken_back="loaded_buffers", **options) for _ in range(5))
+    assert any(
+        "after" in what and "backward" in what for found in tries for account in found for _, what in account.findings
+    )
 
 
 def test_received_tensors_are_let_go():

@@ -142,6 +142,11 @@ class ChainGroups:
         )
 
     @property
+    def num_replicas(self) -> int:
+        """The number of ranks over which gradients are reduced."""
+        return 1 if self.data is None else self.data.size
+
+    @property
     def adds_embedding(self) -> bool:
         """Whether this rank's gradient of a shared embedding is added: of copies, which have the same, the first's."""
         return self.copies is None or self.copies.is_first(dist.get_rank())
@@ -198,8 +203,7 @@ def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_p
         copies: the ranks with the same stages as this one, ascending.
         pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
     """
-    parallel_state.destroy_model_parallel()
-    _num_created.clear()  # the store is new, and a rank whose recovery was cut short has made more groups than others
+    forget_groups()
     own = [dist.get_rank()]
     alone, peers = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in (own, copies))
     groups = {alone: (own, _ALONE), peers: (list(copies), _PEERS), dist.group.WORLD: (None, _WORLD)}
@@ -210,6 +214,13 @@ def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_p
     parallel_state.set_pipeline_model_parallel_rank(pipeline_rank)
     parallel_state.set_pipeline_model_parallel_world_size(num_pipeline_ranks)
     parallel_state._set_global_memory_buffer()
+
+
+def forget_groups() -> None:
+    """Forget megatron.core's groups and those of the chain, before others are made on a new store."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    _num_created.clear()  # a rank whose recovery was cut short has made more groups than others
 
 
 _ALONE = (

@@ -177,6 +177,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """
         assert not self._batches, "what is in flight is reduced over the ranks of before"
         self._regroup(copies)
+        if copies is None and not self._per_token:  # a process that was built alone has a factor of 1
+            for buffer in self._gradients.buffers:
+                buffer.gradient_scaling_factor = 1.0 / self._groups.num_replicas
         self._begin_reductions()
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:

@@ -1,0 +1,76 @@
+"""New processes take the places of lost ranks: real jobs, in which nothing of the training is lost."""
+
+import pytest
+
+from tests.trainer.run.lost_rank_jobs import assert_nothing_lost, lose_and_return_at_random, run
+
+
+def test_ranks_come_back_one_after_another(tmp_path):
+    """2bw: rank 0, which owns --save, and the writer of the log are lost, and come back one by one. The last batches
+    run under the program of all ranks, and rank 0 saves."""
+    losses = [[0, "forward", 3, "SIGKILL"], [3, "chain", 4, "SIGSTOP"], [2, "forward", 8, "newcomer"]]
+    losses += [[2, "forward", 11, "newcomer"]]
+    flags = "--global-batch-size 4 --train-iters 16 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
+    saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 8"
+    job = run(tmp_path, 4, f"{flags} {saving}", losses, max_restarts=1)
+    assert_nothing_lost(job, flags)
+    output = job.outcome.output
+    assert "rank 0 is back" in output and "rank 3 is back" in output, output
+    assert "4 ranks of 4 go on" in output and "a batch takes as long as before any loss" in output, output
+    assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000008", "iter_0000016"]
+    assert [path.name for path in (tmp_path / "saved").glob(".owner*")] == []
+
+
+def test_others_are_lost_while_a_rank_comes_back(tmp_path):
+    """Flush: the first new process has an error while it takes the state over, with which the others do not end, and
+    the second one gets it though a rank that gives it is killed then."""
+    losses = [
+        [1, "forward", 2, "SIGKILL"],
+        [2, "forward", 4, "newcomer"],
+        [1, "restoring", 1, "error", 1],
+        [2, "forward", 7, "newcomer"],
+        [0, "state", 2, "SIGKILL"],
+        [2, "forward", 10, "newcomer"],
+    ]
+    flags = "--global-batch-size 6 --train-iters 14"
+    job = run(tmp_path, 6, f"{flags} --pipeline-model-parallel-size 2", losses, max_restarts=2)
+    assert_nothing_lost(job, flags)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1, 1, 0], job.outcome.output
+    assert "6 ranks of 6 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule zb-h1",
+        "--pipeline-schedule bpipe",
+        "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2",
+        "--attention-dropout 0.1 --hidden-dropout 0.1 --calculate-per-token-loss --num-workers 2 --clip-grad 0.5",
+        "--pipeline-recompute --bf16",
+    ],
+)
+def test_what_a_new_process_takes_over(tmp_path, flags):
+    """A rank of the last stage and one of the first are lost at once, and come back."""
+    losses = [[1, "forward", 3, "SIGKILL"], [6, "forward", 3, "SIGKILL"]]
+    losses += [[3, "forward", iteration, "newcomer"] for iteration in (6, 9)]
+    shared = f"--global-batch-size 8 --train-iters 12 {flags}"
+    job = run(tmp_path, 8, f"{shared} --pipeline-model-parallel-size 4", losses, max_restarts=1)
+    for schedule in ("zb-h1", "bpipe"):
+        shared = shared.replace(f"--pipeline-schedule {schedule}", "")
+    assert_nothing_lost(job, shared)
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "depth, replicas, schedule", [(2, 2, "2bw"), (2, 3, "flush"), (4, 2, "zb-h1"), (4, 2, "bpipe")]
+)
+def test_ranks_come_back_at_random_moments(tmp_path, depth, replicas, schedule):
+    """Eight losses in each job, of ranks that have come back, too."""
+    size = depth * replicas
+    flags = f"--global-batch-size {size} --train-iters 1500 --eval-interval 50 --eval-iters 1"
+    shape = f"--pipeline-model-parallel-size {depth} --pipeline-schedule {schedule} --save saved --save-interval 80"
+    job, lost = lose_and_return_at_random(tmp_path, depth, replicas, f"{flags} {shape}", num_losses=8, seed=0)
+    assert len(lost) == 8, lost
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {'2bw' if schedule == '2bw' else 'flush'}")
