@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.trainer.run.lost_rank_jobs import assert_nothing_lost, lose_and_return_at_random, run
+from tests.trainer.run.lost_rank_jobs import (
+    assert_drawn,
+    assert_nothing_lost,
+    changes_recorded,
+    lose_and_return_at_random,
+    run,
+)
 
 
 def test_ranks_come_back_one_after_another(tmp_path):
@@ -12,8 +18,12 @@ def test_ranks_come_back_one_after_another(tmp_path):
     losses += [[2, "forward", 11, "newcomer"]]
     flags = "--global-batch-size 4 --train-iters 16 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
     saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 8"
-    job = run(tmp_path, 4, f"{flags} {saving}", losses, max_restarts=1)
+    job = run(tmp_path, 4, f"{flags} {saving} --pipeline-timeline timeline", losses, max_restarts=1)
     assert_nothing_lost(job, flags)
+    changes = changes_recorded(job, world_size=4)
+    assert [each for change in changes for each in change["joined_ranks"]] == [0, 3] and changes[-1]["ranks"] == 4
+    lanes = ["rank 0 (pipeline rank 0)", "rank 2 (pipeline rank 1)"]
+    assert_drawn(tmp_path / "timeline", first=changes[-1]["iteration"], last=16, size=2, lanes=lanes, is_whole=True)
     output = job.outcome.output
     assert "rank 0 is back" in output and "rank 3 is back" in output, output
     assert "4 ranks of 4 go on" in output and "a batch takes as long as before any loss" in output, output
