@@ -148,34 +148,42 @@ def assert_nothing_lost(job: Finished, flags: str) -> None:
     assert longest < TIMEOUT + MARGIN, f"{longest:.1f} s until the next batch\n{job.outcome.output}"
 
 
-def losses_recorded(job: Finished, *, world_size: int) -> list[dict]:
-    """The records of losses, which are what the log says.
+def changes_recorded(job: Finished, *, world_size: int) -> list[dict]:
+    """The records of losses and returns, which are what the log says.
 
-    A new writer may have recorded the last loss before it again, with the seconds of its own recovery.
+    A new writer may have recorded the last change before it again, with the seconds of its own recovery.
     """
     records: dict[tuple, dict] = {}
     for each in job.records:
         if "lost_ranks" in each:
-            records.setdefault((each["iteration"], *each["lost_ranks"]), each)
+            records.setdefault((each["iteration"], *each["lost_ranks"], *each["joined_ranks"]), each)
     told = []
     for each in records.values():
-        named = ", ".join(f"lost rank {rank} ({why})" for rank, why in each["lost_ranks"].items())
-        told.append(
-            f"{named or 'lost no rank'}: {counted(each['ranks'], 'rank')} of {world_size} go on from iteration "
-            f"{each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {each['slowdown']:.2f} times "
-            f"as long as with all ranks, as simulated (at least {each['least_slowdown']:.2f}); program "
-            f"{each['program']}"
+        changes = [f"lost rank {rank} ({why})" for rank, why in each["lost_ranks"].items()]
+        changes += [f"rank {rank} is back" for rank in each["joined_ranks"]]
+        speed = (
+            f"{each['slowdown']:.2f} times as long as with all ranks, as simulated (at least "
+            f"{each['least_slowdown']:.2f}); program {each['program']}"
+            if "program" in each
+            else "as long as before any loss"
         )
-    lines = [line for line in job.outcome.output.splitlines() if line.startswith("lost ")]
+        told.append(
+            f"{', '.join(changes) or 'lost no rank'}: {counted(each['ranks'], 'rank')} of {world_size} go on from "
+            f"iteration {each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {speed}"
+        )
+    lines = [line for line in job.outcome.output.splitlines() if " go on from iteration " in line]
     assert lines == told, job.outcome.output
     return list(records.values())
 
 
-def assert_drawn(folder: Path, *, first: int, last: int, size: int, lanes: list[str]) -> None:
-    """The files of --pipeline-timeline have the batches behind iteration `first`, of `size` microbatches each."""
+def assert_drawn(folder: Path, *, first: int, last: int, size: int, lanes: list[str], is_whole: bool = False) -> None:
+    """The files of --pipeline-timeline have the batches behind iteration `first`, of `size` microbatches each.
+
+    `is_whole`: all ranks are there, and the pipeline of a replica is shown.
+    """
     measured = Timeline.load(folder / "measured.json")
     assert (measured.first_batch, measured.batches) == (first, (size,) * (last - first))
-    assert measured.num_ranks == len(lanes) and measured.copies
+    assert measured.num_ranks == len(lanes) and bool(measured.copies) is not is_whole
     computed = {each.microbatch for row in measured.rows for each in row if each.kind is Kind.FORWARD}
     assert computed == set(range(size * first, size * last))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]

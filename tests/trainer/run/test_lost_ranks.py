@@ -6,8 +6,8 @@ from tests.trainer.run.lost_rank_jobs import (
     MODEL,
     assert_drawn,
     assert_nothing_lost,
+    changes_recorded,
     lose_at_random,
-    losses_recorded,
     run,
     undisturbed,
     values,
@@ -32,10 +32,10 @@ def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
     assert "2 ranks of 6 go on from iteration" in job.outcome.output
     errors = [line for line in job.outcome.output.splitlines() if line.startswith("launch: rank 4 ")]
     assert len(errors) == 1 and "planted in backward" in errors[0] and "the job goes on" in errors[0]
-    losses = losses_recorded(job, world_size=6)
-    assert losses[-1]["ranks"] == 2
+    changes = changes_recorded(job, world_size=6)
+    assert changes[-1]["ranks"] == 2
     assert_drawn(
-        tmp_path / "timeline", first=losses[-1]["iteration"], last=8, size=6, lanes=["rank 2 (2.0)", "rank 3 (0.1)"]
+        tmp_path / "timeline", first=changes[-1]["iteration"], last=8, size=6, lanes=["rank 2 (2.0)", "rank 3 (0.1)"]
     )
 
 
