@@ -417,6 +417,7 @@ class Loop:
         if run.cache is not None:
             run.reporter.say(run.cache.describe())
             run.cache.close()
+        of_losses = () if self.lost_ranks is None else (RuntimeError,)  # with which nothing of the training is lost now
         with contextlib.ExitStack() as stack:
             stack.callback(run.reporter.close)
             if run.writer is not None:
@@ -426,13 +427,17 @@ class Loop:
                 what, change = f"--pipeline-timeline {folder}", run.reporter.membership_change
                 if not run.engine.tracer.batches():
                     run.reporter.say(f"{what}: there is nothing to draw, since no batch ran in the last program")
-                with ByProduct(what, consequence="without it", failures=(OSError, ValueError)).attempt():
+                with ByProduct(what, consequence="without it", failures=(OSError, ValueError, *of_losses)).attempt():
                     write_timeline(
                         run.engine, folder, drains=self._drains, most=most,
                         **({} if change is None else {"places": change.places, "note": change.title()}),
                     )  # fmt: skip
-        run.engine.close()
-        run.update.close()
+        try:
+            run.engine.close()
+            run.update.close()
+        except RuntimeError as error:
+            if self.lost_ranks is None or not self.lost_ranks.comes_from_loss(error):
+                raise
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:
