@@ -95,7 +95,7 @@ class Places:
         )
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
-        _around(loop_module, "write_timeline", before=of_time("timeline"))
+        _around(loop_module, "draw_last_batches", before=of_time("timeline"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
         _around(LostRanks, "_begin", after=of_time("new program"))
         _around(Reporter, "iteration", after=reported)
