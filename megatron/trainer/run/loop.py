@@ -21,7 +21,6 @@ import torch
 from megatron import backend
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.failure.errors import CheckpointError
-from megatron.pipeline.runtime.timeline_files import write_timeline
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
 from megatron.trainer.changes.change import change_arrangement
@@ -30,9 +29,10 @@ from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.log_line import Progress, main_loss
-from megatron.trainer.report.metrics import ByProduct, flops_per_sample
+from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.report.profiler import Profiler
 from megatron.trainer.run.evaluation import evaluate, full_batch
+from megatron.trainer.run.timeline import draw_last_batches
 from megatron.trainer.start_up.run import Run
 
 if TYPE_CHECKING:
@@ -434,17 +434,13 @@ class Loop:
             if run.writer is not None:
                 run.writer.close()
             if self.args.pipeline_timeline is not None:
-                folder, most = Path(self.args.pipeline_timeline), self.args.pipeline_timeline_iterations
-                what, change = f"--pipeline-timeline {folder}", run.reporter.membership_change
-                if not run.engine.tracer.batches():
-                    run.reporter.say(f"{what}: there is nothing to draw, since no batch ran in the last program")
-                with ByProduct(what, consequence="without it", failures=(OSError, ValueError)).attempt():
-                    write_timeline(
-                        run.engine, folder, drains=self._drains, most=most,
-                        **({} if change is None else {"places": change.places, "note": change.title()}),
-                    )  # fmt: skip
-        run.engine.close()
-        run.update.close()
+                draw_last_batches(run, drains=self._drains, may_lose_ranks=self.lost_ranks is not None)
+        try:
+            run.engine.close()
+            run.update.close()
+        except RuntimeError as error:
+            if self.lost_ranks is None or not self.lost_ranks.comes_from_loss(error):
+                raise
 
 
 def run_to_the_end(run: Run, stop: StopSignal, *, started: float, lost_ranks: LostRanks | None = None) -> None:

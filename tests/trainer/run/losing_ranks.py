@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import ModuleType
 
 from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
@@ -73,6 +74,7 @@ class Places:
         from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.checkpoint.writer import CheckpointWriter
         from megatron.trainer.report.log import Reporter
+        from megatron.trainer.run import loop as loop_module
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
 
@@ -105,6 +107,7 @@ class Places:
         )
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
+        _around(loop_module, "draw_last_batches", before=of_time("timeline"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
         _around(LostRanks, "_hand_over", before=of_time("state"))
         _around(Restoration, "complete", before=of_time("restoring"))
@@ -112,8 +115,10 @@ class Places:
         _around(Reporter, "iteration", after=reported)
 
 
-def _around(owner: type, name: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
-    """Call `before` and `after` around a method, with its arguments."""
+def _around(
+    owner: type | ModuleType, name: str, *, before: Callable | None = None, after: Callable | None = None
+) -> None:
+    """Call `before` and `after` around a method or a module's function, with its arguments."""
     method = getattr(owner, name)
 
     def watched(*arguments, **options):

@@ -42,17 +42,21 @@ def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
 def test_evaluations_and_checkpoints_go_on(tmp_path):
     """2bw: one rank has no sums of a batch with which others have stepped, and one of those is killed; then rank 0 is
     killed in a save. A run of all ranks resumes from the checkpoint that the two others save instead. What ranks hold
-    is reported over all losses by rank of the pipeline."""
+    is reported over all losses by rank of the pipeline. At the end one is killed before the other has its part of the
+    picture, which is left out."""
     losses = [
         [0, "without sums", 3, "broken"],
         [3, "stepped", 3, "SIGKILL"],
         [0, "save", 1, "SIGKILL"],
+        [2, "timeline", 1, "SIGKILL"],
     ]
     flags = "--global-batch-size 4 --train-iters 9 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
     saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 6"
-    job = run(tmp_path, 4, f"{flags} {saving} --log-saved-activations --log-interval 4", losses)
+    more = "--log-saved-activations --log-interval 4 --pipeline-timeline timeline"
+    job = run(tmp_path, 4, f"{flags} {saving} {more}", losses)
     assert_nothing_lost(job, flags)
-    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 0], job.outcome.output
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [3, 0, 2], job.outcome.output
+    assert "--pipeline-timeline timeline cannot be written" in job.outcome.output, job.outcome.output
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000006", "iter_0000009"]
     assert not list((tmp_path / "saved").glob("*staging*"))
     held = {
