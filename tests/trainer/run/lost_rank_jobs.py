@@ -130,7 +130,7 @@ def lose_and_return_at_random(
 ) -> tuple[Finished, list[tuple[int, str]]]:
     """Run a job whose lost ranks come back, and kill or stop ranks at random moments; returns whom, and how.
 
-    Each stage keeps a rank. After the last loss the test waits until all ranks are back.
+    Each stage keeps a rank. After the last loss, when all ranks are back, the job is asked to stop.
     """
     random, ranks = Random(f"{seed} {flags}"), range(depth * replicas)
     lost: list[tuple[int, str]] = []
@@ -156,13 +156,14 @@ def lose_and_return_at_random(
                 stream.write(f"{time.time()} {rank} random:{how} {known}\n")
             launch.kill(processes_of(folder)[rank], signal.Signals[how])
         job.wait_until(lambda: not away(), timeout=60)
+        job.process.terminate()
         return finished(folder, job.wait(timeout=timeout)), lost
 
 
 @functools.cache
 def undisturbed(flags: str) -> list[dict]:
     """The records of one process with the same flags."""
-    return train(1, flags, base=MODEL)[-1]["records"]
+    return train(1, flags, base=MODEL, timeout=600.0)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:

@@ -69,8 +69,10 @@ def test_what_a_new_process_takes_over(tmp_path, flags):
 def test_ranks_come_back_at_random_moments(tmp_path, depth, replicas, schedule):
     """Eight losses in each job, of ranks that have come back, too."""
     size = depth * replicas
-    flags = f"--global-batch-size {size} --train-iters 1500 --eval-interval 50 --eval-iters 1"
+    flags = f"--global-batch-size {size} --train-iters 20000 --eval-interval 50 --eval-iters 1"
     shape = f"--pipeline-model-parallel-size {depth} --pipeline-schedule {schedule} --save saved --save-interval 80"
     job, lost = lose_and_return_at_random(tmp_path, depth, replicas, f"{flags} {shape}", num_losses=8, seed=0)
     assert len(lost) == 8, lost
-    assert_nothing_lost(job, f"{flags} --pipeline-schedule {'2bw' if schedule == '2bw' else 'flush'}")
+    last = max(record["iteration"] for record in job.records)
+    weights = "2bw" if schedule == "2bw" else "flush"
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}")
