@@ -175,9 +175,12 @@ def values(records: list[dict], name: str) -> dict[int, float]:
     return found
 
 
-def assert_nothing_lost(job: Finished, flags: str) -> None:
-    """It ended well, and all that it records is as in one process that nothing disturbs."""
-    job.outcome.assert_succeeded()
+def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) -> None:
+    """It ended well, or by SIGTERM, and all that it records is as in one process that nothing disturbs."""
+    if is_stopped:
+        assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
+    else:
+        job.outcome.assert_succeeded()
     whole = undisturbed(flags)
     for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
         expected = values(whole, name)

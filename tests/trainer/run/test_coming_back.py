@@ -75,4 +75,4 @@ def test_ranks_come_back_at_random_moments(tmp_path, depth, replicas, schedule):
     assert len(lost) == 8, lost
     last = max(record["iteration"] for record in job.records)
     weights = "2bw" if schedule == "2bw" else "flush"
-    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}")
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}", is_stopped=True)
