@@ -4,7 +4,6 @@ import pytest
 
 from tests.trainer.run.lost_rank_jobs import assert_nothing_lost, lose_and_return_at_random, run
 
-
 DECAY = "--lr-decay-style linear --lr-warmup-iters 3 --weight-decay 0.1"
 
 
