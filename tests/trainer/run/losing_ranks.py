@@ -3,8 +3,8 @@
 LOSSES is a list of losses, as JSON: [rank, place, number, what, start]. The process of this rank is lost when it comes
 to the place for the number-th iteration, or to a place of a recovery or of what is due between batches for the
 number-th time. `what` is a signal that the process sends to itself, `error`, which it raises, or `kill R`: then it
-kills the process of rank R, and goes on. `start` counts the processes of a rank: 0, if it is left out, is the first, and 1
-the one that takes its place.
+kills the process of rank R, and goes on. `start` counts the processes of a rank: 0, if it is left out, is the first,
+and 1 the one that takes its place.
 
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
