@@ -194,7 +194,7 @@ class _Node:
             status, _, sentence = failure.partition(" ")
             raise _JobFailed(sentence, int(status))
         for worker in self.workers:
-            key = out_of(socket.gethostname(), worker.process.pid)
+            key = out_of(self.run_id, worker.process.pid)
             reason = self.board.read(key) if worker.is_running else None
             if reason is not None:
                 say(f"{worker.name} was taken for lost by the others ({reason}) and is ended")

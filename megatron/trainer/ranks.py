@@ -11,6 +11,14 @@ import random
 import signal
 from collections.abc import Callable
 
+# Requests, as bits that travel with the norm of a batch: all ranks read the same ones in its report.
+STOP = 1
+"""Save and end the run."""
+MADE = 2
+"""Drain, and go on with the program that was made while the run trains (`--pipeline-schedule auto`)."""
+ADMIT = 4
+"""Drain, and take in the new processes of lost ranks."""
+
 
 class StopSignal:
     """Notes SIGTERM. Install it early: what arrives during start-up is kept until the loop asks."""

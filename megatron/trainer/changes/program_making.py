@@ -37,11 +37,10 @@ from megatron.trainer.changes.times import measure_copies, measured_costs
 from megatron.trainer.plan import auto_program, from_flags
 from megatron.trainer.plan.auto_costs import MeasuredHere
 from megatron.trainer.plan.auto_problem import moving_problems_of, problems_of, search_of
+from megatron.trainer.ranks import MADE
 from megatron.trainer.report.metrics import ByProduct
 from megatron.trainer.start_up.run import Run, build_engine
 
-MADE = 2
-"""Stop request: the program is there. All ranks drain after this batch, and the run goes on."""
 _COPIED_BYTES = 8 << 20
 """The size of the copy to the host that is measured."""
 _PARTS = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward_input", "W": "backward_weight"}

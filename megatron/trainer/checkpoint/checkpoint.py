@@ -204,6 +204,7 @@ def log_once(message: str) -> None:
 
 
 def _load_scheduler(scheduler: object, state: dict) -> None:
+    scheduler.num_steps = 0  # megatron.core adds what it loads
     try:
         scheduler.load_state_dict(state)
     except AssertionError as error:  # megatron.core's error for other settings on the command line

@@ -27,7 +27,7 @@ from megatron.trainer.changes.change import change_arrangement
 from megatron.trainer.checkpoint.checkpoint import save_checkpoint
 from megatron.trainer.data.microbatches import MicrobatchIterator
 from megatron.trainer.plan.arrangement import iterations_to_the_end
-from megatron.trainer.ranks import StopSignal
+from megatron.trainer.ranks import ADMIT, STOP, StopSignal
 from megatron.trainer.report.log_line import Progress, main_loss
 from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.report.profiler import Profiler
@@ -37,11 +37,6 @@ from megatron.trainer.start_up.run import Run
 
 if TYPE_CHECKING:
     from megatron.trainer.run.lost_ranks import LostRanks
-
-STOP = 1
-"""Stop request: save and end the run."""
-ADMIT = 2
-"""Request to stop between two batches and take in the new processes of lost ranks."""
 
 
 class TrainingError(ValueError):
@@ -146,7 +141,6 @@ class Loop:
         self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
             run, self._settled, self._stop_requests, admits=admits
         )
-        self._admits = False
         size = self.args.global_batch_size
         run.flops += (run.iteration - before) * self._flops_per_sample * size
         if self._valid_before[0] == run.iteration > self._settled:
@@ -162,6 +156,7 @@ class Loop:
             seconds = time.perf_counter() - self._began
             self._waiting.append(known.get(report.batch + 1) or Progress(report.batch + 1, consumed, size, seconds))
         self._report(reports)
+        self._admits = False  # not all ranks may have had the report; new processes ask again with the next batch
         self._feed()
 
     def _feed(self) -> None:

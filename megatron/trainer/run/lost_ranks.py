@@ -36,7 +36,7 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import OnThisRank, is_new_process, number_of
+from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, is_new_process, number_of
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
@@ -46,7 +46,6 @@ from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
-from megatron.trainer.report.metrics import flops_per_sample
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run, build_engine, tracer_of
@@ -138,12 +137,20 @@ class LostRanks:
         Args:
             run: what this process has built alone, without an engine. It has no state yet.
 
-        Raises OnThisRank if nobody is left who could take this process in.
+        Raises:
+            JobHasEnded: the job has come to its end meanwhile.
+            OnThisRank: nobody is left who could take this process in, or this one cannot take part, with the reason.
         """
         self.epoch = self.membership.begin(_JOINING)
         start = time.monotonic()
+        data = json.loads(next(iter(self.epoch.notes.values())))["data"]
+        if run.args.data_digest != data:
+            raise OnThisRank("the data are not those with which the job began; give this host the same files")
         reports = self._give_up(run)
-        self._form(run, reports, start=start, settled=0, stop_requests=0)
+        try:
+            self._form(run, reports, start=start, settled=None, stop_requests=0)
+        except ValueError as error:
+            raise OnThisRank(str(error)) from error
 
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
@@ -151,13 +158,15 @@ class LostRanks:
 
     # --- parts
 
-    def _note(self, run: Run, settled: int, stop_requests: int) -> str:
-        """What this rank tells the others, as JSON."""
+    def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
+        """What this rank tells the others, as JSON. `settled`: None on a new process, which others take in when they
+        have done all that is due."""
         note = None
         if self.has_state:
             note = {
-                "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
-                "sums": _as_note(run.update.sums_of_newest()), "writes": run.reporter.writes,
+                "version": run.update.versions.newest, "settled": run.iteration if settled is None else settled,
+                "stop_requests": stop_requests, "sums": _as_note(run.update.sums_of_newest()),
+                "writes": run.reporter.writes,
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
                 "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
                 "saved": run.saved_iteration,
@@ -165,7 +174,7 @@ class LostRanks:
         return json.dumps(note)
 
     def _form(
-        self, run: Run, reports: list[BatchReport], *, start: float, settled: int, stop_requests: int
+        self, run: Run, reports: list[BatchReport], *, start: float, settled: int | None, stop_requests: int
     ) -> tuple[list[dict], list[BatchReport]]:
         """Collective: form the job of the epoch's ranks, or of a later epoch's if one is lost meanwhile.
 
@@ -258,7 +267,7 @@ class LostRanks:
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
             )
         if len(notes) < len(ranks):
-            self._hand_over(run, next(iter(notes.values())))
+            self._hand_over(run, list(notes.values()))
         run.update.regroup(copies)
         for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
             stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
@@ -277,32 +286,27 @@ class LostRanks:
             run.reporter.take_over()
         run.take_over_saving()
 
-    def _hand_over(self, run: Run, note: dict) -> None:
-        """Give new processes what those with state have. Collective. `note`: that of a rank with state.
+    def _hand_over(self, run: Run, notes: list[dict]) -> None:
+        """Give new processes the state that the others have, whose `notes` these are. Collective.
 
-        Raises ValueError on a new process whose data are not those of the job.
+        Raises ValueError on a process that could not take it, and RuntimeError on the others.
         """
-        iteration = max(run.iteration, note["version"])  # ranks with state have come to the newest version
+        note = notes[0]
+        assert {each["iteration"] for each in notes} == {each["version"] for each in notes} == {note["iteration"]}, (
+            "the others do not train until all have the state"
+        )
         try:
-            hand_to_new(run.model_and_optimizer, iteration=iteration, is_new=not self.has_state)
-        except ValueError as error:  # which all ranks know
-            if self.has_state:  # the new process ends
+            hand_to_new(run.model_and_optimizer, iteration=note["iteration"], is_new=not self.has_state)
+        except AgreedError as error:
+            if error.__cause__ is None:
                 raise RuntimeError(f"a new process could not take the state: {error}") from error
             raise
         if self.has_state:
             return
-        if run.args.data_digest != note["data"]:
-            raise ValueError(
-                f"the data of rank {self.membership.rank} are not those with which the job began; give this host the "
-                "same files"
-            )
         choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after the loading of a checkpoint
-        run.iteration, run.saved_iteration = iteration, note["saved"]
-        run.consumed_valid_samples = note["consumed_valid"]
-        behind = iteration - note["iteration"]
-        run.consumed_samples = note["consumed"] + behind * self._args.global_batch_size
-        run.flops = note["flops"] + behind * flops_per_sample(run.args) * self._args.global_batch_size
-        run.args = replace(run.args, train_iters=note["train_iters"])
+        run.iteration, run.saved_iteration = note["iteration"], note["saved"]
+        run.consumed_samples, run.consumed_valid_samples = note["consumed"], note["consumed_valid"]
+        run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])
         self.has_state = True
 
     def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from megatron.pipeline import interrupt
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, agreed, guarded
-from megatron.pipeline.runtime.failure.errors import OnThisRank, is_new_process
+from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, is_new_process
 from megatron.pipeline.runtime.stages.megatron.optimizers import is_dense
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
 from megatron.pipeline.start_up import late_weights
@@ -295,8 +296,16 @@ def pretrain(
         guard = nullcontext()  # an error ends this rank alone, and the others notice
     with initialize.left_in_order(), guarded(guard):
         if lost_ranks is not None and not lost_ranks.has_state:
-            run = assemble_alone(args, program)
-            lost_ranks.come_back(run)
+            try:
+                run = assemble_alone(args, program)
+            except ValueError as error:  # the others do not know it
+                raise OnThisRank(str(error)) from error
+            try:
+                lost_ranks.come_back(run)
+            except JobHasEnded as end:
+                lost_ranks.membership.leave()
+                sys.stdout.write(f"{end}\n")
+                return
         else:
             run = assemble(initialize.set_up(args), program)
         for line in (*assignment.lines, *(f"note: {note}" for note in notes)):

@@ -2,8 +2,9 @@
 
 LOSSES is a list of losses, as JSON: [rank, place, number, what, start]. The process of this rank is lost when it comes
 to the place for the number-th iteration, or to a place of a recovery or of what is due between batches for the
-number-th time. `what` is a signal that the process sends to itself, or `error`, which it raises. `start` counts the
-processes of a rank: 0, if it is left out, is the first, and 1 the one that takes its place.
+number-th time. `what` is a signal that the process sends to itself, `error`, which it raises, or `kill R`: then it
+kills the process of rank R, and goes on. `start` counts the processes of a rank: 0, if it is left out, is the first,
+and 1 the one that takes its place.
 
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
@@ -29,10 +30,19 @@ START = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 BROKEN = "Connection closed by peer [127.0.0.1]:1"  # as gloo says it
 
 
-def note(what: str, iteration: int) -> None:
+def note(what: str, iteration: int, rank: int = RANK) -> None:
     """Append a line to the file of MOMENTS, in one piece."""
     with open(os.environ["MOMENTS"], "a", encoding="utf-8") as stream:
-        stream.write(f"{time.time()} {RANK} {what} {iteration}\n")
+        stream.write(f"{time.time()} {rank} {what} {iteration}\n")
+
+
+def kill(rank: int) -> None:
+    """Kill the latest process of a rank."""
+    with open(os.environ["MOMENTS"], encoding="utf-8") as stream:
+        lines = [line.split() for line in stream]
+    os.kill(
+        [int(process) for _, each, what, process in lines if (int(each), what) == (rank, "began")][-1], signal.SIGKILL
+    )
 
 
 class Places:
@@ -53,7 +63,11 @@ class Places:
         what = self._losses.pop((place, number), None)
         if what is None:
             return
-        note(f"{place.replace(' ', '_')}:{what}", self._iteration())
+        act, _, other = what.partition(" ")
+        note(f"{place.replace(' ', '_')}:{act}", self._iteration(), int(other or RANK))
+        if act == "kill":
+            kill(int(other))
+            return
         if what == "newcomer":
             of_job = self._membership
             while not of_job.newcomers() and len(of_job.epoch.ranks) < of_job.world_size:
@@ -110,7 +124,8 @@ class Places:
         _around(loop_module, "draw_last_batches", before=of_time("timeline"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
         _around(LostRanks, "_hand_over", before=of_time("state"))
-        _around(Restoration, "complete", before=of_time("restoring"))
+        _around(Restoration, "complete", before=of_time("restoring"), after=of_time("restored"))
+        _around(MegatronWeightUpdate, "regroup", before=of_time("regroup"))
         _around(LostRanks, "_begin", after=of_time("new program"))
         _around(Reporter, "iteration", after=reported)
 

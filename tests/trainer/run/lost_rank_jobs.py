@@ -133,7 +133,7 @@ def lose_and_return_at_random(
 ) -> tuple[Finished, list[tuple[int, str]]]:
     """Run a job whose lost ranks come back, and kill or stop ranks at random moments; returns whom, and how.
 
-    Each stage keeps a rank. After the last loss the test waits until all ranks are back.
+    Each stage keeps a rank. After the last loss, when all ranks are back, the job is asked to stop.
     """
     random, ranks = Random(f"{seed} {flags}"), range(depth * replicas)
     lost: list[tuple[int, str]] = []
@@ -159,13 +159,14 @@ def lose_and_return_at_random(
                 stream.write(f"{time.time()} {rank} random:{how} {known}\n")
             launch.kill(processes_of(folder)[rank], signal.Signals[how])
         job.wait_until(lambda: not away(), timeout=60)
+        job.process.terminate()
         return finished(folder, job.wait(timeout=timeout)), lost
 
 
 @functools.cache
 def undisturbed(flags: str) -> list[dict]:
     """The records of one process with the same flags."""
-    return train(1, flags, base=MODEL)[-1]["records"]
+    return train(1, flags, base=MODEL, timeout=600.0)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
@@ -177,9 +178,12 @@ def values(records: list[dict], name: str) -> dict[int, float]:
     return found
 
 
-def assert_nothing_lost(job: Finished, flags: str) -> None:
-    """It ended well, and all that it records is as in one process that nothing disturbs."""
-    job.outcome.assert_succeeded()
+def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) -> None:
+    """It ended well, or by SIGTERM, and all that it records is as in one process that nothing disturbs."""
+    if is_stopped:
+        assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
+    else:
+        job.outcome.assert_succeeded()
     whole = undisturbed(flags)
     for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
         expected = values(whole, name)
@@ -209,8 +213,8 @@ def changes_recorded(job: Finished, *, world_size: int) -> list[dict]:
             else "as long as before any loss"
         )
         told.append(
-            f"{', '.join(changes) or 'lost no rank'}: {counted(each['ranks'], 'rank')} of {world_size} go on from "
-            f"iteration {each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {speed}"
+            f"{', '.join(changes) or 'no rank is lost or back'}: {counted(each['ranks'], 'rank')} of {world_size} "
+            f"go on from iteration {each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {speed}"
         )
     lines = [line for line in job.outcome.output.splitlines() if " go on from iteration " in line]
     assert lines == told, job.outcome.output

@@ -10,42 +10,58 @@ from tests.trainer.run.lost_rank_jobs import (
     run,
 )
 
+DECAY = "--lr-decay-style linear --lr-warmup-iters 3 --weight-decay 0.1"
 
-def test_ranks_come_back_one_after_another(tmp_path):
-    """2bw: rank 0, which owns --save, and the writer of the log are lost, and come back one by one. The last batches
-    run under the program of all ranks, and rank 0 saves."""
-    losses = [[0, "forward", 3, "SIGKILL"], [3, "chain", 4, "SIGSTOP"], [2, "forward", 8, "newcomer"]]
-    losses += [[2, "forward", 11, "newcomer"]]
-    flags = "--global-batch-size 4 --train-iters 16 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2"
-    saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 8"
+
+def test_rank_0_comes_back(tmp_path):
+    """2bw: rank 0, which owns --save, is lost and comes back. The last batches run under the program of all ranks."""
+    losses = [[0, "forward", 3, "SIGKILL"], [2, "forward", 5, "newcomer"]]
+    flags = f"--global-batch-size 4 --train-iters 10 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2 {DECAY}"
+    saving = f"--pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 5"
     job = run(tmp_path, 4, f"{flags} {saving} --pipeline-timeline timeline", losses, max_restarts=1)
     assert_nothing_lost(job, flags)
-    changes = changes_recorded(job, world_size=4)
-    assert [each for change in changes for each in change["joined_ranks"]] == [0, 3] and changes[-1]["ranks"] == 4
+    lost, back = changes_recorded(job, world_size=4)
+    assert (lost["ranks"], back["ranks"], back["joined_ranks"], back["slowdown"]) == (3, 4, [0], 1.0)
     lanes = ["rank 0 (pipeline rank 0)", "rank 2 (pipeline rank 1)"]
-    assert_drawn(tmp_path / "timeline", first=changes[-1]["iteration"], last=16, size=2, lanes=lanes, is_whole=True)
+    assert_drawn(tmp_path / "timeline", first=back["iteration"], last=10, size=2, lanes=lanes, is_whole=True)
+    assert "rank 0 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
+    assert "a batch takes as long as before any loss" in job.outcome.output, job.outcome.output
+    assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000005", "iter_0000010"]
+    assert not list((tmp_path / "saved").glob(".owner*"))
+
+
+@pytest.mark.full
+def test_ranks_come_back_one_after_another(tmp_path):
+    """2bw: rank 0 and the writer of the log are lost. One of them comes back to a job that still lacks the other."""
+    losses = [[0, "forward", 3, "SIGKILL"], [3, "chain", 4, "SIGSTOP"]]
+    losses += [[2, "forward", iteration, "newcomer"] for iteration in (8, 11)]
+    flags = f"--global-batch-size 4 --train-iters 16 --pipeline-schedule 2bw --eval-interval 3 --eval-iters 2 {DECAY}"
+    job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 2", losses, max_restarts=1)
+    assert_nothing_lost(job, flags)
     output = job.outcome.output
-    assert "rank 0 is back" in output and "rank 3 is back" in output, output
-    assert "4 ranks of 4 go on" in output and "a batch takes as long as before any loss" in output, output
-    assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000008", "iter_0000016"]
-    assert [path.name for path in (tmp_path / "saved").glob(".owner*")] == []
+    assert "rank 0 is back: 3 ranks of 4" in output and "rank 3 is back: 4 ranks of 4" in output, output
 
 
+@pytest.mark.full
 def test_others_are_lost_while_a_rank_comes_back(tmp_path):
-    """Flush: the first new process has an error while it takes the state over, with which the others do not end, and
-    the second one gets it though a rank that gives it is killed then."""
+    """Flush, with an evaluation at every border. The batch with the request breaks on one rank. The first new process
+    has an error while it takes the state over, with which the others do not end. When the second one has taken it, a
+    rank that gave it is killed; and when that one's new process has it, another rank is."""
     losses = [
         [1, "forward", 2, "SIGKILL"],
         [2, "forward", 4, "newcomer"],
+        [3, "without sums", 5, "broken"],
         [1, "restoring", 1, "error", 1],
-        [2, "forward", 7, "newcomer"],
-        [0, "state", 2, "SIGKILL"],
-        [2, "forward", 10, "newcomer"],
+        [2, "forward", 8, "newcomer"],
+        [1, "restored", 1, "kill 0", 2],
+        [2, "forward", 12, "newcomer"],
+        [4, "regroup", 5, "SIGKILL"],
+        [2, "forward", 16, "newcomer"],
     ]
-    flags = "--global-batch-size 6 --train-iters 14"
+    flags = f"--global-batch-size 6 --train-iters 20 --eval-interval 1 --eval-iters 1 {DECAY}"
     job = run(tmp_path, 6, f"{flags} --pipeline-model-parallel-size 2", losses, max_restarts=2)
     assert_nothing_lost(job, flags)
-    assert [moment.rank for moment in job.moments if moment.is_loss] == [1, 1, 0], job.outcome.output
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [1, 1, 0, 4], job.outcome.output
     assert "6 ranks of 6 go on" in job.outcome.output, job.outcome.output
 
 
@@ -79,8 +95,10 @@ def test_what_a_new_process_takes_over(tmp_path, flags):
 def test_ranks_come_back_at_random_moments(tmp_path, depth, replicas, schedule):
     """Eight losses in each job, of ranks that have come back, too."""
     size = depth * replicas
-    flags = f"--global-batch-size {size} --train-iters 1500 --eval-interval 50 --eval-iters 1"
+    flags = f"--global-batch-size {size} --train-iters 20000 --eval-interval 50 --eval-iters 1"
     shape = f"--pipeline-model-parallel-size {depth} --pipeline-schedule {schedule} --save saved --save-interval 80"
     job, lost = lose_and_return_at_random(tmp_path, depth, replicas, f"{flags} {shape}", num_losses=8, seed=0)
     assert len(lost) == 8, lost
-    assert_nothing_lost(job, f"{flags} --pipeline-schedule {'2bw' if schedule == '2bw' else 'flush'}")
+    last = max(record["iteration"] for record in job.records)
+    weights = "2bw" if schedule == "2bw" else "flush"
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}", is_stopped=True)

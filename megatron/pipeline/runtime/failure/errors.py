@@ -36,6 +36,10 @@ class OnThisRank(Exception):
     """An error of a rank that cannot tell the others. Its text is for the user."""
 
 
+class JobHasEnded(OnThisRank):
+    """The job has come to its end before it could take a new process in."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be written or read. The text names the file or setting, the reason and the remedy."""
 

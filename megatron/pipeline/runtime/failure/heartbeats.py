@@ -38,6 +38,7 @@ class Member(NamedTuple):
         host: the name of its host.
         address, port: where its door is.
         process: its process id.
+        launcher: the name that its launcher has given itself.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Member(NamedTuple):
     address: str
     port: int
     process: int
+    launcher: str = ""
 
 
 class Door:

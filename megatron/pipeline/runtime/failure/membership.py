@@ -37,7 +37,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
-from megatron.pipeline.runtime.failure.errors import OnThisRank, end_at_once
+from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, end_at_once
 from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
@@ -51,9 +51,9 @@ _ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lea
 _MOST_WATCHED = 16  # of those that others wait for, beside the ring's
 
 
-def out_of(host: str, process: int) -> str:
+def out_of(launcher: str, process: int) -> str:
     """The key under which a launcher finds that the others have taken its process for lost, and why."""
-    return f"out/{host}/{process}"
+    return f"out/{launcher}/{process}"
 
 
 class Membership(StoreThread):
@@ -95,8 +95,9 @@ class Membership(StoreThread):
         self._whole = store
         self._door = Door((self._root.host, self._root.port))
         self._me = Member(
-            rank, secrets.token_hex(8), socket.gethostname(), self._door.address, self._door.port, os.getpid()
-        )
+            rank, secrets.token_hex(8), socket.gethostname(), self._door.address, self._door.port, os.getpid(),
+            os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        )  # fmt: skip
         self.epoch: Epoch | None = None
         self.alarm: str | None = None
         self._members: dict[str, Member] = {}
@@ -123,7 +124,8 @@ class Membership(StoreThread):
     def join(self, timeout: float = 600.0) -> Epoch:
         """Ask to be taken into the job in the place of a lost process of this rank. Returns the first epoch with it.
 
-        Raises OnThisRank if no such epoch begins within `timeout` seconds, or if nobody is left who could begin one.
+        Raises OnThisRank if no such epoch begins within `timeout` seconds, or if nobody is left who could begin one:
+        JobHasEnded if all have left the job normally.
         """
         self._ask(self._ask_to_join)
         return self._next(-1, timeout)
@@ -275,7 +277,10 @@ class Membership(StoreThread):
             self._members = {member.token: member for member in members}
         if self._lookout.is_due():
             self._lookout.look_at(self._members.values())
-            if self._members and all([self._why_lost(member) for member in self._members.values()]):
+            reasons = [self._why_lost(member) for member in self._members.values()]
+            if reasons and set(reasons) == {HAS_LEFT}:
+                raise JobHasEnded(f"the job has ended before rank {self.rank} was taken in")
+            if reasons and all(reasons):
                 raise OnThisRank(f"nobody is left of epoch {self._num_read - 1} to take rank {self.rank} in")
 
     def _read(self, number: int) -> tuple[Epoch, tuple[Member, ...]]:
@@ -295,7 +300,7 @@ class Membership(StoreThread):
         for member in left_out:
             reason = epoch.lost[member.rank]
             if not reason.startswith(HAS_LEFT):  # a launcher ends what is there of it
-                self._root.set(f"{LAUNCHER}/{out_of(member.host, member.process)}", reason)
+                self._root.set(f"{LAUNCHER}/{out_of(member.launcher, member.process)}", reason)
         self._members = {member.token: member for member in members}
         self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)
         self._forget_agreement()
