@@ -51,8 +51,8 @@ class MembershipChange:
         changes = [f"lost rank {rank} ({why})" for rank, why in sorted(self.lost.items())]
         changes += [f"rank {rank} is back" for rank in sorted(self.joined)]
         return (
-            f"{', '.join(changes) or 'lost no rank'}: {counted(len(self.ranks), 'rank')} of {self.world_size} go on "
-            f"from iteration {self.iteration} after {self.seconds:.1f} s; {self._speed()}"
+            f"{', '.join(changes) or 'no rank is lost or back'}: {counted(len(self.ranks), 'rank')} of "
+            f"{self.world_size} go on from iteration {self.iteration} after {self.seconds:.1f} s; {self._speed()}"
         )
 
     def _speed(self) -> str:

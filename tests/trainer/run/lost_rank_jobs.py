@@ -168,8 +168,8 @@ def changes_recorded(job: Finished, *, world_size: int) -> list[dict]:
             else "as long as before any loss"
         )
         told.append(
-            f"{', '.join(changes) or 'lost no rank'}: {counted(each['ranks'], 'rank')} of {world_size} go on from "
-            f"iteration {each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {speed}"
+            f"{', '.join(changes) or 'no rank is lost or back'}: {counted(each['ranks'], 'rank')} of {world_size} "
+            f"go on from iteration {each['iteration']} after {each['recovery_seconds']:.1f} s; a batch takes {speed}"
         )
     lines = [line for line in job.outcome.output.splitlines() if " go on from iteration " in line]
     assert lines == told, job.outcome.output
