@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -152,10 +152,14 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
 def _program(
     sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
 ) -> ProgramSchedule:
-    weights = sharing.schedule.name_of_weights
-    without = f"without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
-    name = f"{weights} {without if sharing.lost else 'of ' + counted(sharing.num_replicas, 'replica')}"
+    name = name_of(sharing.schedule.name_of_weights, sharing.lost, sharing.num_replicas)
     return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
+
+
+def name_of(weights: str, lost: Collection[ReplicaRank], num_replicas: int) -> str:
+    """Return the name of the program of such weights without lost ranks."""
+    without = f"without {counted(len(lost), 'rank')} ({' '.join(map(str, sorted(lost)))})"
+    return f"{weights} {without if lost else 'of ' + counted(num_replicas, 'replica')}"
 
 
 _SIMULATED = 4  # orders

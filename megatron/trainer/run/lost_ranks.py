@@ -6,7 +6,8 @@
    has, and what was summed over all ranks for the step to that version.
 3. The ranks that are left form new process groups, which megatron.core then has in place of the old ones. A rank that
    lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums.
-4. They make the program without the lost ranks (`pipeline.survivors`), which is proved, and repeat the batch.
+4. They take the program without the lost ranks, which was proved before the run began (`proved_losses`), and repeat
+   the batch.
 
 If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.
 """
@@ -35,8 +36,9 @@ from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
 from megatron.pipeline.runtime.transport.channels import TransferError, forget_names
 from megatron.pipeline.runtime.update.gradients import NormReduction
-from megatron.pipeline.survivors import ReplicaRank, Survivors, without
+from megatron.pipeline.survivors import ReplicaRank, Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.run import Run
 
 _CONNECTING = 5.0
@@ -68,6 +70,8 @@ class LostRanks:
                 "--max-restarts out"
             )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
+        self.proved = ProvedLosses(args, self.membership)
+        self.proved.prove()
 
     def _on_alarm(self, sentence: str) -> None:
         break_connections(kept=self._kept)
@@ -130,7 +134,8 @@ class LostRanks:
         named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(lost.items())) or "no rank"
         run.reporter.say(
             f"lost {named}: {counted(len(self.epoch.ranks), 'rank')} of {self._world_size} go on from iteration "
-            f"{run.iteration} after {time.monotonic() - start:.1f} s" + _speed(run.survivors)
+            f"{run.iteration} after {time.monotonic() - start:.1f} s"
+            + _speed(run.survivors, is_proved=self.proved.knows(run.survivors.lost))
         )
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
@@ -204,8 +209,7 @@ class LostRanks:
             ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas)
             for rank in set(range(self._world_size)).difference(self.epoch.ranks)
         }
-        size = args.global_batch_size // (args.micro_batch_size * num_replicas)
-        survivors = without(args.schedule, size, num_replicas=num_replicas, lost=lost)
+        survivors = self.proved.of(lost)
         if survivors.slowdown * args.minimum_speed > 1:
             raise ValueError(
                 f"without {counted(len(lost), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "
@@ -218,8 +222,9 @@ def _as_note(sums: NormReduction | None) -> dict | None:
     return None if sums is None else asdict(sums)
 
 
-def _speed(survivors: Survivors) -> str:
+def _speed(survivors: Survivors, *, is_proved: bool) -> str:
     return (
         f"; a batch takes {survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
-        f"{survivors.bound / survivors.undisturbed:.2f}); program {survivors.schedule.short_hash}"
+        f"{survivors.bound / survivors.undisturbed:.2f}); program {survivors.schedule.short_hash}, made "
+        f"{'before the run began' if is_proved else 'now'}"
     )
