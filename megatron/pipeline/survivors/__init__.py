@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 from megatron.documents import counted
 from megatron.pipeline.check import ProgramError
@@ -108,17 +109,22 @@ def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedul
     """Return the fastest program that drains after each batch, and the bound on the time of a batch.
 
     The search takes receives as posted in time. So the best few orders are simulated, in which a receive may come late.
-    If no order fits into the limit, it is the program that holds the fewest microbatches.
+    One that takes as long as the search says leaves nothing to find to those behind it. If no order fits into the
+    limit, it is the program that holds the fewest microbatches.
     """
     work, orders = drained_orders(sharing, costs, limit)
     fitting = [each for each in orders if max(each.held) <= limit]
     fitting = fitting[:_SIMULATED] or [min(orders, key=lambda each: max(each.held))]
 
-    def seconds(ordered: Ordered) -> float:
+    best, least, priced = fitting[0], inf, sharing.costs(costs)
+    for ordered in fitting if len(fitting) > 1 else ():
+        if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
+            break
         program = completed(Program.of(work.extent, work.instructions(ordered.rows)))
-        return simulate(program, sharing.costs(costs)).makespan
-
-    return _program(sharing, work, min(fitting, key=seconds)), drained_bound(sharing, costs, limit)
+        seconds = simulate(program, priced).makespan
+        if seconds < least:
+            best, least = ordered, seconds
+    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
 
 
 def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:

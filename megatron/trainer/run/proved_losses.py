@@ -129,15 +129,15 @@ class ProvedLosses:
         if best.slowdown * self._args.minimum_speed > 1:
             raise SameEverywhere(
                 f"--minimum-speed {self._args.minimum_speed:g}: without a rank the job has at most "
-                f"{1 / best.slowdown:.0%} of its speed, as simulated, so the loss of any rank would end it; give at most "
-                f"{int(100 / best.slowdown) / 100:g}, or leave --go-on-without-lost-ranks out"
+                f"{1 / best.slowdown:.0%} of its speed, as simulated, so the loss of any rank would end it; give at "
+                f"most {int(100 / best.slowdown) / 100:g}, or leave --go-on-without-lost-ranks out"
             )
 
     def _lines_of_singles(self, singles: Sequence[Entry], took: float) -> list[str]:
         costs = " ".join("ends" if each.refusal else f"{each.slowdown:.2f}" for each in singles)
         lines = [
-            f"programs without lost ranks were proved in {took:.1f} s; without one rank, by pipeline rank, a batch takes "
-            f"{costs} times as long, as simulated"
+            f"programs without lost ranks were proved in {took:.1f} s; without one rank, by pipeline rank, a batch "
+            f"takes {costs} times as long, as simulated"
         ]
         for rank, each in enumerate(singles):
             if each.refusal is not None:
@@ -162,8 +162,8 @@ def _line_of_pairs(pairs: Sequence[Entry], num_pairs: int, estimate: float) -> s
     slowest = max(found, key=lambda each: each.slowdown)
     ends = f"; {len(pairs) - len(found)} of {counted(len(pairs), 'such loss')} end the job" * (len(found) < len(pairs))
     return (
-        f"without two ranks it takes {min(each.slowdown for each in found):.2f} to {slowest.slowdown:.2f} times as long, "
-        f"most without {' and '.join(slowest.lost)} (replica and pipeline rank){ends}"
+        f"without two ranks it takes {min(each.slowdown for each in found):.2f} to {slowest.slowdown:.2f} times as "
+        f"long, most without {' and '.join(slowest.lost)} (replica and pipeline rank){ends}"
     )
 
 
