@@ -5,7 +5,7 @@ one with renamed replicas, and its program is the other one's: the same rows at 
 microbatches, of stages that are copies and of ranks. What was proved of the one holds for the other.
 
     lost 2.1 of 4 replicas    is 0.1, where replica 0 stands for 2, and 1, 2, 3 for 3, 0, 1
-    lost 3.0 and 1.1          is 0.0 and 1.1, where 0 and 1 stand for 3 and 1, and 2, 3 for 0, 2
+    lost 3.0 and 1.1          is 0.1 and 1.0, where 0 and 1 stand for 1 and 3, and 2, 3 for 2, 0
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def distinct(lost: Iterable[ReplicaRank], num_replicas: int) -> tuple[tuple[Repl
     """Return the loss that stands for `lost`, and for each of its replicas the one of `lost` that it stands for.
 
     All losses that are the same but for the names of the replicas have the same one. Its replicas 0, 1, ... have lost
-    ranks, in the order of these.
+    ranks, the later ones of the pipeline first: programs are the fastest where that replica comes before the other.
     """
     ranks_of: dict[int, list[int]] = {}
     for each in sorted(lost):
         ranks_of.setdefault(each.replica, []).append(each.rank)
-    struck = sorted(ranks_of, key=lambda replica: (ranks_of[replica], replica))
+    struck = sorted(ranks_of, key=lambda replica: ([-rank for rank in ranks_of[replica]], replica))
     first = struck[0] if struck else 0
     whole = [each % num_replicas for each in range(first, first + num_replicas) if each % num_replicas not in ranks_of]
     found = tuple(ReplicaRank(at, rank) for at, replica in enumerate(struck) for rank in ranks_of[replica])
