@@ -64,10 +64,10 @@ def single_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
 
 
 def double_losses(num_ranks: int) -> list[tuple[ReplicaRank, ...]]:
-    """Return the losses of two ranks that differ: of the same replica, then of two replicas (see `renaming`)."""
+    """Return the losses of two ranks that differ: of the same replica, then of two replicas."""
     of_one = [(ReplicaRank(0, one), ReplicaRank(0, other)) for one, other in combinations(range(num_ranks), 2)]
     pairs = combinations_with_replacement(range(num_ranks), 2)
-    return of_one + [(ReplicaRank(0, other), ReplicaRank(1, one)) for one, other in pairs]
+    return of_one + [(ReplicaRank(0, one), ReplicaRank(1, other)) for one, other in pairs]
 
 
 def losses_of(

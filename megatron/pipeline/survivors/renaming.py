@@ -5,37 +5,34 @@ one with renamed replicas, and its program is the other one's: the same rows at 
 microbatches, of stages that are copies and of ranks. What was proved of the one holds for the other.
 
     lost 2.1 of 4 replicas    is 0.1, where replica 0 stands for 2, and 1, 2, 3 for 3, 0, 1
-    lost 3.0 and 1.1          is 0.1 and 1.0, where 0 and 1 stand for 1 and 3, and 2, 3 for 2, 0
+    lost 3.0 and 1.1          is 0.0 and 1.1, where 0 and 1 stand for 3 and 1, and 2, 3 for 0, 2
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge
 from megatron.pipeline.program.instruction import Instruction, Row
-from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.program_schedule import ProgramSchedule
-from megatron.pipeline.survivors import Survivors, name_of
-from megatron.pipeline.survivors.sharing import ReplicaRank
+from megatron.pipeline.survivors import Survivors
+from megatron.pipeline.survivors.sharing import ReplicaRank, in_order
 
 
-def distinct(lost: Iterable[ReplicaRank], num_replicas: int) -> tuple[tuple[ReplicaRank, ...], tuple[int, ...]]:
+def distinct(lost: Collection[ReplicaRank], num_replicas: int) -> tuple[tuple[ReplicaRank, ...], tuple[int, ...]]:
     """Return the loss that stands for `lost`, and for each of its replicas the one of `lost` that it stands for.
 
     All losses that are the same but for the names of the replicas have the same one. Its replicas 0, 1, ... have lost
-    ranks, the later ones of the pipeline first: programs are the fastest where that replica comes before the other.
+    ranks, and their order is that of `in_order`.
     """
-    ranks_of: dict[int, list[int]] = {}
-    for each in sorted(lost):
-        ranks_of.setdefault(each.replica, []).append(each.rank)
-    struck = sorted(ranks_of, key=lambda replica: ([-rank for rank in ranks_of[replica]], replica))
-    first = struck[0] if struck else 0
-    whole = [each % num_replicas for each in range(first, first + num_replicas) if each % num_replicas not in ranks_of]
-    found = tuple(ReplicaRank(at, rank) for at, replica in enumerate(struck) for rank in ranks_of[replica])
-    return found, (*struck, *whole)
+    order = in_order(lost, num_replicas)
+    ranks_of = {replica: sorted(each.rank for each in lost if each.replica == replica) for replica in order}
+    struck = [replica for replica in reversed(order) if ranks_of[replica]]
+    known = tuple(ReplicaRank(at, rank) for at, replica in enumerate(struck) for rank in ranks_of[replica])
+    stands_for = dict(zip(in_order(known, num_replicas), order, strict=True))
+    return known, tuple(stands_for[replica] for replica in range(num_replicas))
 
 
 def renamed(found: Survivors, replicas: Sequence[int]) -> Survivors:
@@ -92,8 +89,6 @@ def renamed(found: Survivors, replicas: Sequence[int]) -> Survivors:
         ),
         not_recomputed=tuple(sorted(stage_of[stage] for stage in program.not_recomputed)),
     )
-    assert isinstance(made, Program)
-    schedule = ProgramSchedule(
-        program=made, repetition=old.repetition, name=name_of(old.name_of_weights, lost, num_replicas)
-    )
+    before, after = (f"({' '.join(map(str, each))})" for each in (found.lost, lost))
+    schedule = ProgramSchedule(program=made, repetition=old.repetition, name=old.name.replace(before, after))
     return replace(found, schedule=schedule, ranks=tuple(ranks), lost=lost)

@@ -11,7 +11,7 @@ import json
 import time
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megatron.pipeline.program.csv_text import read_notes
 from megatron.pipeline.program.program import Program
@@ -87,9 +87,9 @@ class Entry:
                 f"{self.sha256} was proved; restart the job from its last checkpoint"
             )
         text = text.decode()
-        notes, lost = read_notes(text), tuple(sorted(sharing.lost))
+        notes, lost, program = read_notes(text), tuple(sorted(sharing.lost)), Program.from_csv(text)
         schedule = ProgramSchedule(  # without its proofs, which were made of this text
-            program=Program.from_csv(text),
+            program=replace(program, edges=program.graph.edges),  # a text need not say that they make a chain
             repetition=Repetition(notes["fill"], notes["period"]),
             name=name_of(sharing.schedule.name_of_weights, lost, sharing.num_replicas),
         )

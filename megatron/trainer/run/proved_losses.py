@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-from megatron.documents import counted
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere, number_of
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
@@ -67,7 +66,7 @@ class ProvedLosses:
         took = time.monotonic() - began
         self.lines = (*self._lines_of_singles(singles, took), _line_of_pairs(pairs, len(losses), estimate))
 
-    def knows(self, lost: Iterable[ReplicaRank]) -> bool:
+    def knows(self, lost: Collection[ReplicaRank]) -> bool:
         """Whether a loss was proved before the run began."""
         return distinct(lost, self._args.data_parallel_size)[0] in self._entries
 
@@ -160,10 +159,11 @@ def _line_of_pairs(pairs: Sequence[Entry], num_pairs: int, estimate: float) -> s
     if not found:
         return "without two ranks no stage would be left whole, and the job ends"
     slowest = max(found, key=lambda each: each.slowdown)
-    ends = f"; {len(pairs) - len(found)} of {counted(len(pairs), 'such loss')} end the job" * (len(found) < len(pairs))
+    least, most = (f"{value:.2f}" for value in (min(each.slowdown for each in found), slowest.slowdown))
+    ends = f"; {len(pairs) - len(found)} of {len(pairs)} such losses end the job" * (len(found) < len(pairs))
     return (
-        f"without two ranks it takes {min(each.slowdown for each in found):.2f} to {slowest.slowdown:.2f} times as "
-        f"long, most without {' and '.join(slowest.lost)} (replica and pipeline rank){ends}"
+        f"without two ranks it takes {most if least == most else f'{least} to {most}'} times as long, most without "
+        f"{' and '.join(slowest.lost)} (replica and pipeline rank){ends}"
     )
 
 

@@ -12,7 +12,7 @@ def test_losses_that_differ():
     assert [str(each) for (each,) in single_losses(3)] == ["0.0", "0.1", "0.2"]
     pairs = [" ".join(map(str, each)) for each in double_losses(3)]
     assert pairs[:3] == ["0.0 0.1", "0.0 0.2", "0.1 0.2"] and len({*pairs}) == 9
-    assert pairs[3:] == ["0.0 1.0", "0.1 1.0", "0.2 1.0", "0.1 1.1", "0.2 1.1", "0.2 1.2"]
+    assert pairs[3:] == ["0.0 1.0", "0.0 1.1", "0.0 1.2", "0.1 1.1", "0.1 1.2", "0.2 1.2"]
 
 
 def test_a_loss_that_ends_the_job_is_told_with_the_others():

@@ -1,5 +1,6 @@
 """Losses that differ only in the names of replicas have one program: the renamed one is proved, and takes as long."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -46,7 +47,7 @@ def assert_is_the_same_job(found: Survivors, other: Survivors, replicas: tuple[i
     assert {*other.lost} == {ReplicaRank(replicas[each.replica], each.rank) for each in found.lost}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(jobs(presets=DRAINED), st.data())
 def test_a_renamed_program_is_proved_and_as_fast(job: Job, data: st.DataObject):
     found, replicas = survive(job), tuple(data.draw(st.permutations(range(job.num_replicas))))
@@ -99,33 +100,35 @@ def test_all_losses_of_one_and_two_ranks_have_a_distinct_one():
     assert known == {*single_losses(3), *double_losses(3)}
 
 
+def assert_equal(one: Survivors, other: Survivors) -> None:
+    """To the letter."""
+    assert one.schedule.program.to_csv() == other.schedule.program.to_csv()
+    assert one.schedule == other.schedule and one.schedule.name == other.schedule.name
+    assert {**vars(one), "schedule": 0} == {**vars(other), "schedule": 0}
+
+
 @pytest.mark.parametrize("name", ["flush", "zb-h1", "2bw"])
-def test_every_loss_of_one_rank_has_the_program_of_its_own_search(name: str):
-    """Where one replica has lost ranks, the search itself goes by its name: the programs are equal, to the letter."""
-    schedule = schedule_of(name, 2)
-    for known in (*single_losses(2), (ReplicaRank(0, 0), ReplicaRank(0, 1))):
-        found = without(schedule, 2, num_replicas=3, lost=known)
-        for replica in range(3):
-            lost = [each._replace(replica=replica) for each in known]
-            other = renamed(found, distinct(lost, 3)[1])
-            direct = without(schedule, 2, num_replicas=3, lost=lost)
-            assert other.schedule.sha256 == direct.schedule.sha256
-            assert (other.ranks, other.lost, other.seconds, other.bound, other.held, other.schedule.name) == (
-                direct.ranks, direct.lost, direct.seconds, direct.bound, direct.held, direct.schedule.name,
-            )  # fmt: skip
-
-
-def test_every_loss_of_two_ranks_has_a_proved_program():
-    """It keeps the bound of the loss, and is no slower than what a search for the loss itself finds."""
-    schedule = schedule_of("zb-h1", 2)
+def test_every_loss_has_the_program_of_its_own_search(name: str):
+    """Of one, two and three ranks of six: what is looked up is what a search at the loss would have found."""
+    schedule, found = schedule_of(name, 2), {}
     every = [ReplicaRank(replica, rank) for replica in range(3) for rank in range(2)]
-    for lost in combinations(every, 2):
-        known, replicas = distinct(lost, 3)
-        found = without(schedule, 2, num_replicas=3, lost=known)
-        other, direct = renamed(found, replicas), without(schedule, 2, num_replicas=3, lost=lost)
-        assert_is_the_same_job(found, other, replicas)
-        assert other.bound == direct.bound <= other.seconds <= direct.seconds
-        assert (other.ranks, other.lost) == (direct.ranks, direct.lost)
+    for number in (1,) if name == "2bw" else (1, 2, 3):
+        for lost in combinations(every, number):
+            known, replicas = distinct(lost, 3)
+            if {(0, 0), (1, 0), (2, 0)} <= {*known} or {(0, 1), (1, 1), (2, 1)} <= {*known}:
+                continue
+            if known not in found:
+                found[known] = without(schedule, 2, num_replicas=3, lost=known)
+            assert_equal(renamed(found[known], replicas), without(schedule, 2, num_replicas=3, lost=lost))
+    assert len(found) < 15
+
+
+@settings(deadline=None, max_examples=20)
+@given(jobs(presets=DRAINED, most_lost=4))
+def test_the_search_goes_by_no_names(job: Job):
+    """Any loss of any job, stages with several makers and ranks of several stages aside."""
+    known, replicas = distinct(job.lost, job.num_replicas)
+    assert_equal(renamed(survive(replace(job, lost=frozenset(known))), replicas), survive(job))
 
 
 def test_shares_stay_even():
