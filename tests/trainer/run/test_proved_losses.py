@@ -117,7 +117,7 @@ def test_a_start_does_not_take_long_for_losses_of_two_ranks(searched, monkeypatc
 
 def test_a_speed_that_no_loss_keeps_is_refused():
     """All ranks know it, and none begins."""
-    with pytest.raises(SameEverywhere, match=r"--minimum-speed 0.9: without a rank the job has at most 6\d% of "):
+    with pytest.raises(SameEverywhere, match=r"--minimum-speed 0.9: without a rank the job has at most 70% of "):
         proved_by_all(minimum_speed=0.9)
 
 
