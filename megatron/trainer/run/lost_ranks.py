@@ -30,7 +30,7 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import OnThisRank, number_of
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere, number_of
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import name_groups_of_survivors
@@ -71,7 +71,11 @@ class LostRanks:
             )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
         self.proved = ProvedLosses(args, self.membership)
-        self.proved.prove()
+        try:
+            self.proved.prove()
+        except SameEverywhere:
+            self.membership.leave()  # a thread that still runs while the interpreter ends may abort the process
+            raise
 
     def _on_alarm(self, sentence: str) -> None:
         break_connections(kept=self._kept)
@@ -116,7 +120,7 @@ class LostRanks:
             notes = [json.loads(each) for each in self.epoch.notes.values()]
             try:
                 began = time.monotonic()
-                survivors = self._survivors()
+                survivors = self._survivors_told()
                 searched = time.monotonic() - began  # others may have taken as much longer
                 with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
                     self._make_groups()
@@ -201,6 +205,16 @@ class LostRanks:
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
         run.reporter.take_over()
         run.take_over_saving()
+
+    def _survivors_told(self) -> Survivors:
+        """As `_survivors`. Where rank 0, which tells errors that all ranks have, is lost, the first one that is left
+        does."""
+        try:
+            return self._survivors()
+        except ValueError as error:
+            if self.membership.rank == self.epoch.ranks[0] != 0:
+                raise OnThisRank(str(error)) from error
+            raise
 
     def _survivors(self) -> Survivors:
         args = self._args

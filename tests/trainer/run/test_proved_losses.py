@@ -123,11 +123,11 @@ def test_a_speed_that_no_loss_keeps_is_refused():
 
 def test_a_loss_that_would_be_too_slow_is_a_warning():
     """Others leave the job fast enough, so it begins."""
-    schedule = schedule_of("flush", 4)
-    args = arguments(schedule=schedule, global_batch_size=8 * NUM_REPLICAS)
+    schedule = schedule_of("flush", 3)
+    args = arguments(schedule=schedule, global_batch_size=4 * NUM_REPLICAS)
     alone = ProvedLosses(args, Place(HashStore(), 0, world_size=1))
     alone.prove()
-    speeds = [1 / alone.of([ReplicaRank(0, rank)]).slowdown for rank in range(4)]
+    speeds = [1 / alone.of([ReplicaRank(0, rank)]).slowdown for rank in range(3)]
     args.minimum_speed = (min(speeds) + max(speeds)) / 2
     alone.prove()
     warnings = [line for line in alone.lines if line.startswith("warning: the loss of a rank ")]
