@@ -116,15 +116,15 @@ def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedul
     fitting = [each for each in orders if max(each.held) <= limit]
     fitting = fitting[:_SIMULATED] or [min(orders, key=lambda each: max(each.held))]
 
-    best, least, priced = fitting[0], inf, sharing.costs(costs)
+    best, least, priced = _program(work, fitting[0]), inf, sharing.costs(costs)
     for ordered in fitting if len(fitting) > 1 else ():
         if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
             break
-        program = completed(Program.of(work.extent, work.instructions(ordered.rows)))
+        program = completed(_program(work, ordered))
         seconds = simulate(program, priced).makespan
         if seconds < least:
-            best, least = ordered, seconds
-    return _program(sharing, work, best), drained_bound(sharing, costs, limit)
+            best, least = program, seconds
+    return _schedule(sharing, best), drained_bound(sharing, costs, limit)
 
 
 def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
@@ -141,7 +141,7 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
-                program = _program(sharing, work, ordered, num_batches, period)
+                program = _schedule(sharing, _program(work, ordered), period)
                 if program.drains_between_periods and not may_drain:
                     continue
                 if max(program.max_saved_on_rank(program.program.batches)) <= limit:
@@ -155,11 +155,13 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     )
 
 
-def _program(
-    sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
-) -> ProgramSchedule:
+def _program(work: Work, ordered: Ordered) -> Program:
+    return Program.of(work.extent, work.instructions(ordered.rows))
+
+
+def _schedule(sharing: Sharing, program: Program, period: int | None = None) -> ProgramSchedule:
     name = name_of(sharing.schedule.name_of_weights, sharing.lost, sharing.num_replicas)
-    return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
+    return ProgramSchedule.of(program, name=name, period=period)
 
 
 def name_of(weights: str, lost: Collection[ReplicaRank], num_replicas: int) -> str:
