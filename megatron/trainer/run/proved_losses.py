@@ -160,11 +160,10 @@ def _line_of_pairs(pairs: Sequence[Entry], num_pairs: int, estimate: float) -> s
         return "without two ranks no stage would be left whole, and the job ends"
     slowest = max(found, key=lambda each: each.slowdown)
     least, most = (f"{value:.2f}" for value in (min(each.slowdown for each in found), slowest.slowdown))
+    range_of = most if least == most else f"{least} to {most}"
+    where = f", most without {' and '.join(slowest.lost)} (replica and pipeline rank)" * (least != most)
     ends = f"; {len(pairs) - len(found)} of {len(pairs)} such losses end the job" * (len(found) < len(pairs))
-    return (
-        f"without two ranks it takes {most if least == most else f'{least} to {most}'} times as long, most without "
-        f"{' and '.join(slowest.lost)} (replica and pipeline rank){ends}"
-    )
+    return f"without two ranks it takes {range_of} times as long{where}{ends}"
 
 
 def _crowd() -> float:
