@@ -125,13 +125,14 @@ class Facts:
         program, width = compact.program, compact.num_microbatches
         for stage in range(compact.num_stages * bool(program.copies)):
             peers = [(fact, compact.transfers[slot].peer) for slot, fact in self.of_transfers(stage).items()]
-            for index, microbatch in enumerate(range(program.first_microbatch, program.first_microbatch + width)):
-                if not program.takes(stage, microbatch):
-                    found[stage * width + index] = self.complete[stage]
-                elif given := self.complete[stage] & sum(
-                    fact for fact, peer in peers if not program.takes(peer, microbatch)
-                ):
-                    found[stage * width + index] = given
+            own = stage * width
+            found |= dict.fromkeys(range(own, own + width), self.complete[stage])
+            for index in program.indexes_taken(stage):
+                microbatch = program.first_microbatch + index
+                given = sum(fact for fact, peer in peers if not program.takes(peer, microbatch))
+                found[own + index] = self.complete[stage] & given
+                if not found[own + index]:
+                    del found[own + index]
         return found
 
     def of_transfers(self, stage: int) -> dict[int, int]:

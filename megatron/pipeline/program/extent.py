@@ -7,7 +7,7 @@ need its extent before its rows are complete.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,7 +201,10 @@ class Extent(Tied):
     def num_taken(self, stage: int, batch: int) -> int:
         """Return how many microbatches of a batch a stage takes. Raises ValueError as `microbatches_of`."""
         microbatches = self.microbatches_of(batch)
-        return sum(self.takes(stage, each) for each in microbatches) if self.copies else len(microbatches)
+        if not self.copies:
+            return len(microbatches)
+        taken, first = self._indexes_taken[stage], microbatches.start - self.first_microbatch
+        return bisect_left(taken, first + len(microbatches)) - bisect_left(taken, first)
 
     def indexes_taken(self, stage: int) -> Sequence[int]:
         """Return the microbatches that a stage takes, counted from the program's first one, ascending."""

@@ -31,8 +31,6 @@ from megatron.pipeline.schedules.one_f_one_b import GPipe
 from megatron.pipeline.schedules.order import Order
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule, ProgramInSegments
 
-_DIGITS = 12  # the digits of a hash in logs
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ProgramSchedule(PipelineSchedule):
@@ -84,17 +82,21 @@ class ProgramSchedule(PipelineSchedule):
 
     # --- the program
 
+    @property
+    def text(self) -> str:
+        """The text of the complete program and its repetition."""
+        fill, period = self.repetition.num_fill, self.repetition.num_period
+        return f"# fill: {fill}\n# period: {period}\n{self.program.to_csv()}"
+
     @cached_property
     def sha256(self) -> str:
-        """The hash, in 64 hexadecimal digits, of the text of the complete program and its repetition."""
-        fill, period = self.repetition.num_fill, self.repetition.num_period
-        text = f"# fill: {fill}\n# period: {period}\n{self.program.to_csv()}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        """The hash of `text`, in 64 hexadecimal digits."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     @property
     def short_hash(self) -> str:
         """The first digits of `sha256`, for logs."""
-        return self.sha256[:_DIGITS]
+        return self.sha256[:12]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProgramSchedule) and self.sha256 == other.sha256

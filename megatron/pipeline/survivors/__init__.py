@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 
 from megatron.documents import counted
 from megatron.pipeline.check import ProgramError
@@ -113,17 +114,22 @@ def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedul
     """Return the fastest program that drains after each batch, and the bound on the time of a batch.
 
     The search takes receives as posted in time. So the best few orders are simulated, in which a receive may come late.
-    If no order fits into the limit, it is the program that holds the fewest microbatches.
+    One that takes as long as the search says leaves nothing to find to those behind it. If no order fits into the
+    limit, it is the program that holds the fewest microbatches.
     """
     work, orders = drained_orders(sharing, costs, limit)
     fitting = [each for each in orders if max(each.held) <= limit]
     fitting = fitting[:_SIMULATED] or [min(orders, key=lambda each: max(each.held))]
 
-    def seconds(ordered: Ordered) -> float:
-        program = completed(Program.of(work.extent, work.instructions(ordered.rows)))
-        return simulate(program, sharing.costs(costs)).makespan
-
-    return _program(sharing, work, min(fitting, key=seconds)), drained_bound(sharing, costs, limit)
+    best, least, priced = _program(work, fitting[0]), inf, sharing.costs(costs)
+    for ordered in fitting if len(fitting) > 1 else ():
+        if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
+            break
+        program = completed(_program(work, ordered))
+        seconds = simulate(program, priced).makespan
+        if seconds < least:
+            best, least = program, seconds
+    return _schedule(sharing, best), drained_bound(sharing, costs, limit)
 
 
 def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
@@ -140,7 +146,7 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     for period in (1, None):
         for ordered in orders:
             with suppress(ProgramError):
-                program = _program(sharing, work, ordered, num_batches, period)
+                program = _schedule(sharing, _program(work, ordered), period)
                 if program.drains_between_periods and not may_drain:
                     continue
                 if max(program.max_saved_on_rank(program.program.batches)) <= limit:
@@ -154,13 +160,19 @@ def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule
     )
 
 
-def _program(
-    sharing: Sharing, work: Work, ordered: Ordered, num_batches: int = 1, period: int | None = None
-) -> ProgramSchedule:
-    weights = sharing.schedule.name_of_weights
-    without = f"without {counted(len(sharing.lost), 'rank')} ({' '.join(map(str, sorted(sharing.lost)))})"
-    name = f"{weights} {without if sharing.lost else 'of ' + counted(sharing.num_replicas, 'replica')}"
-    return ProgramSchedule.of(Program.of(work.extent, work.instructions(ordered.rows)), name=name, period=period)
+def _program(work: Work, ordered: Ordered) -> Program:
+    return Program.of(work.extent, work.instructions(ordered.rows))
+
+
+def _schedule(sharing: Sharing, program: Program, period: int | None = None) -> ProgramSchedule:
+    name = name_of(sharing.schedule.name_of_weights, sharing.lost, sharing.num_replicas)
+    return ProgramSchedule.of(program, name=name, period=period)
+
+
+def name_of(weights: str, lost: Collection[ReplicaRank], num_replicas: int) -> str:
+    """Return the name of the program of such weights without lost ranks."""
+    without = f"without {counted(len(lost), 'rank')} ({' '.join(map(str, sorted(lost)))})"
+    return f"{weights} {without if lost else 'of ' + counted(num_replicas, 'replica')}"
 
 
 _SIMULATED = 4  # orders

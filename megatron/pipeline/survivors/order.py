@@ -88,7 +88,7 @@ class Work:
             range(len(merged)),
             key=lambda at: (
                 sharing.ranks[at].rank,
-                (sharing.ranks[at].replica - sharing.first_lost) % sharing.num_replicas,
+                (sharing.places[sharing.ranks[at].replica] + 1) % sharing.num_replicas,
             ),
         )
         self.turns = [of_turn.index(rank) for rank in range(len(merged))]

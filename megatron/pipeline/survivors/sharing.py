@@ -17,7 +17,7 @@ replica k go on (ReCycle, SOSP 2024, section 4):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -46,6 +46,21 @@ class ReplicaRank(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.replica}.{self.rank}"
+
+
+def in_order(lost: Iterable[ReplicaRank], num_replicas: int) -> tuple[int, ...]:
+    """Return the replicas in the order in which they begin what all could begin: those that have lost ranks last.
+
+    The search goes by this order and by no other names of replicas. Of those that have lost ranks, the one that has
+    lost the first rank of the pipeline is the last: its peers have that much to do before others wait for them.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for each in sorted(lost):
+        ranks_of.setdefault(each.replica, []).append(each.rank)
+    struck = sorted(ranks_of, key=lambda replica: (ranks_of[replica], replica))
+    first = struck[0] if struck else 0
+    whole = (each % num_replicas for each in range(first + 1, first + num_replicas + 1))
+    return (*(each for each in whole if each not in ranks_of), *reversed(struck)) if struck else tuple(whole)
 
 
 @dataclass(frozen=True)
@@ -111,30 +126,29 @@ class Sharing:
         """The number of microbatches of a batch over all replicas."""
         return self.num_microbatches * self.num_replicas
 
-    @property
-    def first_lost(self) -> int:
-        """The first replica that has lost a rank; 0 if none has."""
-        return min((each.replica for each in self.lost), default=0)
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """For each replica, its place in the order in which they begin (see `in_order`)."""
+        order = in_order(self.lost, self.num_replicas)
+        return tuple(map(order.index, range(self.num_replicas)))
 
     def place(self, microbatch: int) -> int:
-        """Return a number of a microbatch such that the search is the same whichever replica has lost the rank.
-
-        Of the microbatches that replicas compute at the same time, that of the lost rank is the last.
-        """
+        """Return a number of a microbatch such that the search is the same whichever replicas have lost ranks."""
         index, replica = divmod(microbatch, self.num_replicas)
-        return index * self.num_replicas + (replica - self.first_lost - 1) % self.num_replicas
+        return index * self.num_replicas + self.places[replica]
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
         """For each pipeline rank and each position in a batch, the replica that takes the microbatch there."""
-        found = []
+        found, places = [], self.places
         for rank in range(self.schedule.num_ranks):
             alive, load = self._alive(rank), Counter[int]()
             takers = [0] * self.batch_size
             for position in sorted(range(self.batch_size), key=self.place):
                 replica = position % self.num_replicas
                 if replica not in alive:  # the peer that has the fewest; in turn where several have
-                    replica = min(alive, key=lambda each: (load[each], (each - position) % self.num_replicas))
+                    own = places[replica]
+                    replica = min(alive, key=lambda each: (load[each], (places[each] - own) % self.num_replicas))
                     load[replica] += 1
                 takers[position] = replica
             found.append(tuple(takers))

@@ -26,6 +26,7 @@ class MembershipChange:
         world_size: the number of ranks of the whole job.
         seconds: how long the recovery took.
         survivors: the program of `ranks`; None: each replica has its own again, as in a job that has lost no rank.
+        was_made_before: whether that program was made before the run began.
     """
 
     iteration: int
@@ -35,6 +36,7 @@ class MembershipChange:
     world_size: int
     seconds: float
     survivors: Survivors | None = field(repr=False)
+    was_made_before: bool = False
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...] | None:
@@ -60,7 +62,8 @@ class MembershipChange:
             return "a batch takes as long as before any loss"
         return (
             f"a batch takes {self.survivors.slowdown:.2f} times as long as with all ranks, as simulated (at least "
-            f"{self.survivors.least_slowdown:.2f}); program {self.survivors.schedule.short_hash}"
+            f"{self.survivors.least_slowdown:.2f}); program {self.survivors.schedule.short_hash}, made "
+            f"{'before the run began' if self.was_made_before else 'now'}"
         )
 
     def title(self) -> str:

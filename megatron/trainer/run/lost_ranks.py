@@ -6,7 +6,8 @@
    has, and what was summed over all ranks for the step to that version.
 3. The ranks that are left form new process groups, which megatron.core then has in place of the old ones. A rank that
    lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums.
-4. They make the program without the lost ranks (`pipeline.survivors`), which is proved, and repeat the batch.
+4. They take the program without the lost ranks, which was proved before the run began (`proved_losses`), and repeat
+   the batch.
 
 If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.
 
@@ -36,16 +37,17 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, is_new_process, number_of
+from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere, is_new_process, number_of
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
 from megatron.pipeline.runtime.transport.channels import TransferError, forget_names
 from megatron.pipeline.runtime.update.gradients import NormReduction
-from megatron.pipeline.survivors import ReplicaRank, Survivors, without
+from megatron.pipeline.survivors import ReplicaRank, Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
+from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import Run, build_engine, tracer_of
@@ -79,7 +81,10 @@ class LostRanks:
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
         self.has_state = not is_new_process()  # weights, optimizer and position are those of the job
+        self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
+            self.proved.prove()  # reads what the others have proved, and have said
+            self.proved.lines = ()
             return
         if number_of("TORCHELASTIC_RESTART_COUNT", 0):
             raise OnThisRank(
@@ -87,6 +92,11 @@ class LostRanks:
                 "tools/launch.py, or leave --max-restarts out"
             )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
+        try:
+            self.proved.prove()
+        except SameEverywhere:
+            self.membership.leave()  # a thread that still runs while the interpreter ends may abort the process
+            raise
 
     def _on_alarm(self, sentence: str) -> None:
         break_connections(kept=self._kept)
@@ -191,7 +201,7 @@ class LostRanks:
             notes = {rank: each for rank, each in told.items() if each is not None}
             try:
                 began = time.monotonic()
-                survivors = self._survivors(notes)
+                survivors = self._survivors_told(notes)
                 searched = time.monotonic() - began  # others may have taken as much longer
                 with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
                     self._make_groups()
@@ -213,6 +223,7 @@ class LostRanks:
         run.reporter.membership(MembershipChange(
             iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
             world_size=self._world_size, seconds=time.monotonic() - start, survivors=run.survivors,
+            was_made_before=run.survivors is not None and self.proved.knows(run.survivors.lost),
         ))  # fmt: skip
         return list(notes.values()), reports
 
@@ -309,6 +320,16 @@ class LostRanks:
         run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])
         self.has_state = True
 
+    def _survivors_told(self, notes: Mapping[int, dict]) -> Survivors | None:
+        """As `_survivors`. Where rank 0, which tells errors that all ranks have, is lost, the first one that is left
+        does."""
+        try:
+            return self._survivors(notes)
+        except ValueError as error:
+            if self.membership.rank == self.epoch.ranks[0] != 0:
+                raise OnThisRank(str(error)) from error
+            raise
+
     def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:
         """The program of the ranks that are there; None if all are."""
         args = self._args
@@ -323,8 +344,7 @@ class LostRanks:
         if not absent:
             return None
         lost = {ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas) for rank in absent}
-        size = args.global_batch_size // (args.micro_batch_size * num_replicas)
-        survivors = without(args.schedule, size, num_replicas=num_replicas, lost=lost)
+        survivors = self.proved.of(lost)
         if survivors.slowdown * args.minimum_speed > 1:
             raise ValueError(
                 f"without {counted(len(lost), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "

@@ -308,7 +308,8 @@ def pretrain(
                 return
         else:
             run = assemble(initialize.set_up(args), program)
-        for line in (*assignment.lines, *(f"note: {note}" for note in notes)):
+        proved = () if lost_ranks is None else lost_ranks.proved.lines
+        for line in (*assignment.lines, *proved, *(f"note: {note}" for note in notes)):
             run.reporter.say(line)
         # A collection that looks at all of this takes tenths of a second, and the pipeline waits for the rank.
         gc.collect()

@@ -74,7 +74,7 @@ def test_one_line_of_the_log(tmp_path, capsys, change, start):
     reports.close()
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(start)
-    assert line.endswith(f"{PROGRAM.least_slowdown:.2f}); program {PROGRAM.schedule.short_hash}")
+    assert line.endswith(f"{PROGRAM.least_slowdown:.2f}); program {PROGRAM.schedule.short_hash}, made now")
 
 
 def test_a_whole_job_goes_on_as_it_began(tmp_path, capsys):

@@ -17,7 +17,8 @@ from tests.trainer.run.run_case import train
 
 def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
     """Flush: one is killed in a forward, one stops in the chain, one is killed during that recovery, one has an error
-    of its own, which the launcher names. Six ranks become two, and the log's writer and rank 0 are among the lost."""
+    of its own, which the launcher names. Six ranks become two, and the log's writer and rank 0 are among the lost. The
+    program without one rank was proved before the run began."""
     losses = [
         [1, "forward", 2, "SIGKILL"],
         [5, "chain", 4, "SIGSTOP"],
@@ -29,7 +30,9 @@ def test_three_are_lost_one_after_another_and_one_fails(tmp_path):
     job = run(tmp_path, 6, f"{flags} {shape} --pipeline-timeline timeline", losses)
     assert_nothing_lost(job, f"{flags} --pipeline-schedule flush")
     assert sorted(moment.rank for moment in job.moments if moment.is_loss) == [0, 1, 4, 5], job.outcome.output
-    assert "2 ranks of 6 go on from iteration" in job.outcome.output
+    made = {line.split(": ")[1].split(" ")[0]: line.rsplit(", made ")[1]
+            for line in job.outcome.output.splitlines() if " of 6 go on from iteration " in line}  # fmt: skip
+    assert (made["5"], made["2"]) == ("before the run began", "now"), job.outcome.output
     errors = [line for line in job.outcome.output.splitlines() if line.startswith("launch: rank 4 ")]
     assert len(errors) == 1 and "planted in backward" in errors[0] and "the job goes on" in errors[0]
     changes = changes_recorded(job, world_size=6)
@@ -70,18 +73,24 @@ def test_evaluations_and_checkpoints_go_on(tmp_path):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "flags, sentence",
+    "replicas, lost, flags, sentence",
     [
-        ("", "every replica has lost rank 1, so nobody holds the weights of stage 1; restart from the last checkpoint"),
-        ("--minimum-speed 0.9", "less than --minimum-speed 0.9; restart it with all ranks from its last checkpoint"),
+        (2, [2, 3], "",
+         "every replica has lost rank 1, so nobody holds the weights of stage 1; restart from the last checkpoint"),
+        (3, [0, 1], "--minimum-speed 0.5",
+         "less than --minimum-speed 0.5; restart it with all ranks from its last checkpoint"),
+        (2, [], "--minimum-speed 0.9",
+         "--minimum-speed 0.9: without a rank the job has at most 60% of its speed, as simulated, so the loss of any "
+         "rank would end it; give at most 0.6, or leave --go-on-without-lost-ranks out"),
     ],
-    ids=["all replicas", "speed"],
-)
-def test_a_job_that_cannot_go_on_ends(tmp_path, flags, sentence):
-    """Both ranks of a stage are lost, or what is left is too slow: the job ends, and says why."""
-    losses = [[2, "forward", 2, "SIGKILL"], [3, "forward", 2, "SIGKILL"]][: 1 if flags else 2]
-    shape = "--global-batch-size 4 --train-iters 1000 --pipeline-model-parallel-size 2"
-    job = run(tmp_path, 4, f"{shape} {flags}", losses)
+    ids=["all replicas", "speed", "speed without any rank"],
+)  # fmt: skip
+def test_a_job_that_cannot_go_on_ends(tmp_path, replicas, lost, flags, sentence):
+    """Both ranks of a stage are lost, or what is left is too slow: the job ends, and says why. Where it would be too
+    slow without any rank, it does not begin."""
+    losses = [[rank, "forward", 2, "SIGKILL"] for rank in lost]
+    shape = f"--global-batch-size {2 * replicas} --train-iters 1000 --pipeline-model-parallel-size 2"
+    job = run(tmp_path, 2 * replicas, f"{shape} {flags}", losses)
     job.outcome.assert_failed_clearly(sentence)
 
 

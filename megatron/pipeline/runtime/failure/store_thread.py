@@ -123,6 +123,13 @@ class StoreThread(abc.ABC):
         """Have the thread look now."""
         self._wakes.set()
 
+    def ask(self, question: Callable[[Store], Any]) -> Any:
+        """Have the thread ask this object's part of the store something that it answers at once.
+
+        Raises OnThisRank if the store is gone, or does not answer in time.
+        """
+        return self._ask(lambda: question(self._store))
+
     def _ask(self, question: Callable[[], Any]) -> Any:
         """Have the thread ask the store. Raises OnThisRank if the store is gone, or does not answer in time."""
         answer: Future = Future()

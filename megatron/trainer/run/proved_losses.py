@@ -1,0 +1,179 @@
+"""The losses that a run is ready for: proved before it begins, and looked up when ranks are lost.
+
+1. The ranks share out the distinct losses of one rank, of which there are as many as pipeline ranks. Each rank searches
+   its own, and writes what it has found, with the proved program, into the membership's part of the store.
+2. Every rank reads what each loss comes to. Where no loss of one rank leaves the job fast enough for `--minimum-speed`,
+   the run does not begin: it would promise what it cannot keep.
+3. The same for losses of two ranks, if that takes no longer than a minute by the time that single losses have taken.
+4. At a loss, a rank takes the program from the store, and gives its replicas the names of those that have lost ranks.
+   Other losses are searched then.
+
+A process that joins the job later finds everything in the store, and searches nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Sequence
+
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere, number_of
+from megatron.pipeline.runtime.failure.membership import Membership
+from megatron.pipeline.survivors import ReplicaRank, Survivors, without
+from megatron.pipeline.survivors.losses import double_losses, single_losses
+from megatron.pipeline.survivors.renaming import distinct, renamed
+from megatron.pipeline.survivors.sharing import Sharing
+from megatron.pipeline.survivors.table import Entry
+from megatron.trainer.arguments.flags.config import TrainConfig
+
+_MOST_SECONDS = 60.0
+"""How long a start may take for losses of two ranks, as estimated."""
+_LONGEST_PAUSE = 0.5  # seconds between looks at the store
+
+Loss = tuple[ReplicaRank, ...]
+
+
+class ProvedLosses:
+    """What the job comes to without lost ranks.
+
+    Args:
+        args: the configuration with which the run begins.
+        membership: that of this rank, in an epoch.
+
+    Attributes:
+        lines: what has been proved and what each loss costs, for the log.
+    """
+
+    def __init__(self, args: TrainConfig, membership: Membership) -> None:
+        self._args, self._membership = args, membership
+        self._size = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        self._entries: dict[Loss, Entry] = {}
+        self.lines: tuple[str, ...] = ()
+
+    def prove(self) -> None:
+        """Collective: prove what is proved before the run begins. In a job that has begun, read it from the store.
+
+        Raises:
+            SameEverywhere: the job could not go on without any rank, or would be slower than `--minimum-speed`.
+            OnThisRank: a rank was lost meanwhile.
+        """
+        began, num_ranks = time.monotonic(), self._args.schedule.num_ranks
+        singles = self._share_out(single_losses(num_ranks))
+        self._require_some(singles)
+        losses = double_losses(num_ranks)
+        estimate = self._seconds_of(len(losses), singles)
+        pairs = self._share_out(losses) if estimate <= _MOST_SECONDS else []
+        took = time.monotonic() - began
+        self.lines = (*self._lines_of_singles(singles, took), _line_of_pairs(pairs, len(losses), estimate))
+
+    def knows(self, lost: Collection[ReplicaRank]) -> bool:
+        """Whether a loss was proved before the run began."""
+        return distinct(lost, self._args.data_parallel_size)[0] in self._entries
+
+    def of(self, lost: Collection[ReplicaRank]) -> Survivors:
+        """Return the program of the ranks that are left. It is the same on all of them.
+
+        Raises:
+            ValueError: the job cannot go on, as `without` says.
+            OnThisRank: the store is gone.
+        """
+        args, num_replicas = self._args, self._args.data_parallel_size
+        known, replicas = distinct(lost, num_replicas)
+        entry = self._entries.get(known)
+        if entry is None:
+            return without(args.schedule, self._size, num_replicas=num_replicas, lost=lost)
+        if entry.refusal is not None:
+            raise ValueError(entry.refusal)
+        packed = self._membership.ask(lambda store: store.get(_key_of_program(entry)))
+        sharing = Sharing(args.schedule, self._size, num_replicas, frozenset(known))
+        return renamed(entry.survivors(packed, sharing), replicas)
+
+    # --- parts
+
+    def _share_out(self, losses: Sequence[Loss]) -> list[Entry]:
+        """Collective: search losses, each on one rank, and return what all ranks have found."""
+        args, membership, keys = self._args, self._membership, [_key_of(lost) for lost in losses]
+        for at, (lost, key) in enumerate(zip(losses, keys, strict=True)):
+            if at * membership.world_size // len(losses) != membership.rank or self._are_there([key]):
+                continue
+            entry, packed = Entry.search(
+                args.schedule, self._size, num_replicas=args.data_parallel_size, lost=lost, crowd=_crowd()
+            )
+            if packed:
+                membership.ask(lambda store, entry=entry, packed=packed: store.set(_key_of_program(entry), packed))
+            membership.ask(lambda store, key=key, entry=entry: store.set(key, str(entry)))
+        pause = 0.01
+        while not self._are_there(keys):
+            if membership.alarm is not None:
+                raise OnThisRank(f"{membership.alarm}, while the ranks proved programs without lost ranks")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        found = [Entry.parse(text) for text in membership.ask(lambda store: store.multi_get(keys))]
+        self._entries.update(zip(losses, found, strict=True))
+        return found
+
+    def _are_there(self, keys: list[str]) -> bool:
+        return self._membership.ask(lambda store: store.check(keys))
+
+    def _seconds_of(self, num_losses: int, singles: Sequence[Entry]) -> float:
+        """Estimate the time of the search for losses of two ranks."""
+        most = -(-num_losses // self._membership.world_size)
+        return most * max(each.took for each in singles) * max(each.crowd for each in singles)
+
+    def _require_some(self, singles: Sequence[Entry]) -> None:
+        """Raise SameEverywhere if the job ends whichever rank it loses."""
+        best = min(filter(lambda each: each.refusal is None, singles), key=lambda each: each.slowdown, default=None)
+        if best is None:
+            raise SameEverywhere(f"--go-on-without-lost-ranks: {singles[0].refusal}")
+        if best.slowdown * self._args.minimum_speed > 1:
+            raise SameEverywhere(
+                f"--minimum-speed {self._args.minimum_speed:g}: without a rank the job has at most "
+                f"{1 / best.slowdown:.0%} of its speed, as simulated, so the loss of any rank would end it; give at "
+                f"most {int(100 / best.slowdown) / 100:g}, or leave --go-on-without-lost-ranks out"
+            )
+
+    def _lines_of_singles(self, singles: Sequence[Entry], took: float) -> list[str]:
+        costs = " ".join("ends" if each.refusal else f"{each.slowdown:.2f}" for each in singles)
+        lines = [
+            f"programs without lost ranks were proved in {took:.1f} s; without one rank, by pipeline rank, a batch "
+            f"takes {costs} times as long, as simulated"
+        ]
+        for rank, each in enumerate(singles):
+            if each.refusal is not None:
+                lines.append(f"warning: the loss of a rank {rank} of the pipeline ends the job: {each.refusal}")
+            elif each.slowdown * self._args.minimum_speed > 1:
+                lines.append(
+                    f"warning: the loss of a rank {rank} of the pipeline ends the job: it leaves "
+                    f"{1 / each.slowdown:.0%} of the speed, less than --minimum-speed {self._args.minimum_speed:g}"
+                )
+        return lines
+
+
+def _line_of_pairs(pairs: Sequence[Entry], num_pairs: int, estimate: float) -> str:
+    if not pairs:
+        return (
+            f"programs without two ranks are made when these are lost: to prove all {num_pairs} now would take about "
+            f"{estimate:.0f} s, more than {_MOST_SECONDS:g} s"
+        )
+    found = [each for each in pairs if each.refusal is None]
+    if not found:
+        return "without two ranks no stage would be left whole, and the job ends"
+    slowest = max(found, key=lambda each: each.slowdown)
+    least, most = (f"{value:.2f}" for value in (min(each.slowdown for each in found), slowest.slowdown))
+    range_of = most if least == most else f"{least} to {most}"
+    where = f", most without {' and '.join(slowest.lost)} (replica and pipeline rank)" * (least != most)
+    ends = f"; {len(pairs) - len(found)} of {len(pairs)} such losses end the job" * (len(found) < len(pairs))
+    return f"without two ranks it takes {range_of} times as long{where}{ends}"
+
+
+def _crowd() -> float:
+    """How many of this job's processes share a processor here."""
+    return max(1.0, number_of("LOCAL_WORLD_SIZE", 1) / len(os.sched_getaffinity(0)))
+
+
+def _key_of(lost: Loss) -> str:
+    return f"proved/{'+'.join(map(str, lost))}"
+
+
+def _key_of_program(entry: Entry) -> str:
+    return f"proved/program/{entry.sha256}"

@@ -1,0 +1,146 @@
+"""Losses that a run is ready for: ranks share out the searches, and each has the same program for the same loss."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
+from megatron.pipeline.survivors import ReplicaRank, without
+from megatron.pipeline.survivors.losses import double_losses, single_losses
+from megatron.pipeline.survivors.table import Entry
+from megatron.trainer.run import proved_losses
+from megatron.trainer.run.proved_losses import ProvedLosses
+from tests.pipeline.survivors.jobs import schedule_of
+
+NUM_RANKS, NUM_REPLICAS, SIZE = 2, 3, 2
+EVERY = [ReplicaRank(replica, rank) for replica in range(NUM_REPLICAS) for rank in range(NUM_RANKS)]
+
+
+class Place:
+    """A rank's place among those of a job that share a store, as `Membership` has it."""
+
+    def __init__(self, store: HashStore, rank: int, world_size: int = len(EVERY), alarm: str | None = None) -> None:
+        self.rank, self.world_size, self.alarm, self._store = rank, world_size, alarm, store
+
+    def ask(self, question):
+        return question(self._store)
+
+
+def arguments(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{
+        "schedule": schedule_of("zb-h1", NUM_RANKS), "global_batch_size": SIZE * NUM_REPLICAS, "micro_batch_size": 1,
+        "data_parallel_size": NUM_REPLICAS, "minimum_speed": 0.0, **changes,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def searched(monkeypatch) -> list[tuple[ReplicaRank, ...]]:
+    """The losses that `Entry.search` has searched."""
+    losses, search, lock = [], Entry.search, threading.Lock()
+
+    def noted(*arguments, lost, **options):
+        with lock:
+            losses.append(tuple(lost))
+        return search(*arguments, lost=lost, **options)
+
+    monkeypatch.setattr(Entry, "search", noted)
+    return losses
+
+
+def proved_by_all(**changes) -> tuple[list[ProvedLosses], HashStore]:
+    """A job of threads, each of which is a rank."""
+    store, args = HashStore(), arguments(**changes)
+    ranks = [ProvedLosses(args, Place(store, rank)) for rank in range(len(EVERY))]
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        for each in [threads.submit(rank.prove) for rank in ranks]:
+            each.result(timeout=60)
+    return ranks, store
+
+
+def test_ranks_agree_on_every_loss_of_one_and_two_ranks(searched):
+    """Each distinct loss is searched once, and a process that joins later searches none. Programs are proved."""
+    ranks, store = proved_by_all()
+    assert sorted(searched) == sorted([*single_losses(NUM_RANKS), *double_losses(NUM_RANKS)])
+    newcomer = ProvedLosses(arguments(), Place(store, 0))
+    newcomer.prove()
+    assert len(searched) == 6
+    for lost in [(each,) for each in EVERY] + list(combinations(EVERY, 2)):
+        found = [rank.of(lost) for rank in (*ranks, newcomer)]
+        assert len({each.schedule.sha256 for each in found}) == 1 and all(rank.knows(lost) for rank in ranks)
+        assert found[0].schedule.proofs and found[0].lost == lost and not {*lost} & {*found[0].ranks}
+        if len(lost) == 1:
+            direct = without(arguments().schedule, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
+            assert found[0].schedule == direct.schedule
+
+
+def test_more_losses_are_searched_when_they_happen():
+    """As without a table, and all ranks come to the same program."""
+    ranks, _ = proved_by_all()
+    lost = [ReplicaRank(0, 0), ReplicaRank(1, 1), ReplicaRank(2, 0)]
+    direct = without(arguments().schedule, SIZE, num_replicas=NUM_REPLICAS, lost=lost)
+    assert not ranks[0].knows(lost) and ranks[0].of(lost).schedule == ranks[1].of(lost).schedule == direct.schedule
+
+
+def test_the_log_says_what_was_proved():
+    """Times of single losses by pipeline rank, and the least and the most of two ranks."""
+    ranks, _ = proved_by_all()
+    single = [f"{ranks[0].of([ReplicaRank(0, rank)]).slowdown:.2f}" for rank in range(NUM_RANKS)]
+    double = [ranks[0].of(lost).slowdown for lost in double_losses(NUM_RANKS)]
+    assert f"by pipeline rank, a batch takes {' '.join(single)} times as long" in ranks[0].lines[0]
+    assert f"without two ranks it takes {min(double):.2f} to {max(double):.2f} times as long" in ranks[3].lines[1]
+    assert len(ranks[0].lines) == 2 and "end the job" not in " ".join(ranks[0].lines)
+
+
+def test_two_replicas_cannot_lose_both_ranks_of_a_stage():
+    """These losses are known to end the job, and the log counts them."""
+    args, store = arguments(data_parallel_size=2, global_batch_size=2 * SIZE), HashStore()
+    alone = ProvedLosses(args, Place(store, 0, world_size=1))
+    alone.prove()
+    assert alone.lines[1].endswith("; 2 of 4 such losses end the job")
+    with pytest.raises(ValueError, match="every replica has lost rank 1, so nobody holds the weights of stage 1"):
+        alone.of([ReplicaRank(1, 1), ReplicaRank(0, 1)])
+
+
+def test_a_start_does_not_take_long_for_losses_of_two_ranks(searched, monkeypatch):
+    """Where they would, by the time of the others, they are left to the loss, and the log says so."""
+    monkeypatch.setattr(proved_losses, "_MOST_SECONDS", 0.0)
+    ranks, _ = proved_by_all()
+    assert sorted(searched) == single_losses(NUM_RANKS)
+    assert "programs without two ranks are made when these are lost: to prove all 4 now would" in ranks[0].lines[1]
+    lost = [ReplicaRank(2, 0), ReplicaRank(0, 1)]
+    assert not ranks[0].knows(lost) and ranks[0].of(lost).schedule == ranks[5].of(lost).schedule
+
+
+def test_a_speed_that_no_loss_keeps_is_refused():
+    """All ranks know it, and none begins."""
+    with pytest.raises(SameEverywhere, match=r"--minimum-speed 0.9: without a rank the job has at most 70% of "):
+        proved_by_all(minimum_speed=0.9)
+
+
+def test_a_loss_that_would_be_too_slow_is_a_warning():
+    """Others leave the job fast enough, so it begins."""
+    schedule = schedule_of("flush", 3)
+    args = arguments(schedule=schedule, global_batch_size=4 * NUM_REPLICAS)
+    alone = ProvedLosses(args, Place(HashStore(), 0, world_size=1))
+    alone.prove()
+    speeds = [1 / alone.of([ReplicaRank(0, rank)]).slowdown for rank in range(3)]
+    args.minimum_speed = (min(speeds) + max(speeds)) / 2
+    alone.prove()
+    warnings = [line for line in alone.lines if line.startswith("warning: the loss of a rank ")]
+    assert min(speeds) < max(speeds)
+    assert len(warnings) == sum(each < args.minimum_speed for each in speeds)
+
+
+def test_a_schedule_that_goes_on_without_no_rank_is_refused():
+    with pytest.raises(SameEverywhere, match="--go-on-without-lost-ranks: a run cannot go on without a rank where its"):
+        proved_by_all(schedule=schedule_of("pipedream", NUM_RANKS), global_batch_size=NUM_REPLICAS)
+
+
+def test_a_rank_that_is_lost_meanwhile_is_not_waited_for():
+    lonely = ProvedLosses(arguments(), Place(HashStore(), 0, alarm="rank 5 is lost: its process has ended"))
+    with pytest.raises(OnThisRank, match="rank 5 is lost: its process has ended, while the ranks proved programs"):
+        lonely.prove()
