@@ -55,9 +55,10 @@ class Finished(NamedTuple):
         return max(seconds)
 
 
-def command(num_ranks: int, flags: str, *, program: Path = PROGRAM) -> list[str]:
-    """The job as a user starts it."""
-    launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks)]
+def command(num_ranks: int, flags: str, *, program: Path = PROGRAM, forks: bool = True) -> list[str]:
+    """The job as a user starts it, but for ranks that are forked from a launcher that has imported torch (`forks`)."""
+    launcher = Path(__file__).with_name("forking_launcher.py") if forks else ROOT / "tools" / "launch.py"
+    launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     words = (
         f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     )
@@ -86,9 +87,11 @@ def finished(folder: Path, outcome: launch.Outcome) -> Finished:
     return Finished(outcome, read_metrics(str(path)) if path.exists() else [], moments_of(folder))
 
 
-def run(folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0) -> Finished:
-    """Run the job to its end. `losses`: as losing_ranks.py has them."""
-    with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, losses)) as job:
+def run(
+    folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0, forks: bool = True
+) -> Finished:
+    """Run the job to its end. `losses`: as losing_ranks.py has them. `forks`: as `command` has it."""
+    with launch.Job(command(num_ranks, flags, forks=forks), directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
 
 

@@ -57,7 +57,7 @@ def test_a_job_that_cannot_go_on_ends(tmp_path, flags, sentence):
     """Both ranks of a stage are lost, or what is left is too slow: the job ends, and says why."""
     losses = [[2, "forward", 2, "SIGKILL"], [3, "forward", 2, "SIGKILL"]][: 1 if flags else 2]
     shape = "--global-batch-size 4 --train-iters 1000 --pipeline-model-parallel-size 2"
-    job = run(tmp_path, 4, f"{shape} {flags}", losses)
+    job = run(tmp_path, 4, f"{shape} {flags}", losses, forks=False)
     job.outcome.assert_failed_clearly(sentence)
 
 
