@@ -4,9 +4,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -86,9 +87,8 @@ def least_of_any_recompute(problem: Problem) -> float:
 
 def least_seconds(problem: Problem) -> float:
     """The least time over all words of all ranks, timed by a loop of its own."""
-    orders = [list(map(_numbered, all_words(problem, rank))) for rank in range(problem.num_ranks)]
-    took = _seconds_taken(problem)
-    return min(_end_of(words, problem.sources, took) for words in itertools.product(*orders))
+    orders = [list(all_words(problem, rank)) for rank in range(problem.num_ranks)]
+    return min(map(timer(problem), itertools.product(*orders)))
 
 
 def all_words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
@@ -120,9 +120,10 @@ def _takes(problem: Problem, queue: int, microbatch: int) -> float:
     return problem.saved_sizes[stage] - problem.input_sizes[stage] if kind is Kind.RECOMPUTE and is_recomputed else 0.0
 
 
-def seconds_of(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
-    """The end of the last computation; infinity in a deadlock."""
-    return _end_of(list(map(_numbered, words)), problem.sources, _seconds_taken(problem))
+def timer(problem: Problem) -> Callable[[tuple[tuple[int, ...], ...]], float]:
+    """Words -> the end of the last computation; infinity in a deadlock."""
+    numbered, sources, took = cache(_numbered), problem.sources, _seconds_taken(problem)
+    return lambda words: _end_of(list(map(numbered, words)), sources, took)
 
 
 def _numbered(word: tuple[int, ...]) -> list[tuple[int, int]]:
