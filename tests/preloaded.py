@@ -6,9 +6,12 @@ from megatron import backend
 
 backend.install()
 
-import torch._dynamo  # noqa: F401 - the first optimizer would import it
+import pytest  # noqa: F401 - the modules of cases import it
+import torch._dynamo  # the first optimizer would import it
+import torch.export  # noqa: F401 - the first capture would
 
 import megatron.core.tokenizers.text  # the first tokenizer would, and with it all of transformers: 1 s
+import megatron.finetuning.job  # the first fine-tuned model would
 import megatron.trainer.data.datasets  # the first dataset would import it
 import megatron.trainer.run.pretraining  # noqa: F401 - with it torch and all of megatron.core that a case uses
 

@@ -194,6 +194,7 @@ def unpack_seconds(of_stages: Sequence[StageBytes], packing: Packing | None, roo
     def one(count: int, dtype: torch.dtype) -> float:
         weight = torch.empty(count, dtype=dtype, device="meta")
         codes, scales = packing.empty(weight).values()
+        packing.unpack(codes, scales, weight)  # the first call makes tables that later ones find
         return estimated_milliseconds(lambda: packing.unpack(codes, scales, weight), roofline) / 1e3
 
     times = {kind: one(*kind) for kind in {kind for each in of_stages for kind in each.unpacked}}

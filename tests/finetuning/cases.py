@@ -27,6 +27,7 @@ from megatron.finetuning.samples import epochs_of, read_data
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import read_metrics
 from tests.finetuning import tiny
+from tests.finetuning.captures import remembered
 
 
 @dataclass
@@ -48,7 +49,8 @@ class Outcome:
 def partition(folder: Path, task: str, rank_of_stage: Sequence[int], *argv: object, dropout: float = 0.0) -> Path:
     """Contiguous stages of about as many blocks each."""
     args = tiny.arguments(folder, task, *argv, dropout=dropout)
-    captured, _, _ = captured_model(args, read_data(args))
+    with remembered():
+        captured, _, _ = captured_model(args, read_data(args))
     blocks, first, num_stages = blocks_of(captured), len(captured.inputs), len(rank_of_stage)
     stage_of_node = dict.fromkeys(range(first), 0)
     for place in range(len(blocks)):
@@ -82,7 +84,7 @@ def finetune(
     folder = Path(folder)
     metrics, output = folder / f"{name}.jsonl", folder / name
     ranks = {"WORLD_SIZE": str(dist.get_world_size()), "RANK": str(dist.get_rank())}
-    with mock.patch.dict(os.environ, ranks):  # later cases of these processes find their own
+    with mock.patch.dict(os.environ, ranks), remembered():  # later cases of these processes find their own ranks
         args = parse_args(
             [*tiny.command(folder, task, *argv, dropout=dropout), "--output_dir", str(output), "--metrics_file",
              str(metrics), "--logging_steps", "1000"]

@@ -4,9 +4,10 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ def least_of_any_recompute(problem: Problem) -> float:
 def least_seconds(problem: Problem) -> float:
     """The least time over all words of all ranks, timed by a loop of its own."""
     orders = [list(all_words(problem, rank)) for rank in range(problem.num_ranks)]
-    return min(seconds_of(problem, words) for words in itertools.product(*orders))
+    return min(map(timer(problem), itertools.product(*orders)))
 
 
 def all_words(problem: Problem, rank: int) -> Iterator[tuple[int, ...]]:
@@ -119,27 +120,54 @@ def _takes(problem: Problem, queue: int, microbatch: int) -> float:
     return problem.saved_sizes[stage] - problem.input_sizes[stage] if kind is Kind.RECOMPUTE and is_recomputed else 0.0
 
 
-def seconds_of(problem: Problem, words: tuple[tuple[int, ...], ...]) -> float:
-    """The end of the last computation, by one step after another; infinity in a deadlock."""
+def timer(problem: Problem) -> Callable[[tuple[tuple[int, ...], ...]], float]:
+    """Words -> the end of the last computation; infinity in a deadlock."""
+    numbered, sources, took = cache(_numbered), problem.sources, _seconds_taken(problem)
+    return lambda words: _end_of(list(map(numbered, words)), sources, took)
+
+
+def _numbered(word: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Each queue of a word with the number of its microbatch: how often the queue stands before."""
+    counts: Counter[int] = Counter()
+    found = []
+    for queue in word:
+        found.append((queue, counts[queue]))
+        counts[queue] += 1
+    return found
+
+
+def _seconds_taken(problem: Problem) -> list[list[float]]:
+    """By queue and microbatch, what a computation takes."""
+    seconds, numbers = problem.costs.seconds(problem.num_stages), range(problem.num_microbatches)
+
+    def took(kind: Kind, stage: int, number: int) -> float:
+        return 0.0 if kind is Kind.RECOMPUTE and (stage, number) in problem.kept else seconds[kind][stage]
+
+    return [[took(kind, stage, number) for number in numbers] for kind, stage in problem.queues]
+
+
+def _end_of(
+    words: Sequence[list[tuple[int, int]]], sources: Sequence[tuple[int, float]], took: list[list[float]]
+) -> float:
+    """By one step after another."""
     ends: dict[tuple[int, int], float] = {}
-    free, places, seconds = [0.0] * len(words), [0] * len(words), problem.costs.seconds(problem.num_stages)
+    free, places = [0.0] * len(words), [0] * len(words)
     moved = True
     while moved:
         moved = False
         for rank, word in enumerate(words):
-            while places[rank] < len(word):
-                queue = word[places[rank]]
-                number = word[: places[rank]].count(queue)
-                source, delay = problem.sources[queue]
-                if source >= 0 and (source, number) not in ends:
-                    break
-                ready = ends[source, number] + delay if source >= 0 else 0.0
-                kind, stage = problem.queues[queue]
-                is_left_out = kind is Kind.RECOMPUTE and (stage, number) in problem.kept
-                took = 0.0 if is_left_out else seconds[kind][stage]
-                free[rank] = ends[queue, number] = max(free[rank], ready) + took
-                places[rank] += 1
-                moved = True
+            place, end = places[rank], free[rank]
+            for queue, number in word[place:]:
+                source, delay = sources[queue]
+                if source >= 0:
+                    if (source, number) not in ends:
+                        break
+                    end = max(end, ends[source, number] + delay)
+                end += took[queue][number]
+                ends[queue, number] = end
+                place += 1
+            moved = moved or place > places[rank]
+            places[rank], free[rank] = place, end
     done = all(place == len(word) for place, word in zip(places, words, strict=True))
     return max(free) if done else float("inf")
 

@@ -60,9 +60,12 @@ class Finished(NamedTuple):
         return max(seconds)
 
 
-def command(num_ranks: int, flags: str, *, program: Path = PROGRAM, max_restarts: int = 0) -> list[str]:
-    """The job as a user starts it."""
-    launcher = [sys.executable, str(ROOT / "tools" / "launch.py"), "--nproc-per-node", str(num_ranks)]
+def command(
+    num_ranks: int, flags: str, *, program: Path = PROGRAM, forks: bool = True, max_restarts: int = 0
+) -> list[str]:
+    """The job as a user starts it, but for ranks that are forked from a launcher that has imported torch (`forks`)."""
+    launcher = Path(__file__).with_name("forking_launcher.py") if forks else ROOT / "tools" / "launch.py"
+    launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     if max_restarts:
         launcher += ["--max-restarts", str(max_restarts)]
     words = (
@@ -94,10 +97,18 @@ def finished(folder: Path, outcome: launch.Outcome) -> Finished:
 
 
 def run(
-    folder: Path, num_ranks: int, flags: str, losses: list, *, timeout: float = 240.0, max_restarts: int = 0
+    folder: Path,
+    num_ranks: int,
+    flags: str,
+    losses: list,
+    *,
+    timeout: float = 240.0,
+    forks: bool = True,
+    max_restarts: int = 0,
 ) -> Finished:
-    """Run the job to its end. `losses`: as losing_ranks.py has them. `max_restarts`: new processes for a lost one."""
-    started = command(num_ranks, flags, max_restarts=max_restarts)
+    """Run the job to its end. `losses`: as losing_ranks.py has them. `forks`: as `command` has it. `max_restarts`: new
+    processes for a lost rank."""
+    started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts)
     with launch.Job(started, directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
 
