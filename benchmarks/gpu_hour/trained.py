@@ -120,7 +120,7 @@ class TrainingRun:
     def __init__(self, argv: Sequence[str], store: Any) -> None:
         from megatron.trainer.profile.pool import training_program
         from megatron.trainer.ranks import set_seeds
-        from megatron.trainer.run.pretraining import assemble
+        from megatron.trainer.run.assembly import assemble
 
         args = configured(argv, store)
         set_seeds(args.seed)

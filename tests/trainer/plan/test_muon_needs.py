@@ -133,7 +133,8 @@ def test_bytes_of_a_step_are_those_that_it_holds(shape, splits_qkv, in_bfloat16)
 def kept(flags: str) -> tuple[int, float]:
     """The bytes of masters and moments of a run that has stepped once, and what the planner says of them."""
     from megatron.trainer.arguments import parse_args
-    from megatron.trainer.run.pretraining import assemble, complete
+    from megatron.trainer.run.assembly import assemble
+    from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
     defaults, trained = training_program("pretrain_gpt")

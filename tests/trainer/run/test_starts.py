@@ -73,7 +73,7 @@ def test_blends(tmp_path):
 
 def noted(has_split: str, given: str = "", split: str | None = "969, 30, 1", **values: object) -> list[str]:
     """`has_split`: of v(alidation) and t(est), which have data."""
-    from megatron.trainer.run.pretraining import without_data
+    from megatron.trainer.run.assembly import without_data
 
     values = {"eval_iters": 2, "eval_interval": 1, "skip_train": False, **values}
     there = (True, "v" in has_split, "t" in has_split)

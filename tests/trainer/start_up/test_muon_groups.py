@@ -21,7 +21,8 @@ def layouts(program: str, flags: str) -> dict:
     dimensions)."""
     from megatron.core.utils import unwrap_model
     from megatron.trainer.arguments import parse_args
-    from megatron.trainer.run.pretraining import assemble, complete
+    from megatron.trainer.run.assembly import assemble
+    from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
     from megatron.trainer.start_up.optimizer import layout_of
 
