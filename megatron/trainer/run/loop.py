@@ -47,7 +47,7 @@ class Loop:
     """Drives one run to its end.
 
     Args:
-        run: what `pretraining.assemble` built.
+        run: what `assembly.assemble` built.
         stop: SIGTERM as a stop request.
         started: `time.time()` of the program's start, for `--exit-duration-in-mins`.
         lost_ranks: notices lost ranks and goes on without them; None: a lost rank ends the run.

@@ -19,7 +19,7 @@ from megatron.trainer.changes.state_in_memory import hand_over, hold_run
 from megatron.trainer.checkpoint.state import complete_state
 from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.ranks import StopSignal
-from megatron.trainer.run import pretraining
+from megatron.trainer.run.assembly import assemble
 from megatron.trainer.run.loop import run_to_the_end
 from megatron.trainer.run.pretraining import complete
 from megatron.trainer.start_up import initialize
@@ -40,7 +40,7 @@ def arguments(flags, num_stages):
 def trained(flags, num_stages):
     """A run after a few iterations, drained and closed."""
     args = initialize.set_up(arguments(f"{flags} --train-iters {ITERATIONS}", num_stages))
-    run = pretraining.assemble(args, pretrain_gpt.program())
+    run = assemble(args, pretrain_gpt.program())
     run_to_the_end(run, StopSignal(), started=time.time())
     return run.args, run.model_and_optimizer
 

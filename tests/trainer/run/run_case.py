@@ -82,8 +82,8 @@ def train_case(
     from megatron.trainer.ranks import StopSignal
     from megatron.trainer.report.log import Reporter
     from megatron.trainer.report.metrics import read_metrics
-    from megatron.trainer.run.loop import run_to_the_end
     from megatron.trainer.run.assembly import assemble
+    from megatron.trainer.run.loop import run_to_the_end
     from megatron.trainer.run.pretraining import complete
     from megatron.trainer.start_up import initialize
 
