@@ -37,6 +37,7 @@ from megatron.pipeline.runtime.transport.channels import TransferError, forget_n
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors, without
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.run.lost_shards import LostShards
 from megatron.trainer.start_up.run import Run
 
 _CONNECTING = 5.0
@@ -68,6 +69,7 @@ class LostRanks:
                 "--max-restarts out"
             )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
+        self._shards = LostShards(args, rank) if args.use_distributed_optimizer else None
 
     def _on_alarm(self, sentence: str) -> None:
         break_connections(kept=self._kept)
@@ -106,6 +108,7 @@ class LostRanks:
             note = {
                 "version": run.update.versions.newest, "settled": settled, "stop_requests": stop_requests,
                 "sums": _as_note(run.update.sums_of_newest()),
+                "shards": None if self._shards is None else self._shards.note(run),
             }  # fmt: skip
             self.epoch = self.membership.agree(json.dumps(note))
             lost |= self.epoch.lost
@@ -116,7 +119,7 @@ class LostRanks:
                 searched = time.monotonic() - began  # others may have taken as much longer
                 with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
                     self._make_groups()
-                    reports += self._take_on(run, notes)
+                    reports += self._take_on(run)
                     self._begin(run, survivors)
             except Exception as error:
                 num_failed += 1
@@ -130,12 +133,15 @@ class LostRanks:
         named = ", ".join(f"rank {rank} ({why})" for rank, why in sorted(lost.items())) or "no rank"
         run.reporter.say(
             f"lost {named}: {counted(len(self.epoch.ranks), 'rank')} of {self._world_size} go on from iteration "
-            f"{run.iteration} after {time.monotonic() - start:.1f} s" + _speed(run.survivors)
+            f"{run.iteration} after {time.monotonic() - start:.1f} s"
+            + _speed(run.survivors)
+            + ("" if self._shards is None else self._shards.tell())
         )
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
             stop_requests |= each["stop_requests"]
-        return min(each["settled"] for each in notes), stop_requests, [stepped[batch] for batch in sorted(stepped)]
+        settled = min(run.iteration, *(each["settled"] for each in notes))  # a checkpoint may be from before
+        return settled, stop_requests, [stepped[batch] for batch in sorted(stepped)]
 
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
@@ -165,15 +171,19 @@ class LostRanks:
                 rank=self.epoch.ranks.index(self.membership.rank), world_size=len(self.epoch.ranks),
             )  # fmt: skip
 
-    def _take_on(self, run: Run, notes: list[dict]) -> list[BatchReport]:
-        """Begin anew with the newest version that a rank has. Returns the report of a step that this rank makes."""
+    def _take_on(self, run: Run) -> list[BatchReport]:
+        """Begin anew with the newest version that a rank has. Returns the reports of steps that this rank makes."""
+        of_ranks = {rank: json.loads(note) for rank, note in self.epoch.notes.items()}
+        notes = list(of_ranks.values()) if self._shards is None else self._shards.choose(run, of_ranks)
+        if not notes:  # a checkpoint is loaded
+            return []
         newest = max(each["version"] for each in notes)
         sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
-        report = run.update.go_on_from(newest, sums and NormReduction(**sums))
+        reports = run.update.go_on_from(newest, sums and NormReduction(**sums))
         behind = newest - run.iteration
         run.iteration = newest
         run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
-        return [] if report is None else [report]
+        return reports
 
     def _begin(self, run: Run, survivors: Survivors) -> None:
         """Let groups, stages and engine be those of the program of the ranks that are left. Collective over these."""
@@ -183,7 +193,10 @@ class LostRanks:
         name_groups_of_survivors(
             copies.copies, pipeline_rank=survivors.ranks[own].rank, num_pipeline_ranks=args.pipeline_model_parallel_size
         )
-        run.update.regroup(copies)
+        if self._shards is None:
+            run.update.regroup(copies)
+        else:
+            self._shards.rebuild(run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks)
         for stage, number in zip(run.stages, schedule.stages_of(own), strict=True):
             stage.take_from_now(share_of(schedule.copies, number))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
