@@ -270,7 +270,7 @@ class RedundantShards:
         return self._copy.older if name == _OLDER else self._copy.states[name]
 
     def _own(self, name: str) -> Flats:
-        """As `copy_of`, of this rank's own shard. Its part of the weights is right before any rank has gathered them."""
+        """As `copy_of`, of this rank's own shard. Its part of the weights needs no gather."""
         if name in _STATES:
             return self.cut.filled(self.shard, lambda part: self._state(part.parameter)[name].detach())
         version = self._versions.newest - (name == _OLDER)
