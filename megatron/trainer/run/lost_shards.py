@@ -185,6 +185,6 @@ def _sources(held: Mapping[int, dict]) -> list[int] | None:
     if size == 0:
         return None
     found: dict[int, int] = {}
-    for place in (1, 0):  # a rank's own shard comes first, and so is set last
+    for place in reversed(range(size)):  # a rank's own shard comes first, and so is set last
         found |= {each["shards"][place]: rank for rank, each in held.items() if len(each["shards"]) > place}
     return [found[shard] for shard in range(size)] if len(found) == size else None

@@ -42,8 +42,8 @@ def test_without_copies_the_run_goes_back_to_its_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (SHARED, "nobody else has a lost rank's shard of the optimizer's state, and there is no checkpoint to go back to: "
-         "restart from the beginning, and give --redundant-optimizer, or --save with --save-interval"),
+        (SHARED, "nobody else has a lost rank's shard of the optimizer's state, and there is no checkpoint to go back "
+         "to: restart from the beginning, and give --redundant-optimizer, or --save with --save-interval"),
         (COPIES, "a lost rank's shard of the optimizer's state and its copy are both lost, and there is no checkpoint"),
     ],
     ids=["no copies", "both lost"],
