@@ -3,8 +3,9 @@ goes back to its last checkpoint."""
 
 import pytest
 
+from tests.trainer.run import lost_rank_jobs
 from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, run, undisturbed, values
-from tests.trainer.run.run_case import train
+from tests.trainer.run.run_case import BASE, train
 
 SHARED = "--use-distributed-optimizer"
 COPIES = f"{SHARED} --redundant-optimizer"
@@ -22,7 +23,7 @@ def test_a_lost_shard_comes_from_its_copy(tmp_path):
     saving = f"--pipeline-model-parallel-size 2 {COPIES} --save {tmp_path}/saved --save-interval 7"
     job = run(tmp_path, 4, f"{flags} {saving}", losses)
     assert_nothing_lost(job, flags)
-    assert lost(job) == [0, 3], job.outcome.output
+    assert sorted(lost(job)) == [0, 3], job.outcome.output
     resumed = train(4, f"{flags} --pipeline-model-parallel-size 2 --load {tmp_path}/saved --ckpt-step 7", base=MODEL)
     later = {iteration: loss for iteration, loss in values(undisturbed(flags), "lm_loss").items() if iteration > 7}
     assert resumed[-1]["losses"] == pytest.approx(later, rel=2e-6)
@@ -38,7 +39,7 @@ def test_without_copies_the_run_goes_back_to_its_checkpoint(tmp_path):
     assert f"have loaded the checkpoint in {tmp_path}/saved, and repeat 1 iteration" in job.outcome.output
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -72,7 +73,7 @@ EVALUATING = "--eval-interval 3 --eval-iters 1"
             [3, "norm", 7, "SIGKILL"],
         ]),
         ("2bw", FP16, [
-            [3, "without sums", 3, "broken"], [0, "stepped", 3, "SIGKILL"], [7, "gather", 4, "SIGKILL"],
+            [3, "without sums", 3, "broken"], [0, "stepped", 3, "SIGKILL"], [7, "gather", 1, "SIGKILL"],
             [5, "chain", 7, "SIGKILL"],
         ]),
         ("flush", "--bf16", [
@@ -97,6 +98,18 @@ def test_every_place_where_a_shard_can_be_lost(tmp_path, schedule, flags, losses
 
 
 @pytest.mark.full
+def test_stages_that_share_an_embedding_have_different_numbers_of_copies(tmp_path, monkeypatch):
+    """The embedding lies in thirds on the first stage and in halves on the last, then in whole on the first."""
+    monkeypatch.setattr(lost_rank_jobs, "MODEL", BASE)
+    flags = "--global-batch-size 6 --train-iters 7 --clip-grad 0.5 --seed 4"
+    job = run(tmp_path, 6, f"{flags} --pipeline-model-parallel-size 2 {COPIES} --pipeline-schedule 2bw", [
+        [4, "gather", 2, "SIGKILL"], [0, "backward", 4, "SIGKILL"], [1, "stepped", 6, "SIGKILL"]
+    ])  # fmt: skip
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule 2bw")
+    assert sorted(lost(job)) == [0, 1, 4], job.outcome.output
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     "second", ["new groups", "hand over", "handed over", "new copies", "shards taken", "new program"]
 )
@@ -106,7 +119,7 @@ def test_a_rank_is_lost_in_the_recovery_from_another(tmp_path, second):
     flags = "--global-batch-size 4 --train-iters 6 --pipeline-schedule 2bw"
     job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 1 {COPIES}", losses)
     assert_nothing_lost(job, flags)
-    assert lost(job) == [1, 3], job.outcome.output
+    assert sorted(lost(job)) == [1, 3], job.outcome.output
 
 
 @pytest.mark.full
@@ -118,7 +131,7 @@ def test_a_shard_and_its_copy_are_lost(tmp_path, second):
     flags = "--global-batch-size 4 --train-iters 8 --pipeline-schedule flush"
     job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 1 {COPIES} --save saved --save-interval 2", losses)
     assert_nothing_lost(job, flags)
-    assert lost(job) == [1, 2], job.outcome.output
+    assert sorted(lost(job)) == [1, 2], job.outcome.output
     assert ("have loaded the checkpoint in saved" in job.outcome.output) is (second != "new program")
 
 
@@ -129,4 +142,4 @@ def test_another_rank_is_lost_while_the_checkpoint_is_loaded(tmp_path):
     saving = f"--pipeline-model-parallel-size 1 {SHARED} --save saved --save-interval 4"
     job = run(tmp_path, 4, f"{flags} {saving}", losses)
     assert_nothing_lost(job, flags)
-    assert lost(job) == [1, 0, 2], job.outcome.output
+    assert sorted(lost(job)) == [0, 1, 2], job.outcome.output
