@@ -56,7 +56,7 @@ def test_a_job_without_copy_and_checkpoint_ends(tmp_path, flags, sentence):
     run(tmp_path, 3, f"{shape} {flags}", losses).outcome.assert_failed_clearly(sentence)
 
 
-FP16 = "--fp16 --initial-loss-scale 4294967296 --loss-scale-window 2"
+FP16 = "--fp16 --initial-loss-scale 262144 --loss-scale-window 2"
 EVALUATING = "--eval-interval 3 --eval-iters 1"
 
 
