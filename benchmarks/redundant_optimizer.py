@@ -8,6 +8,7 @@ Two replicas train a GPT on one stage. Turns of some iterations with copies and 
 processes; the first pair is not counted.
 
 ratio       seconds of an iteration with copies over those without, each the median of a turn, within a pair of turns
+processor   the same of the time that the process, with all its threads, was on a core: also on a busy machine
 sends       seconds of an iteration in which a rank sends the gradients of its shard and gets those of its copy
 steps       seconds of an iteration in which the copy is stepped, beside what the rank does else
 host        the copy's bytes on a rank's host, with the gradients that step it, and for each parameter of the rank
@@ -52,11 +53,13 @@ def flags_of(options: argparse.Namespace, hidden: int, microbatches: int) -> str
 def report(name: str, found: dict, say: Callable[[str], None] = print) -> float:
     """Print the results of a job. Returns the median ratio."""
     ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
+    processor = [one / two for one, two in zip(found["processor with"], found["processor without"], strict=True)]
     whole, sends, steps = ([1e3 * each for each in found[part]] for part in ("without", "sends", "steps"))
     say(f"{name}: {found['parameters'] / 1e6:.1f}M parameters on a rank, {spread(whole, 1)} ms an iteration")
-    say(f"  ratio {spread(ratios, 3)}, sends {spread(sends, 2)} ms, steps {spread(steps, 2)} ms")
+    say(f"  ratio {spread(ratios, 3)}, of processor time {spread(processor, 3)}")
+    say(f"  sends {spread(sends, 2)} ms, steps {spread(steps, 2)} ms")
     share = found["host_bytes"] / found["parameters"]
-    say(f"  host  {found['host_bytes'] / 1e6:.1f} MB a rank, {share:.2f} bytes for each parameter")
+    say(f"  host {found['host_bytes'] / 1e6:.1f} MB a rank, {share:.2f} bytes for each parameter")
     return statistics.median(ratios)
 
 

@@ -59,7 +59,9 @@ def take_turns(job: Job) -> dict:
     num_microbatches = args.batch_sizes.num_microbatches(0)
     shards = run.update.shards
     host_bytes = shards.num_bytes + sum(flat.numel() * 4 for flat in shards.copy_of("param"))
-    found: dict[str, list[float]] = {"with": [], "without": [], "sends": [], "steps": []}
+    found: dict[str, list[float]] = {
+        "with": [], "without": [], "processor with": [], "processor without": [], "sends": [], "steps": []
+    }  # fmt: skip
 
     def batch() -> float:
         start = time.perf_counter()
@@ -71,20 +73,23 @@ def take_turns(job: Job) -> dict:
         run.engine.run_batch(num_microbatches, size)
         dist.barrier()
         sends.take(), steps.take()
+        processor = time.process_time()
         seconds = statistics.median(batch() for _ in range(job.iterations))
-        found_here = slowest(sends.take() / job.iterations), slowest(steps.take() / job.iterations)
+        used = time.process_time() - processor
+        of_turn = [slowest(each / job.iterations) for each in (used, sends.take(), steps.take())]
         run.engine.drain()
-        return slowest(seconds), *found_here
+        return slowest(seconds), *of_turn
 
     def without() -> None:
         run.update.shards = None
 
     for number in range(job.turns + 1):
-        alone, *_ = turn(without)
-        copied, sent, stepped = turn(run.update.keep_copy)
+        alone, used_alone, *_ = turn(without)
+        copied, used, sent, stepped = turn(run.update.keep_copy)
         if number:
-            for name, value in (("without", alone), ("with", copied), ("sends", sent), ("steps", stepped)):
-                found[name].append(value)
+            values = (copied, alone, used, used_alone, sent, stepped)
+            for each, value in zip(found.values(), values, strict=True):
+                each.append(value)
     parameters = sum(each.numel() for chunk in run.chunks for each in chunk.parameters())
     run.engine.close()
     run.update.close()
