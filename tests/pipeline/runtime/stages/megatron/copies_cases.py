@@ -111,11 +111,11 @@ def refusal(lost: tuple[tuple[int, int], ...], **options) -> str | None:
     """What an update says that cannot have copies; None on a lost rank."""
     case = Case(**options)
     with parallel(case):
-        left = Left(case, lost)
+        left, (_, update) = Left(case, lost), cases.build(case)
         if not left.is_left:
             return None
         try:
-            cases.build(case, copies=left.spans)
+            update.regroup(left.spans)
         except ValueError as error:
             return str(error)
         return "nothing"
