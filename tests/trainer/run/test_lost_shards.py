@@ -4,7 +4,7 @@ goes back to its last checkpoint."""
 import pytest
 
 from tests.trainer.run import lost_rank_jobs
-from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, run, undisturbed, values
+from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, lose_at_random, run, undisturbed, values
 from tests.trainer.run.run_case import BASE, train
 
 SHARED = "--use-distributed-optimizer"
@@ -32,8 +32,8 @@ def test_a_lost_shard_comes_from_its_copy(tmp_path):
 def test_without_copies_the_run_goes_back_to_its_checkpoint(tmp_path):
     """The ranks that are left load it and repeat what was done behind it."""
     flags = "--global-batch-size 4 --train-iters 8"
-    saving = f"--pipeline-model-parallel-size 2 {SHARED} --save {tmp_path}/saved --save-interval 2"
-    job = run(tmp_path, 4, f"{flags} {saving}", [[1, "forward", 6, "SIGKILL"]])
+    saving = f"--pipeline-model-parallel-size 1 {SHARED} --save {tmp_path}/saved --save-interval 2"
+    job = run(tmp_path, 2, f"{flags} {saving}", [[1, "forward", 6, "SIGKILL"]])
     assert_nothing_lost(job, flags)
     assert "go on from iteration 4" in job.outcome.output
     assert f"have loaded the checkpoint in {tmp_path}/saved, and repeat 1 iteration" in job.outcome.output
@@ -143,3 +143,15 @@ def test_another_rank_is_lost_while_the_checkpoint_is_loaded(tmp_path):
     job = run(tmp_path, 4, f"{flags} {saving}", losses)
     assert_nothing_lost(job, flags)
     assert sorted(lost(job)) == [0, 1, 2], job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("schedule", ["flush", "2bw", "zb-h1"])
+def test_shards_are_lost_at_random_moments(tmp_path, schedule, seed):
+    """Two replicas of two stages: one rank of each stage is killed or stopped."""
+    flags = "--global-batch-size 4 --train-iters 40 --eval-interval 5 --eval-iters 1"
+    shape = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {COPIES} --save saved --save-interval 7"
+    job, ranks = lose_at_random(tmp_path, 2, 2, f"{flags} {shape}", seed=seed)
+    assert len(ranks) == 2, ranks
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {'2bw' if schedule == '2bw' else 'flush'}")
