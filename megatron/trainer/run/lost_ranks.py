@@ -5,7 +5,8 @@
 2. Every rank gives up what it has in flight, and comes to `Membership.agree`. With that it says which weight version it
    has, and what was summed over all ranks for the step to that version.
 3. The ranks that are left form new process groups, which megatron.core then has in place of the old ones. A rank that
-   lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums.
+   lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums. Where replicas
+   share out the optimizer, it is cut anew (`lost_shards`).
 4. They make the program without the lost ranks (`pipeline.survivors`), which is proved, and repeat the batch.
 
 If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.

@@ -194,6 +194,9 @@ class RedundantShards:
     Args:
         chunks, optimizer, versions: of the rank.
         group: the chain's group of the ranks with the same stages; None for a single one, which keeps no copy.
+
+    Raises:
+        ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
     """
 
     def __init__(
@@ -209,6 +212,13 @@ class RedundantShards:
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
         self.cut = ShardCut(self._optimizer, size)
         if not self._optimizer.is_stub_optimizer:
+            kind = type(self._optimizer.optimizer)
+            if not issubclass(kind, torch.optim.Adam):
+                raise ValueError(
+                    f"redundant_optimizer: {kind.__module__}.{kind.__name__} steps on its device alone, and copies of "
+                    "shards are stepped on the host; leave --redundant-optimizer out, or train without Apex and "
+                    "Transformer Engine"
+                )
             complete_optimizer_state(self._optimizer.optimizer)
         self._copy: _Copy | None = None
 
