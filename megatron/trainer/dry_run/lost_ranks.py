@@ -20,6 +20,9 @@ from megatron.trainer.plan import from_flags
 
 _MOST = 16_384  # computations of the batches whose orders are searched, over all losses: about a minute
 
+_COPIED_BYTES = 16
+"""For each parameter of a shard: its FP32 master, both moments, and the gradient of the batch that steps it."""
+
 
 @dataclass(frozen=True)
 class LostRanks:
@@ -60,7 +63,7 @@ def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMe
     except ValueError as error:
         return LostRanks((), (f"a lost rank ends this job: {error}",))
     refused = tuple(f"{' '.join(map(str, each.lost))}: {each.refusal}" for each in found if each.refusal)
-    lines = [*refused, *_memory_lines(args, found, memory)]
+    lines = [*refused, *_memory_lines(args, found, memory), *_optimizer_lines(args, memory)]
     if reason := refusal(args):
         lines.append(f"as it is, a lost rank ends this job: {reason}")
     return LostRanks(tuple(found), tuple(lines), seconds=costs is not None)
@@ -71,7 +74,7 @@ def _without_program(args: TrainConfig, size: int) -> str | None:
 
     `size`: the number of microbatches of a batch.
     """
-    if args.use_distributed_optimizer or args.num_experts is not None or args.changes:
+    if args.num_experts is not None or args.changes:
         return refusal(args)
     try:
         Sharing(args.schedule, size, args.data_parallel_size, frozenset(single_losses(1)[0]))
@@ -102,6 +105,18 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
     return FirstPrinciples(from_flags.architecture(args), cluster, from_flags.software(args)).costs(
         configuration, layers
     )
+
+
+def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[str]:
+    """A line about the state of the optimizer that a lost rank takes along, or about the copies of it."""
+    if not args.use_distributed_optimizer:
+        return []
+    if not args.redundant_optimizer:
+        return ["the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"]
+    weights = from_flags.training_state(args).weight_bytes if args.schedule.weights.max_live_versions(0, 1) > 1 else 0
+    state = _COPIED_BYTES + weights
+    most = max(each.num_parameters for each in memory) * state / args.data_parallel_size
+    return [f"copies of the optimizer's shards take up to {most / GIB:.2f} GiB of the host for each rank"]
 
 
 def _memory_lines(args: TrainConfig, losses: Sequence[Loss], memory: Sequence[RankMemory]) -> list[str]:

@@ -5,7 +5,8 @@
 2. Every rank gives up what it has in flight, and comes to `Membership.agree`. With that it says which weight version it
    has, and what was summed over all ranks for the step to that version.
 3. The ranks that are left form new process groups, which megatron.core then has in place of the old ones. A rank that
-   lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums.
+   lacks the newest version makes it: it has the reduced gradients, and the others tell it the sums. Where replicas
+   share out the optimizer, it is cut anew (`lost_shards`).
 4. They take the program without the lost ranks, which was proved before the run began (`proved_losses`), and repeat
    the batch.
 
@@ -47,6 +48,7 @@ from megatron.pipeline.survivors import ReplicaRank, Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
+from megatron.trainer.run.lost_shards import LostShards
 from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
@@ -81,6 +83,12 @@ class LostRanks:
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
         self.has_state = not is_new_process()  # weights, optimizer and position are those of the job
+        self._shards = LostShards(args, rank) if args.use_distributed_optimizer else None
+        if self._shards is not None and not self.has_state:
+            raise OnThisRank(
+                f"rank {rank} was started again, and a job with --use-distributed-optimizer takes no rank back; leave "
+                "--max-restarts out"
+            )
         self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
             self.proved.prove()  # reads what the others have proved, and have said
@@ -139,7 +147,8 @@ class LostRanks:
         stepped = {report.batch: report for report in reports if report.batch < run.iteration}
         for each in notes:
             stop_requests |= each["stop_requests"]
-        return min(each["settled"] for each in notes), stop_requests, [stepped[batch] for batch in sorted(stepped)]
+        settled = min(run.iteration, *(each["settled"] for each in notes))  # a checkpoint may be from before
+        return settled, stop_requests, [stepped[batch] for batch in sorted(stepped)]
 
     def come_back(self, run: Run) -> None:
         """Come into the job in the place of a lost process, when the others take this one in.
@@ -176,7 +185,7 @@ class LostRanks:
             note = {
                 "version": run.update.versions.newest, "settled": run.iteration if settled is None else settled,
                 "stop_requests": stop_requests, "sums": _as_note(run.update.sums_of_newest()),
-                "writes": run.reporter.writes,
+                "writes": run.reporter.writes, "shards": None if self._shards is None else self._shards.note(run),
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
                 "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
                 "saved": run.saved_iteration,
@@ -206,7 +215,7 @@ class LostRanks:
                 with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
                     self._make_groups()
                     if self.has_state:
-                        reports += self._take_on(run, list(notes.values()))
+                        reports += self._take_on(run, notes)
                     self._begin(run, survivors, notes)
             except Exception as error:
                 num_failed += 1
@@ -225,6 +234,8 @@ class LostRanks:
             world_size=self._world_size, seconds=time.monotonic() - start, survivors=run.survivors,
             was_made_before=run.survivors is not None and self.proved.knows(run.survivors.lost),
         ))  # fmt: skip
+        if self._shards is not None:
+            run.reporter.say(self._shards.tell())
         return list(notes.values()), reports
 
     def _give_up(self, run: Run) -> list[BatchReport]:
@@ -249,15 +260,18 @@ class LostRanks:
                 rank=self.epoch.ranks.index(self.membership.rank), world_size=len(self.epoch.ranks),
             )  # fmt: skip
 
-    def _take_on(self, run: Run, notes: list[dict]) -> list[BatchReport]:
-        """Begin anew with the newest version that a rank has. Returns the report of a step that this rank makes."""
+    def _take_on(self, run: Run, of_ranks: Mapping[int, dict]) -> list[BatchReport]:
+        """Begin anew with the newest version that a rank has. Returns the reports of steps that this rank makes."""
+        notes = list(of_ranks.values()) if self._shards is None else self._shards.choose(run, of_ranks)
+        if not notes:  # a checkpoint is loaded
+            return []
         newest = max(each["version"] for each in notes)
         sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
-        report = run.update.go_on_from(newest, sums and NormReduction(**sums))
+        reports = run.update.go_on_from(newest, sums and NormReduction(**sums))
         behind = newest - run.iteration
         run.iteration = newest
         run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
-        return [] if report is None else [report]
+        return reports
 
     def _begin(self, run: Run, survivors: Survivors | None, notes: Mapping[int, dict]) -> None:
         """Let groups, stages and engine be those of the program of the ranks that are there. Collective over these.
@@ -279,7 +293,10 @@ class LostRanks:
             )
         if len(notes) < len(ranks):
             self._hand_over(run, list(notes.values()))
-        run.update.regroup(copies)
+        if self._shards is None:
+            run.update.regroup(copies)
+        else:
+            self._shards.rebuild(run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks)
         for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
             stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))

@@ -27,6 +27,7 @@ from megatron.pipeline.program.copies import Share, share_of
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import DeferredBytes
 from megatron.pipeline.runtime.contract.trace import CudaClock, HostClock, Tracer
+from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.runtime.stages.megatron.auxiliary import ROUTER_LOSSES, loss_names
@@ -123,6 +124,7 @@ def setup_model_and_optimizer(
     layers: Sequence[int] | None = None,
     draws: bool = True,
     locally: Callable[[], AbstractContextManager] = nullcontext,
+    copies: CopyRanks | None = None,
 ) -> ModelAndOptimizer:
     """Build what this rank holds of the pipeline of `args`. Collective.
 
@@ -165,6 +167,8 @@ def setup_model_and_optimizer(
     if trained:
         if schedule.residency is None:
             options["allocating"] = locally
+        if copies is not None:
+            options["copies"] = copies
         update = _make_update(args, trained, optimizer, scheduler, stages=own, **options)
     else:
         with locally():  # nothing, beside ranks that allocate

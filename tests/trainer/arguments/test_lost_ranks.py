@@ -33,7 +33,8 @@ def test_replicas_of_a_pipeline_go_on(flags):
         ("--tensor-model-parallel-size 2", 4, "--tensor-model-parallel-size above 1 has groups in which a lost rank"),
         ("--context-parallel-size 2", 4, "--context-parallel-size above 1 has groups in which a lost rank"),
         ("--num-experts 2", 2, "--num-experts counts tokens over all replicas"),
-        ("--use-distributed-optimizer", 2, "--use-distributed-optimizer has state of the optimizer on the lost rank"),
+        ("--use-distributed-optimizer --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", 2,
+         "--use-precision-aware-optimizer has shards of the optimizer that cannot be cut anew"),
         ("--pipeline-schedule l2l", 2, "weights on the host has no copies of stages"),
         ("--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 2 --untie-embeddings-and-output-weights"
          " --pipeline-model-parallel-size 2", 4, "predicted or stashed weights needs weights that follow from whole"),
@@ -57,15 +58,25 @@ def test_what_cannot_go_on_is_refused(flags, world_size, message):
     assert "\n" not in str(refusal.value)
 
 
+def test_the_distributed_optimizer_goes_with_copies_and_without():
+    """Without copies a run that loses a rank goes back to its last checkpoint."""
+    assert not arguments(f"{GO_ON} --use-distributed-optimizer", **TWO).redundant_optimizer
+    assert arguments(f"{GO_ON} --use-distributed-optimizer --redundant-optimizer", **TWO).redundant_optimizer
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--use-distributed-optimizer --redundant-optimizer",
+         "--redundant-optimizer is for --go-on-without-lost-ranks; give both or neither"),
+        (f"{GO_ON} --redundant-optimizer",
+         "--redundant-optimizer keeps copies of shards, and without --use-distributed-optimizer each replica has the"),
         ("--failure-timeout 5", "--failure-timeout is for --go-on-without-lost-ranks; give both or neither"),
         ("--minimum-speed 0.5", "--minimum-speed is for --go-on-without-lost-ranks; give both or neither"),
         (f"{GO_ON} --failure-timeout 0.9", "--failure-timeout 0.9 must be at least 1"),
         (f"{GO_ON} --minimum-speed 1.1", "--minimum-speed 1.1 must be at least 0 and at most 1"),
     ],
-)
+)  # fmt: skip
 def test_values_that_mean_nothing_are_refused(flags, message):
     """How to lose ranks is said only where ranks may be lost, and in its range."""
     with pytest.raises(ValueError, match=message):

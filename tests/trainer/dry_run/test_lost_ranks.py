@@ -33,7 +33,21 @@ def test_seconds_where_a_gpu_is_named(dry):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ("--use-distributed-optimizer", "a lost rank ends this job: a run with --use-distributed-optimizer has state"),
+        ("", "the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"),
+        ("--redundant-optimizer --go-on-without-lost-ranks", "copies of the optimizer's shards take up to 0.00 GiB of"),
+    ],
+)
+def test_what_becomes_of_the_optimizers_shards(dry, flags: str, word: str):
+    status, out, err, found = dry(f"{JOB} --use-distributed-optimizer {flags}")
+    assert (status, err) == (0, "") and len(found["lost"]["losses"]) == 2
+    assert any(line.startswith(word) for line in found["lost"]["lines"])
+    assert word in out.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--num-experts 2", "a lost rank ends this job: a run with --num-experts counts tokens over all replicas"),
         ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
          "updates after each microbatch (stash); take 2bw or flush"),
         ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),

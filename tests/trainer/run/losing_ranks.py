@@ -20,7 +20,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 
 from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
@@ -82,7 +81,9 @@ class Places:
     def watch(self) -> None:
         """Watch all places."""
         from megatron.pipeline.runtime.engine import PipelineEngine
+        from megatron.pipeline.runtime.stages.megatron import update
         from megatron.pipeline.runtime.stages.megatron.core_update import Decisions
+        from megatron.pipeline.runtime.stages.megatron.redundant_shards import RedundantShards
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
         from megatron.trainer.checkpoint.checkpoint import Restoration
@@ -91,6 +92,7 @@ class Places:
         from megatron.trainer.run import loop as loop_module
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
+        from megatron.trainer.run.lost_shards import LostShards
 
         def of_microbatch(place: str) -> Callable:
             return lambda stage, *rest: self.come_to(place, self._iteration() + 1)
@@ -119,6 +121,11 @@ class Places:
         _around(
             Decisions, "fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
+        _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
+        _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))
+        _around(RedundantShards, "hand_over", before=of_time("hand over"), after=of_time("handed over"))
+        _around(RedundantShards, "make_copy", before=of_time("new copies"))  # at the start for the first time
+        _around(LostShards, "_take", before=of_time("shards taken"))
         _around(PipelineEngine, "evaluate", before=of_time("evaluation"))
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
         _around(loop_module, "draw_last_batches", before=of_time("timeline"))
@@ -130,9 +137,7 @@ class Places:
         _around(Reporter, "iteration", after=reported)
 
 
-def _around(
-    owner: type | ModuleType, name: str, *, before: Callable | None = None, after: Callable | None = None
-) -> None:
+def _around(owner: object, name: str, *, before: Callable | None = None, after: Callable | None = None) -> None:
     """Call `before` and `after` around a method or a module's function, with its arguments."""
     method = getattr(owner, name)
 

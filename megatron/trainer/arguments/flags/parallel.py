@@ -265,6 +265,10 @@ class Distributed:
         "of the speed before, as simulated; a number from 0 to 1.",
         roles=Role.SHORT_RUN,
     )
+    redundant_optimizer: bool = switch(
+        "With --use-distributed-optimizer and --go-on-without-lost-ranks: a peer keeps a copy of each rank's shard of "
+        "the optimizer on its host, from which a lost shard is rebuilt. docs/recovery_optimizer.md."
+    )
     local_rank: int = option(
         None, "Accepted; LOCAL_RANK from the environment is used.", aliases=("--local_rank",), roles=Role.SHORT_RUN
     )

@@ -16,8 +16,8 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.context_parallel_size > 1, "--context-parallel-size above 1",
      "has groups in which a lost rank is missing"),
     (lambda args: args.num_experts is not None, "--num-experts", "counts tokens over all replicas"),
-    (lambda args: args.use_distributed_optimizer, "--use-distributed-optimizer",
-     "has state of the optimizer on the lost rank alone"),
+    (lambda args: args.use_distributed_optimizer and args.use_precision_aware_optimizer,
+     "--use-precision-aware-optimizer", "has shards of the optimizer that cannot be cut anew"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
     (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone
      or args.pipeline_2bw_provisional != "off",
@@ -40,8 +40,13 @@ _REFUSED: tuple[_Row, ...] = (
 
 def lost_ranks(args: argparse.Namespace) -> None:
     """Refuse what a run cannot have that goes on without lost ranks."""
+    if args.redundant_optimizer and not args.use_distributed_optimizer:
+        raise ValueError(
+            "--redundant-optimizer keeps copies of shards, and without --use-distributed-optimizer each replica has "
+            "the whole optimizer; leave it out"
+        )
     if not args.go_on_without_lost_ranks:
-        for name in ("failure_timeout", "minimum_speed"):
+        for name in ("failure_timeout", "minimum_speed", "redundant_optimizer"):
             if name in args.given:
                 raise ValueError(f"--{name.replace('_', '-')} is for --go-on-without-lost-ranks; give both or neither")
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -222,7 +223,7 @@ class CoreUpdate:
         """
         self._timeout = timeout or DEFAULT_TIMEOUT
         if copies is not None:
-            _require_copyable(self.optimizer, self._config)
+            _require_copyable(self.optimizer, self._config, copies)
         self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
         self._decisions = Decisions(
             self.optimizer, self.scheduler, delay=self.weights.delay or 0, world=self._groups.world,
@@ -232,7 +233,7 @@ class CoreUpdate:
     def _regroup(self, copies: CopyRanks | None) -> None:
         """End the groups of the chain and make others. Collective over the job, as `copies` has it."""
         if copies is not None:
-            _require_copyable(self.optimizer, self._config)
+            _require_copyable(self.optimizer, self._config, copies)
         self._groups.close()
         self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
         self._decisions.regroup(self._groups.world)
@@ -288,7 +289,7 @@ class CoreUpdate:
         self._last_norm = state["last_grad_norm"] if state else None
 
 
-def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig) -> None:
+def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, copies: CopyRanks) -> None:
     """Raise ValueError unless the replicas of a chunk can be copies with batches in common.
 
     What replicas exchange beside gradients, or have a part of, goes over megatron.core's groups of all replicas.
@@ -296,7 +297,7 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig) -
     balancing = config.moe_router_load_balancing_type
     kinds = [balancing] if isinstance(balancing, str) else balancing
     found = [
-        (is_distributed(optimizer), "the distributed optimizer, of which each replica has a shard"),
+        (_is_cut_over_others(optimizer, copies), "the distributed optimizer, of which each replica has a shard"),
         (owners(optimizer) is not None, "an optimizer of whose state each replica has a part"),
         (config.context_parallel_size > 1, f"context parallelism over {config.context_parallel_size} ranks"),
         (shares_out_experts(), f"expert parallelism over {config.expert_model_parallel_size} ranks"),
@@ -309,6 +310,13 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig) -
                 f"stages are copies that share batches, and the run has {what}: its groups span all replicas, of which "
                 "ranks are missing, so run copies without it."
             )
+
+
+def _is_cut_over_others(optimizer: MegatronOptimizer, copies: CopyRanks) -> bool:
+    """Whether the state of the optimizer is cut into shards over other ranks than the copies of a chunk."""
+    if not is_distributed(optimizer) or optimizers_of(optimizer)[0].is_stub_optimizer:
+        return False
+    return dist.get_process_group_ranks(optimizers_of(optimizer)[0].data_parallel_group) != list(copies.copies)
 
 
 # --- norms of layers

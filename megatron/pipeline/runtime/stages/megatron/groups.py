@@ -75,6 +75,19 @@ class ChainGroup:
             share = staged.chunk(self.size)[self.rank]
             self.process_group._reduce_scatter_base(share, staged, options).wait()
 
+    def pass_on(self, tensor: Tensor) -> Tensor:
+        """Send a tensor on the host to the next rank of the ring, and return that of the rank before, which has the
+        same shape and dtype. Not with NCCL."""
+        assert not self.uses_nccl, "tensors on the host"
+        received = torch.empty_like(tensor)
+        works = [
+            self.process_group.send([tensor], (self.rank + 1) % self.size, 0),
+            self.process_group.recv([received], (self.rank - 1) % self.size, 0),
+        ]
+        for work in works:
+            work.wait()
+        return received
+
     def close(self) -> None:
         """End the group after all its work. Collective over its members."""
         if self.uses_nccl:
@@ -233,6 +246,10 @@ _PEERS = (
     "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP_WITH_CP",
     "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
     "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )  # fmt: skip
-_WORLD = ("_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP")
+_WORLD = (
+    "_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+)  # fmt: skip

@@ -110,11 +110,25 @@ class GradientReduction:
         if not self._embeddings or self._groups.embedding is None:
             return
         [embedding] = self._embeddings
+        if self._distributed and self._groups.copies is not None:
+            self._over_shards_of_embedding(embedding, slot)
+            return
         gradient = self._owned(embedding, slot)
         if gradient is not None:
             if not self._groups.adds_embedding:
                 gradient.zero_()
             self._groups.embedding.all_reduce(gradient)
+
+    def _over_shards_of_embedding(self, embedding: Parameter, slot: GradientSlot) -> None:
+        """Add up the gradients of a shared embedding whose two stages have different numbers of copies, and so are cut
+        into different shards. Each element is valid on one copy of each stage."""
+        whole, part = torch.zeros_like(slot.views[embedding]), self._owned(embedding, slot)
+        if part is not None:
+            own = self._ranges[embedding]
+            whole.view(-1)[own.start : own.end].copy_(part)
+        self._groups.embedding.all_reduce(whole)
+        if part is not None:
+            part.copy_(whole.view(-1)[own.start : own.end])
 
     @property
     def tied_key(self) -> Parameter:

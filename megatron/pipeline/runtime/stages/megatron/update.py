@@ -10,7 +10,7 @@ unscales and clips, steps megatron.core's optimizer into a weight slot to which 
 the learning rate. PipeDream-2BW (Narayanan et al. 2021), sections 3.1 and 3.2: W(t+1) = W(t) - update(g(W(t-1))).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +42,12 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
 )
 from megatron.pipeline.runtime.stages.megatron.prediction import MegatronPrediction
 from megatron.pipeline.runtime.stages.megatron.reduction import GradientReduction, probes, warm_up
+from megatron.pipeline.runtime.stages.megatron.redundant_shards import (
+    Flats,
+    RedundantShards,
+    gather_weights,
+    step_own_shard,
+)
 from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, NormReduction, Partial
 from megatron.pipeline.runtime.update.muon import Muon
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -58,6 +64,7 @@ class _Batch(Batch):
     with_prediction: bool = False  # a prediction directly follows the step
     on_trial: bool = False  # an optimistic step has to leave the gradients as they are, in their buffer
     coefficient: float = 1.0  # by which such a step has multiplied the gradients
+    of_copy: Flats | None = None  # the reduced gradients of the shard of which this rank has a copy
 
 
 class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
@@ -152,6 +159,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             self.router_tokens = RouterTokens(chunks, window=window, lag=int(rule.predicts))
             assert not (rule.updates_alone and self.router_tokens.has_biases), "biases wait for the counts of all ranks"
         self._copy_newest = steps_parameters_in_place(self._inner)
+        self.shards: RedundantShards | None = None
+        self._gathers = True
         self._streams = streams_of(backend.device())
         self._connect(timeout, rank_metrics, copies)
         self._scales = self._decisions.scales
@@ -181,6 +190,20 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             for buffer in self._gradients.buffers:
                 buffer.gradient_scaling_factor = 1.0 / self._groups.num_replicas
         self._begin_reductions()
+
+    def keep_copy(self, before: RedundantShards | None = None, sources: Sequence[int] = ()) -> None:
+        """Keep a copy of another rank's shard of the optimizer from now on (`--redundant-optimizer`).
+
+        Call it while drained. Collective over the ranks with the same stages.
+
+        Args:
+            before: the shards of an update of these ranks whose state is taken over.
+            sources: for each of the shards of before, the rank that hands it over.
+        """
+        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups.data)
+        if before is not None:
+            before.hand_over(self.shards, sources, self.chunks[0].intra_dp_cp_group)
+        self.shards.make_copy()
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:
         for chunk in chunks:
@@ -245,6 +268,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """Complete the batch's report by one all-reduce of norm, overflow, losses and stop requests over the job."""
         batch = self._batches[version]
         self._prepare(batch)
+        if self.shards is not None:
+            batch.of_copy = self.shards.exchange(batch.buffer)
         tokens = self.router_tokens
         self._decisions.complete(
             batch.report, batch.norm_squared.item(), stop_requests, losses,
@@ -319,8 +344,11 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         version = batch.info.index + 1
         report = batch.report
         self._decisions.note(report)
+        broken: RuntimeError | None = None
         if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
+            if self.shards is not None:
+                self.shards.step(None, coefficient)
         elif not report.overflow:
             running = self._gradients.shown
             self._gradients.show(batch.buffer)
@@ -332,7 +360,10 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 elif coefficient != 1.0 and gradients:
                     torch._foreach_mul_(gradients, coefficient)
                 with self.versions.making(version, copy=self._copy_newest):
-                    self._inner.step_with_ready_grads()
+                    if self.shards is not None:
+                        broken = self._step_shards(batch, coefficient)
+                    else:
+                        self._inner.step_with_ready_grads()
                     if self._owners is not None:
                         self._owners.exchange()
             else:
@@ -344,6 +375,20 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         if not batch.on_trial:
             self._gradients.give_back(batch.buffer)
         batch.applied = True
+        if broken is not None:
+            raise broken
+
+    def _step_shards(self, batch: _Batch, coefficient: float) -> RuntimeError | None:
+        """Step this rank's shard and its copy of another, and gather the weights. The step is whole also if a rank is
+        lost while they are gathered. Returns the error from which that was noticed."""
+        step_own_shard(self._inner)
+        self.shards.step(batch.of_copy, coefficient)
+        try:
+            if self._gathers:
+                gather_weights(self.chunks)
+        except RuntimeError as error:
+            return error
+        return None
 
     def _predict(self, version: int, batch: _Batch, partial: Partial, partial_embed: Partial | None) -> None:
         self._prediction.predict(
@@ -385,7 +430,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
         return self._decisions.sums.get(self.versions.newest - 1)
 
-    def go_on_from(self, version: int, sums: NormReduction | None) -> BatchReport | None:
+    def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
         """Drop all batches in flight, and begin anew with `version`.
 
         Some ranks may have made the next version when a rank was lost, and others not, although all have reduced its
@@ -396,20 +441,22 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             sums: the sums for the batch whose step makes the next version.
 
         Returns:
-            The report of the batch whose step was made here; None if `version` was there already.
+            The reports of the batches whose steps were made here, or were not ended.
         """
-        report = None
+        self._gathers = False  # the groups are broken; who takes over the shards gathers the weights
+        newest = self._batches.get(self.versions.newest)
+        reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.newest)]
         if version > self.versions.newest:
             batch = self._batches[version]
             assert version == self.versions.newest + 1 and batch.norm_squared is not None and sums is not None
             self._decisions.fill(batch.report, sums)
             batch.norm_reduced.reach()
-            report = self.step(version)
+            reports.append(self.step(version))
         for batch in self._batches.values():
             if batch.buffer is not None and not batch.applied:
                 self._gradients.give_back(batch.buffer)
         self._batches.clear()
-        return report
+        return reports
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
 

@@ -107,12 +107,15 @@ def evaluated(**options) -> dict:
     return cases.train(**options, drains=(len(options["batches"]) - 1,))["evaluations"][0]
 
 
-def refusal(lost: tuple[tuple[int, int], ...], **options) -> str:
-    """What an update says that cannot have copies."""
+def refusal(lost: tuple[tuple[int, int], ...], **options) -> str | None:
+    """What an update says that cannot have copies; None on a lost rank."""
     case = Case(**options)
     with parallel(case):
+        left, (_, update) = Left(case, lost), cases.build(case)
+        if not left.is_left:
+            return None
         try:
-            cases.build(case, copies=Left(case, lost).spans)
+            update.regroup(left.spans)
         except ValueError as error:
             return str(error)
         return "nothing"

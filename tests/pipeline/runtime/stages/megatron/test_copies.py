@@ -24,6 +24,12 @@ SHARED = ((2, 1),)  # of three replicas: its microbatches are shared by two peer
 ROWS = {
     "flush, clipped, dropout": (LAST, 2, {**OF_TWO, "clip": 0.5, "dropout": 0.1}, CLOSE),
     "2bw, all ranks, from the start": ((), 0, {**OF_TWO, "schedule": "2bw", "clip": 0.5}, CLOSE),
+    "flush, all ranks, tied shards": (
+        (),
+        0,
+        {**OF_TWO, "distributed_optimizer": True, "tied": True, "clip": 0.5},
+        CLOSE,
+    ),
     "2bw, SGD": (LAST, 2, {**OF_TWO, "schedule": "2bw", "optimizer": "sgd"}, CLOSE),
     "2bw, FP16": (LAST, 2, {**OF_TWO, **FP16, "batches": (4,) * 6, "overflow_batches": (3,)}, None),
     "flush, per token": (LAST, 1, {**OF_TWO, "per_token": True, "masked": True, "clip": 0.01}, CLOSE),
@@ -66,12 +72,18 @@ def test_an_evaluation_of_copies_is_that_of_all_replicas():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("lost", "options", "message"),
     [
-        ({"distributed_optimizer": True}, "the distributed optimizer, of which each replica has a shard"),
-        ({"experts": 4, "balancing": "global_aux_loss"}, "global_aux_loss, which counts all replicas"),
+        (
+            ((1, 1), (0, 0)),
+            {"distributed_optimizer": True},
+            "the distributed optimizer, of which each replica has a shard",
+        ),
+        ((), {"experts": 4, "balancing": "global_aux_loss"}, "global_aux_loss, which counts all replicas"),
     ],
 )
-def test_what_replicas_exchange_beside_gradients_is_refused(options, message):
-    for said in workers.run(4, f"{_PLACE}copies_cases:refusal", lost=(), **OF_TWO, **options):
-        assert message in said and "run copies without it" in said
+def test_what_replicas_exchange_beside_gradients_is_refused(lost, options, message):
+    found = workers.run(4, f"{_PLACE}copies_cases:refusal", lost=lost, **OF_TWO, **options)
+    said = [each for each in found if each is not None]
+    assert len(said) == 4 - len(lost)
+    assert all(message in each and "run copies without it" in each for each in said)

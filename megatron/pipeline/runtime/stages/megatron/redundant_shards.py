@@ -1,0 +1,363 @@
+"""Copies of the distributed optimizer's shards on the hosts of peers: `--redundant-optimizer`.
+
+Problem: the distributed optimizer cuts masters and moments of a stage into shards, one for each rank with the stage. If
+a rank is lost, so is its shard, and with it the shard of the gradients that were reduced to it. Steps are taken in
+place, and ranks that have stepped cannot go back. So a copy that is sent after a step comes too late for the ranks that
+die in that step.
+
+Solution: the ranks of a stage are a ring. Each keeps the shard of the rank before it on its host, and steps it as that
+rank does. A copy needs no more for that than the reduced gradients of its shard. The chain sends them on before the
+all-reduce with the norm. No rank steps before that all-reduce, and it ends on no rank before all have begun it. So if
+any rank has made a version, then whoever is left has what it takes to make that version of its own shard and of its
+copy; else all drop the batch, and have the version before. Nothing is kept of older versions to go back to, but under
+2bw the weights of the version before the newest, which the next batch uses.
+
+A copy has the shapes of the shard that it copies, and so on the same kind of processor it is bit-equal to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.backend.fixes import complete_optimizer_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
+from megatron.pipeline.runtime.stages.megatron.optimizers import (
+    GradientSlot,
+    bucket_of,
+    named_parameters,
+    optimizers_of,
+)
+from megatron.pipeline.runtime.update.versions import WeightVersions
+
+_STATES = ("param", "exp_avg", "exp_avg_sq")
+_WEIGHTS, _OLDER = "weights", "older"  # of the newest version, and of the one before
+
+Flats = list[Tensor]
+"""One flat tensor of a shard for each bucket of the rank's buffers, on the host."""
+
+
+class _Part(NamedTuple):
+    """The elements of a parameter that a shard has: where in the shard's flat tensor, and where in the parameter."""
+
+    parameter: Parameter
+    in_shard: slice
+    in_parameter: slice
+
+
+class ShardCut:
+    """The cut of the flat buffers of one rank's chunks into shards of equal size.
+
+    Args:
+        optimizer: the distributed optimizer of the chunks, which is torch's Adam.
+        size: the number of shards.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer, size: int) -> None:
+        self.size = size
+        buffers = [] if optimizer.is_stub_optimizer else optimizer.buffers
+        self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
+
+    @property
+    def num_elements(self) -> list[int]:
+        """The elements of a shard, for each bucket."""
+        return [bucket.grad_data.numel() // self.size for _, bucket in self._buckets]
+
+    @property
+    def weight_dtypes(self) -> list[torch.dtype]:
+        """The dtype of the weights of each bucket."""
+        return [buffer.param_dtype for buffer, _ in self._buckets]
+
+    def parts(self, shard: int) -> Iterator[tuple[int, _Part]]:
+        """The parts of parameters in a shard, each with the number of its bucket, in megatron.core's order."""
+        for number, ((buffer, bucket), length) in enumerate(zip(self._buckets, self.num_elements, strict=True)):
+            first = bucket.offset + shard * length
+            found = DistributedOptimizer._build_model_gbuf_param_range_map(
+                buffer.param_index_map, Range(first, first + length), bucket.offset
+            )
+            for parameter, ranges in found.items():
+                yield number, _Part(parameter, _slice(ranges["gbuf_local"]), _slice(ranges["param"]))
+
+    def whole(self, parameter: Parameter) -> tuple[int, slice]:
+        """The bucket of a parameter, and where it lies in the bucket."""
+        for number, (buffer, bucket) in enumerate(self._buckets):
+            if parameter in bucket.params:
+                start, stop, _ = buffer.param_index_map[parameter]
+                return number, slice(start - bucket.offset, stop - bucket.offset)
+        raise AssertionError("a parameter outside of all buckets")
+
+    def gradients(self, slot: GradientSlot, shard: int) -> Flats:
+        """A shard of a gradient slot, on the host: views if the slot lies there."""
+        flats = {id(buffer): flat for (buffer, _), flat in zip(self._once_each(), slot.flats, strict=True)}
+        return [bucket_of(flats[id(buffer)], bucket).chunk(self.size)[shard].cpu() for buffer, bucket in self._buckets]
+
+    def _once_each(self) -> list[tuple]:
+        return list({id(buffer): (buffer, bucket) for buffer, bucket in self._buckets}.values())
+
+    def filled(self, shard: int, of: Callable[[_Part], Tensor], dtypes: Sequence[torch.dtype] | None = None) -> Flats:
+        """New flat tensors of a shard, with what `of` says of each part; zeros elsewhere."""
+        dtypes = dtypes or [torch.float32] * len(self._buckets)
+        flats = [torch.zeros(length, dtype=dtype) for length, dtype in zip(self.num_elements, dtypes, strict=True)]
+        for number, part in self.parts(shard):
+            flats[number][part.in_shard].copy_(of(part))
+        return flats
+
+
+class _Copy:
+    """The shard of another rank on this host, with an optimizer that steps it on a thread of its own.
+
+    Args:
+        own: the optimizer of this rank's shard, whose settings are followed.
+        group_of: the number of the group of each parameter.
+        states: the name of a state -> its flats.
+        older: the weights of the version before; None where none is used.
+    """
+
+    def __init__(
+        self,
+        cut: ShardCut,
+        shard: int,
+        own: torch.optim.Optimizer,
+        group_of: Mapping[Parameter, int],
+        states: dict[str, Flats],
+        older: Flats | None,
+        *,
+        count: float,
+    ) -> None:
+        self.shard, self.states, self.older = shard, states, older
+        self._own = own
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="copy of a shard")
+        self._work: Future | None = None
+        self._parts: list[tuple[int, slice, Tensor]] = []  # bucket, place in the shard, master
+        groups: list[dict] = [{**_settings(group), "params": []} for group in own.param_groups]
+        moments = {}
+        for number, part in cut.parts(shard):
+            master, *rest = (states[name][number][part.in_shard] for name in _STATES)
+            groups[group_of[part.parameter]]["params"].append(master)
+            moments[master] = dict(zip(_STATES[1:], rest, strict=True))
+            self._parts.append((number, part.in_shard, master))
+        self.optimizer = type(own)([group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}])
+        self._numbers = [number for number, group in enumerate(groups) if group["params"]]
+        for master, state in moments.items():
+            self.optimizer.state[master] = {"step": torch.tensor(count), **state}
+
+    def step(self, gradients: Flats | None, coefficient: float) -> None:
+        """Begin the step that the shard's rank takes. `gradients`: None where it is skipped; they are overwritten."""
+        self.finish()
+        settings = [_settings(self._own.param_groups[number]) for number in self._numbers]
+        self._work = self._worker.submit(self._step, gradients, coefficient, settings)
+
+    def finish(self) -> None:
+        """Wait for the step that was begun last."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()
+
+    @torch.no_grad()
+    def _step(self, gradients: Flats | None, coefficient: float, settings: Sequence[dict]) -> None:
+        if self.older is not None:
+            for older, master in zip(self.older, self.states["param"], strict=True):
+                older.copy_(master)
+        if gradients is None:
+            return
+        for group, of_group in zip(self.optimizer.param_groups, settings, strict=False):
+            group.update(of_group)
+        full = [flat.float() for flat in gradients]
+        if coefficient != 1.0 and full:
+            torch._foreach_mul_(full, coefficient)
+        for number, place, master in self._parts:
+            master.grad = full[number][place]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def count(self) -> float:
+        """The number of steps."""
+        return _count(self.optimizer)
+
+
+class RedundantShards:
+    """One rank's shard, and its copy of the shard of the rank before.
+
+    `make_copy` and `exchange` are collective over the ranks with the same stages.
+
+    Args:
+        chunks, optimizer, versions: of the rank.
+        group: the chain's group of the ranks with the same stages; None for a single one, which keeps no copy.
+
+    Raises:
+        ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
+    """
+
+    def __init__(
+        self,
+        chunks: list[DistributedDataParallel],
+        optimizer: MegatronOptimizer,
+        versions: WeightVersions,
+        group: ChainGroup | None,
+    ) -> None:
+        [self._optimizer] = optimizers_of(optimizer)
+        self._versions, self._group = versions, group
+        self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
+        self.shard, size = (0, 1) if group is None else (group.rank, group.size)
+        self.cut = ShardCut(self._optimizer, size)
+        if not self._optimizer.is_stub_optimizer:
+            kind = type(self._optimizer.optimizer)
+            if not issubclass(kind, torch.optim.Adam):
+                raise ValueError(
+                    f"redundant_optimizer: {kind.__module__}.{kind.__name__} steps on its device alone, and copies of "
+                    "shards are stepped on the host; leave --redundant-optimizer out, or train without Apex and "
+                    "Transformer Engine"
+                )
+            complete_optimizer_state(self._optimizer.optimizer)
+        self._copy: _Copy | None = None
+
+    @torch.no_grad()
+    def make_copy(self) -> None:
+        """Send all state of this rank's shard to the next rank, and keep that of the rank before."""
+        group, own = self._group, self._optimizer.optimizer
+        if group is None or self._optimizer.is_stub_optimizer:
+            return
+        parameters = list(self._names)
+        numbers = torch.full((len(parameters) + 1,), -1.0, dtype=torch.float64)  # groups, and the number of steps
+        for position, parameter in enumerate(parameters):
+            found = self._optimizer.model_param_group_index_map.get(parameter)
+            numbers[position] = -1.0 if found is None else found[0]
+        numbers[-1] = _count(own)
+        group.all_reduce(numbers, dist.ReduceOp.MAX)
+        group_of = {parameter: int(number) for parameter, number in zip(parameters, numbers.tolist(), strict=False)}
+        states = {name: [group.pass_on(flat) for flat in self._own(name)] for name in _STATES}
+        older = [group.pass_on(flat) for flat in self._own(_OLDER)] if self._versions.window > 1 else None
+        before = (self.shard - 1) % group.size
+        self._copy = _Copy(self.cut, before, own, group_of, states, older, count=numbers[-1].item())
+
+    def exchange(self, slot: GradientSlot) -> Flats | None:
+        """Send the reduced gradients of this rank's shard to the next rank, and return those of the copy's. On the
+        chain's thread, before anybody steps with them."""
+        if self._copy is None:
+            return None
+        return [self._group.pass_on(flat) for flat in self.cut.gradients(slot, self.shard)]
+
+    def step(self, gradients: Flats | None, coefficient: float) -> None:
+        """Step the copy. `gradients`: from `exchange`; None where the step is skipped. `coefficient`: multiplies them.
+
+        To be called with the step of this rank's own shard, before the learning rate advances. The step is taken beside
+        what follows, and the next one waits for it."""
+        if self._copy is not None:
+            self._copy.step(gradients, coefficient)
+
+    # After a loss.
+
+    @property
+    def held(self) -> list[int]:
+        """The shards that this rank can hand over, its own first."""
+        if self._optimizer.is_stub_optimizer:
+            return list(range(self.cut.size))
+        return [self.shard] if self._copy is None else [self.shard, self._copy.shard]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the copy on the host, without gradients in flight."""
+        if self._copy is None:
+            return 0
+        flats = [flat for each in self._copy.states.values() for flat in each] + (self._copy.older or [])
+        return sum(flat.numel() * flat.element_size() for flat in flats)
+
+    def copy_of(self, name: str) -> Flats:
+        """The copy's flats of a state, or of the weights of the newest version or the one before."""
+        self._copy.finish()
+        if name == _WEIGHTS:
+            dtypes = self.cut.weight_dtypes
+            return [flat.to(dtype) for flat, dtype in zip(self._copy.states["param"], dtypes, strict=True)]
+        return self._copy.older if name == _OLDER else self._copy.states[name]
+
+    def _own(self, name: str) -> Flats:
+        """As `copy_of`, of this rank's own shard. Its part of the weights needs no gather."""
+        if name in _STATES:
+            return self.cut.filled(self.shard, lambda part: self._state(part.parameter)[name].detach())
+        version = self._versions.newest - (name == _OLDER)
+        version = max(version, self._versions.live()[0])
+        tensors = self._versions.tensors(version)
+        return self.cut.filled(
+            self.shard,
+            lambda part: tensors[self._names[part.parameter]].detach().view(-1)[part.in_parameter],
+            self.cut.weight_dtypes,
+        )
+
+    def _state(self, parameter: Parameter) -> dict[str, Tensor]:
+        return self._optimizer._get_main_param_and_optimizer_states(parameter)
+
+    @torch.no_grad()
+    def hand_over(self, to: RedundantShards, sources: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Give the state of all shards to ranks that have another cut. Collective over `group`, the ranks left.
+
+        Args:
+            to: what the rank has built anew. Its optimizer and its weight versions get the state.
+            sources: the global rank that hands over each shard of this cut.
+        """
+        rank, names = dist.get_rank(), {name: parameter for parameter, name in self._names.items()}
+        has_older = self._versions.newest - 1 in self._versions.live()
+        places = {name: self.cut.whole(names[name]) for name in to._names.values()}
+        weights: dict[str, dict[str, Tensor]] = {}
+        for name in (*_STATES, _WEIGHTS, *([_OLDER] if has_older else [])):
+            own, of_copy = self._own(name), self.copy_of(name) if self._copy is not None else []
+            wholes = []
+            for number, length in enumerate(self.cut.num_elements):
+                whole = torch.empty(length * self.cut.size, dtype=own[number].dtype)
+                for shard, (part, source) in enumerate(zip(whole.chunk(self.cut.size), sources, strict=True)):
+                    if source == rank:
+                        part.copy_((own if shard == self.shard else of_copy)[number])
+                    dist.broadcast(part, source, group=group)
+                wholes.append(whole)
+            if name in _STATES:
+                for _, part in to.cut.parts(to.shard):
+                    number, place = places[to._names[part.parameter]]
+                    to._state(part.parameter)[name].copy_(wholes[number][place][part.in_parameter])
+            else:
+                weights[name] = {
+                    to._names[parameter]: wholes[number][place].view(parameter.shape)
+                    for parameter in to._names
+                    for number, place in [places[to._names[parameter]]]
+                }
+        count = torch.tensor(max(_count(self._optimizer.optimizer), self._copy.count if self._copy else 0.0))
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
+        for state in [] if to._optimizer.is_stub_optimizer else to._optimizer.optimizer.state.values():
+            state["step"] = count.clone()
+        newest = self._versions.newest
+        older = {newest - 1: weights[_OLDER]} if has_older else {}
+        to._versions.restore({**older, newest: weights[_WEIGHTS]})
+
+
+def step_own_shard(optimizer: MegatronOptimizer) -> None:
+    """Step this rank's shard, and write its part of the weights, without the gather of the others' parts."""
+    [inner] = optimizers_of(optimizer)
+    MixedPrecisionOptimizer.step_with_ready_grads(inner)
+
+
+def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Fill the shown slot of the weights with the parts of all replicas. Collective over the replicas."""
+    for chunk in chunks:
+        chunk.start_param_sync()
+
+
+def _slice(found: Range) -> slice:
+    return slice(found.start, found.end)
+
+
+def _settings(group: dict) -> dict:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _count(optimizer: torch.optim.Optimizer | None) -> float:
+    states = [] if optimizer is None else optimizer.state.values()
+    return max((float(state["step"]) for state in states), default=0.0)

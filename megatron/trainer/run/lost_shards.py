@@ -1,0 +1,190 @@
+"""What a lost rank takes along where replicas share out the optimizer's state: `--use-distributed-optimizer`.
+
+Problem: a lost rank's shard of masters and moments is on no other rank, and the ranks that are left need shards of
+another size.
+
+Solution: all that the rank has is built anew over the ranks that are left. With `--redundant-optimizer` the new shards
+are filled from the old ones and from the copies that ranks have of their peers' (`redundant_shards`), and copies are
+made of the new ones. Where a shard and its copy are both lost, or there are no copies, all ranks load the last
+checkpoint and go on from its iteration.
+
+The old shards are kept until all ranks have the new ones. If another rank is lost in between, each rank has the old
+shards, or the new ones, or both. Each says so when the ranks agree on who goes on, and they take the newest that all
+have and of which each part is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch.distributed as dist
+
+from megatron.documents import counted
+from megatron.pipeline.runtime.copied_stages import CopyRanks
+from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.pipeline.runtime.stages.megatron.optimizers import shared_scaler
+from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.changes.change import collect
+from megatron.trainer.checkpoint import directory
+from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_checkpoint
+from megatron.trainer.checkpoint.state import random_state, restore_random_state
+from megatron.trainer.start_up.optimizer import choose_kernel
+from megatron.trainer.start_up.run import ModelAndOptimizer, Run, setup_model_and_optimizer
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What a recovery has built. `position`: of the checkpoint that it comes from, of which `told` is said; None: it
+    goes on."""
+
+    cut: int
+    parts: ModelAndOptimizer
+    position: CheckpointPosition | None = None
+    told: str = ""
+
+
+class LostShards:
+    """Gives the ranks that are left the optimizer's state.
+
+    Args:
+        args, rank: the configuration and the rank with which the run began.
+    """
+
+    def __init__(self, args: TrainConfig, rank: int) -> None:
+        self._args, self._rank = args, rank
+        self._cut = 0  # the epoch in which the present shards were cut
+        self._built: _Built | None = None  # beside the present ones, until all ranks have them
+        self._sources: list[int] | None = None  # ranks of the job as it began that hand over this stage's shards
+        self._told = ""
+
+    def note(self, run: Run) -> dict:
+        """What this rank holds: number of a cut -> version, sums and shards."""
+        found = {self._cut: run.model_and_optimizer}
+        if self._built is not None:
+            found[self._built.cut] = self._built.parts
+        return {str(cut): _held(parts) for cut, parts in found.items()}
+
+    def choose(self, run: Run, notes: Mapping[int, dict]) -> list[dict]:
+        """Choose what the ranks that are left go on from; returns what they have said of it, in the place of notes.
+
+        Nothing is returned where the last checkpoint is to be loaded.
+
+        Args:
+            notes: rank of the job as it began -> what it said, with `note` as "shards".
+        """
+        num_replicas = self._args.data_parallel_size
+        common = set.intersection(*({int(cut) for cut in each["shards"]} for each in notes.values()))
+        for cut in sorted(common, reverse=True):
+            held = {rank: each["shards"][str(cut)] for rank, each in notes.items()}
+            sources = {stage: _sources({rank: each for rank, each in held.items() if rank // num_replicas == stage})
+                       for stage in range(self._args.pipeline_model_parallel_size)}  # fmt: skip
+            if all(each is not None for each in sources.values()):
+                if cut != self._cut:
+                    self._take(run, self._built)
+                self._sources = sources[self._rank // num_replicas]
+                return list(held.values())
+        self._sources = None
+        return []
+
+    def rebuild(self, run: Run, copies: CopyRanks, *, epoch: int, ranks: Sequence[int]) -> None:
+        """Build the rank's part of the model and the optimizer anew, and let the run have them. Collective.
+
+        Args:
+            epoch, ranks: of the ranks that are left, as the job began.
+
+        Raises:
+            ValueError: the state is lost, and there is no checkpoint.
+        """
+        root = None if self._sources is not None else self._checkpoint()
+        drawn = random_state()
+        args = replace(run.args, rank=dist.get_rank(), world_size=dist.get_world_size())
+        parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies)
+        built = _Built(epoch, parts)
+        if root is None:
+            self._hand_over(run.model_and_optimizer, parts, [ranks.index(rank) for rank in self._sources])
+        else:
+            as_saved = {"ckpt_step": None, "finetune": False} if root == args.save else {}
+            position = load_checkpoint(parts, args=replace(args, load=root, **as_saved), say=run.reporter.say)
+            built = _Built(epoch, parts, position, self._fallen_back(run, root, position))
+            if args.redundant_optimizer:
+                parts.update.keep_copy()
+        choose_kernel(parts.optimizer, args.optimizer_kernel)
+        restore_random_state([drawn])
+        self._built = built
+        dist.barrier()  # whoever leaves it knows that the others have built theirs
+        self._take(run, built)
+        collect(run)
+
+    def tell(self) -> str:
+        """What the log says of the last recovery, once."""
+        told, self._told = self._told, ""
+        return told
+
+    # --- parts
+
+    def _take(self, run: Run, built: _Built) -> None:
+        run.model_and_optimizer, self._cut, self._built = built.parts, built.cut, None
+        self._told = built.told or self._told
+        if built.position is not None:
+            run.iteration = run.saved_iteration = built.position.iteration
+            run.consumed_samples = built.position.consumed_train_samples
+            run.consumed_valid_samples = built.position.consumed_valid_samples
+
+    def _hand_over(self, before: ModelAndOptimizer, built: ModelAndOptimizer, sources: Sequence[int]) -> None:
+        built.update.keep_copy(before.update.shards, sources)
+        built.scheduler.load_state_dict(before.scheduler.state_dict())
+        scaler = shared_scaler(built.optimizer)
+        if scaler is not None:
+            scaler.load_state_dict(shared_scaler(before.optimizer).state_dict())
+        built.update.load_state_dict(before.update.state_dict())
+
+    def _checkpoint(self) -> str:
+        """The directory of the last checkpoint. Collective."""
+
+        def found() -> str | None:
+            roots = [root for root in (self._args.save, self._args.load) if root is not None]
+            return next((root for root in roots if directory.locate(root) is not None), None)
+
+        root = on_rank_zero(found)
+        if root is None:
+            lost = "a lost rank's shard of the optimizer's state"
+            why = f"{lost} and its copy are both lost" if self._args.redundant_optimizer else f"nobody else has {lost}"
+            give = "" if self._args.redundant_optimizer else "--redundant-optimizer, or "
+            raise ValueError(
+                f"{why}, and there is no checkpoint to go back to: restart from the beginning, and give {give}"
+                "--save with --save-interval"
+            )
+        return root
+
+    def _fallen_back(self, run: Run, root: str, position: CheckpointPosition) -> str:
+        lost = "a shard of the optimizer's state and its copy are" if self._args.redundant_optimizer else (
+            "a shard of the optimizer's state, of which there is no copy, is"
+        )  # fmt: skip
+        repeated = counted(max(run.iteration - position.iteration, 0), "iteration")
+        return f"{lost} lost, so the ranks have loaded the checkpoint in {root}, and repeat {repeated}"
+
+
+def _held(parts: ModelAndOptimizer) -> dict:
+    update = parts.update
+    sums, shards = update.sums_of_newest(), update.shards
+    return {
+        "version": update.versions.newest,
+        "sums": None if sums is None else asdict(sums),
+        "shards": [] if shards is None else shards.held,
+        "size": 0 if shards is None else shards.cut.size,
+    }
+
+
+def _sources(held: Mapping[int, dict]) -> list[int] | None:
+    """For each shard of a stage the rank that hands it over: its own, or the one with the copy. None: one is lost.
+
+    `held`: rank -> what it holds.
+    """
+    size = max((each["size"] for each in held.values()), default=0)
+    if size == 0:
+        return None
+    found: dict[int, int] = {}
+    for place in reversed(range(size)):  # a rank's own shard comes first, and so is set last
+        found |= {each["shards"][place]: rank for rank, each in held.items() if len(each["shards"]) > place}
+    return [found[shard] for shard in range(size)] if len(found) == size else None
