@@ -190,7 +190,12 @@ def values(records: list[dict], name: str) -> dict[int, float]:
 
 
 def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) -> None:
-    """It ended well, or by SIGTERM, and all that it records is as in one process that nothing disturbs."""
+    """It ended well, or by SIGTERM, and all that it records is as in one process that nothing disturbs.
+
+    In FP16 gradients are divided by the number of microbatches of a replica before they are rounded: norms of jobs that
+    nothing disturbs differ by 5e-4 from those of one process.
+    """
+    tolerance = 1e-3 if "--fp16" in flags else 2e-6
     if is_stopped:
         assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
     else:
@@ -198,7 +203,7 @@ def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) 
     whole = undisturbed(flags)
     for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
         expected = values(whole, name)
-        assert values(job.records, name) == pytest.approx(expected, rel=2e-6), (name, job.outcome.output)
+        assert values(job.records, name) == pytest.approx(expected, rel=tolerance), (name, job.outcome.output)
     assert values(whole, "lm_loss"), "nothing was compared"
     longest = job.longest_recovery()
     assert longest < TIMEOUT + MARGIN, f"{longest:.1f} s until the next batch\n{job.outcome.output}"
