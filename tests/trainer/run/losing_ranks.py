@@ -7,6 +7,7 @@ kills the process of rank R, and goes on. `start` counts the processes of a rank
 and 1 the one that takes its place.
 
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
+`alarm` takes none away either: the process waits there until another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
@@ -72,6 +73,10 @@ class Places:
             while not of_job.newcomers() and len(of_job.epoch.ranks) < of_job.world_size:
                 time.sleep(0.05)
             return
+        if what == "alarm":
+            while self._membership.alarm is None:
+                time.sleep(0.05)
+            raise RuntimeError(BROKEN)
         if what == "error":
             raise RuntimeError(f"planted in {place}")
         if what == "broken":

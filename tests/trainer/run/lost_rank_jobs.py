@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what not in ("began", "reported") and not self.what.endswith((":broken", ":newcomer"))
+        return self.what not in ("began", "reported") and not self.what.endswith((":broken", ":newcomer", ":alarm"))
 
 
 class Finished(NamedTuple):

@@ -94,6 +94,18 @@ def test_a_job_that_cannot_go_on_ends(tmp_path, replicas, lost, flags, sentence)
     job.outcome.assert_failed_clearly(sentence)
 
 
+@pytest.mark.full
+def test_a_rank_is_two_steps_behind(tmp_path):
+    """2bw: the last rank of a replica has reduced batch 4 and not stepped with batch 3 when another replica has stepped
+    with batch 4, and loses a rank."""
+    losses = [[3, "step", 3, "alarm"], [0, "stepped", 4, "kill 2"]]
+    flags = "--global-batch-size 4 --train-iters 7 --pipeline-schedule 2bw"
+    job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 2", losses)
+    assert_nothing_lost(job, flags)
+    assert [moment.rank for moment in job.moments if moment.is_loss] == [2], job.outcome.output
+    assert "3 ranks of 4 go on from iteration 4" in job.outcome.output, job.outcome.output
+
+
 SAVING = "--eval-interval 3 --eval-iters 1 --save saved --save-interval 4"
 
 

@@ -434,11 +434,12 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """Drop all batches in flight, and begin anew with `version`.
 
         Some ranks may have made the next version when a rank was lost, and others not, although all have reduced its
-        gradients: the ranks that have the sums over all ranks tell the others.
+        gradients: the ranks that have the sums over all ranks tell the others. Under 2bw the last stage reduces a batch
+        before it steps with the one before, so it may have two steps to make.
 
         Args:
-            version: the newest version, or the next one.
-            sums: the sums for the batch whose step makes the next version.
+            version: the newest version that a rank has made.
+            sums: the sums for the batch whose step makes it.
 
         Returns:
             The reports of the batches whose steps were made here, or were not ended.
@@ -446,12 +447,12 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._gathers = False  # the groups are broken; who takes over the shards gathers the weights
         newest = self._batches.get(self.versions.newest)
         reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.newest)]
-        if version > self.versions.newest:
-            batch = self._batches[version]
-            assert version == self.versions.newest + 1 and batch.norm_squared is not None and sums is not None
-            self._decisions.fill(batch.report, sums)
+        for made in range(self.versions.newest + 1, version + 1):
+            batch, known = self._batches[made], sums if made == version else self._decisions.sums[made - 1]
+            assert batch.norm_squared is not None and known is not None
+            self._decisions.fill(batch.report, known)
             batch.norm_reduced.reach()
-            reports.append(self.step(version))
+            reports.append(self.step(made))
         for batch in self._batches.values():
             if batch.buffer is not None and not batch.applied:
                 self._gradients.give_back(batch.buffer)
