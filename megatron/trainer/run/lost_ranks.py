@@ -29,13 +29,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron import backend
 from megatron.backend.gloo import connecting_within
 from megatron.documents import counted
 from megatron.pipeline.program.copies import share_of
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
-from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
 from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere, is_new_process, number_of
@@ -52,7 +50,7 @@ from megatron.trainer.run.lost_shards import LostShards
 from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
-from megatron.trainer.start_up.run import Run, build_engine, tracer_of
+from megatron.trainer.start_up.run import Run, build_engine
 
 _CONNECTING = 5.0
 """Seconds that ranks take to connect, beside `--failure-timeout`, within which a rank that does not come is lost."""
@@ -302,14 +300,7 @@ class LostRanks:
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
         run.survivors = survivors
         run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
-        if survivors is None:
-            run.engine = build_engine(run.args, run.model_and_optimizer, run.position())
-        else:
-            run.engine = PipelineEngine(
-                schedule, run.stages, run.update, ranks=ranks, timeout=self._timeout, backend=args.distributed_backend,
-                device=backend.device(), first_batch=run.iteration, deferred_bytes=run.deferred_bytes,
-                first_microbatch=run.consumed_samples // args.micro_batch_size, tracer=tracer_of(run.args),
-            )  # fmt: skip
+        run.engine = build_engine(run.args, run.model_and_optimizer, run.position(), survivors=survivors)
         if not any(note["writes"] for note in notes.values()):
             run.reporter.take_over()
         run.take_over_saving()

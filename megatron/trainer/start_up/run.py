@@ -245,28 +245,36 @@ _TRACED_EXTRA = 8  # segments: drains, evaluations and batches cut by them
 _TRACED_OF_LAYERS = 4  # batches from which the times of layers are learned
 
 
-def build_engine(args: TrainConfig, built: ModelAndOptimizer, position: CheckpointPosition) -> PipelineEngine:
-    """The engine over this rank's pipeline group, going on at `position`.
+def build_engine(
+    args: TrainConfig, built: ModelAndOptimizer, position: CheckpointPosition, *, survivors: Survivors | None = None
+) -> PipelineEngine:
+    """The engine over this rank's pipeline group, going on at `position`; where ranks were lost, over the `survivors`.
 
     Microbatches are numbered by the samples before them, so that dropout goes on as in a run that was never stopped,
-    also after a change of the microbatch size or of the number of replicas.
+    also after a change of the microbatch size or of the number of replicas. A program of copies has those of all
+    replicas.
     """
+    schedule, samples = built.schedule, args.batch_sizes.samples_per_microbatch
+    ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    if survivors is not None:
+        schedule, samples = survivors.schedule, args.micro_batch_size
+        ranks = list(range(torch.distributed.get_world_size()))
     return PipelineEngine(
-        built.schedule, built.stages, built.update,
-        ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),
+        schedule, built.stages, built.update,
+        ranks=ranks,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         backend=args.distributed_backend,
         device=backend.device(),
-        tracer=tracer_of(args),
+        tracer=_tracer_of(args),
         first_batch=position.iteration,
-        first_microbatch=position.consumed_train_samples // args.batch_sizes.samples_per_microbatch,
-        activation_memory=built.memory if args.moves_activations else None,
+        first_microbatch=position.consumed_train_samples // samples,
+        activation_memory=built.memory if args.moves_activations and not schedule.copies else None,
         deferred_bytes=built.deferred_bytes,
-        ledger=built.update.ledger if built.schedule.residency is not None else None,
+        ledger=built.update.ledger if schedule.residency is not None else None,
     )  # fmt: skip
 
 
-def tracer_of(args: TrainConfig) -> Tracer | None:
+def _tracer_of(args: TrainConfig) -> Tracer | None:
     """A tracer for the batches that the run looks back at; None: it looks back at none."""
     traced = _TRACED_OF_LAYERS if args.elastic_pipeline or args.activation_cache is not None else 0
     if args.made_program is not None and args.made_program.measures:

@@ -46,6 +46,21 @@ def test_one_decision_is_everyones():
     assert asked == [PROCESSES]
 
 
+def test_a_new_process_gets_what_was_decided():
+    """One that comes later in the place of another, on another host, changes nothing; rank 0 does not decide again."""
+    store, decisions = HashStore(), iter([[2, 0, 1], [0, 1, 2]])
+
+    def run(rank: int, process: Process) -> RankDecision:
+        return exchange_ranks(
+            store, process, lambda processes: (next(decisions), []), rank=rank, world_size=len(PROCESSES),
+            timeout=timedelta(seconds=30),
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(len(PROCESSES)) as threads:
+        decided = list(threads.map(run, range(len(PROCESSES)), PROCESSES))
+    assert [run(rank, Process("other", 0)) for rank in (1, 0)] == decided[:2]
+
+
 def test_a_refusal_is_the_same_sentence_everywhere():
     """What the first process refuses, every process raises."""
 
