@@ -127,6 +127,11 @@ def capture(
     Raises:
         ValueError: the model cannot be captured or cut; the message has the module, the reason and a remedy.
     """
+    if torch.__version__ < (2, 9):
+        raise ValueError(
+            f"torch {torch.__version__} does not export the guards of a graph, without which a graph could run with "
+            "shapes that it is wrong for; install torch 2.9 or newer"
+        )
     for name, tensor in batch.items():
         if tensor.dim() == 0 or tensor.shape[0] < 2:
             raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Set
 
 import torch
 from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_set_grad_enabled  # torch 2.6 registers it by this import alone
 
 from megatron.capture import randomness
 from megatron.capture.wrapper import MODEL
@@ -56,7 +57,6 @@ def attribute(root: torch.nn.Module, name: str) -> object:
 
 aten = torch.ops.aten
 
-_SET_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 _WITHOUT_GRADIENT = {
     aten.detach.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
     aten.empty_like.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
@@ -91,7 +91,7 @@ def _needs_gradient(graph_module: fx.GraphModule, node: fx.Node, found: Set[fx.N
         return isinstance(value, torch.Tensor) and value.requires_grad
     if node.op != "call_function" or found.isdisjoint(node.all_input_nodes) or node.target in _WITHOUT_GRADIENT:
         return False
-    if node.target is _SET_GRAD and not node.args[0]:
+    if node.target is wrap_with_set_grad_enabled and not node.args[0]:
         return False
     values = torch.utils._pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(value, torch.Tensor) and has_gradients(value.dtype) for value in values)

@@ -249,3 +249,10 @@ def test_frozen_statistics_are_captured():
     batch = {"x": torch.randn(3, 4)}
     loss, _ = capture(model, batch).run(batch)
     assert torch.equal(loss, model(**batch))
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    """Before 2.9 torch exports no guards: said before anything is exported."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.8.0+cu126"))
+    with pytest.raises(ValueError, match=r"torch 2\.8\.0\+cu126 does not export .*; install torch 2\.9 or newer"):
+        capture(nn.Linear(4, 4), {"x": torch.ones(2, 4)})

@@ -19,15 +19,33 @@ version or another distance. The weight update makes it, by a prediction or by a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
+from torch.autograd import _unsafe_preserve_version_counter as preserve_counter
 
 from megatron.pipeline.program.weight_policies import Ahead
 
 Slot = Mapping[str, Tensor]
+
+_MANY_AT_ONCE = "tensors" in inspect.signature(preserve_counter).parameters  # torch 2.6 takes one tensor a call
+
+
+@contextmanager
+def overwriting(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Run a block that may write `parameters` in place, without gradients.
+
+    At the end of the block the parameters get their old autograd version counters back. A graph in flight has saved
+    the parameter while it showed another slot. With a new counter, autograd would report that the saved weights were
+    changed.
+    """
+    with torch.no_grad(), ExitStack() as counters:
+        for tensors in (tuple(parameters.values()),) if _MANY_AT_ONCE else parameters.values():
+            counters.enter_context(preserve_counter(tensors))
+        yield
 
 
 class WeightVersions:
@@ -165,14 +183,9 @@ class WeightVersions:
 
     @contextmanager
     def making(self, version: int, *, copy: bool = True) -> Iterator[dict[str, Tensor]]:
-        """Call `prepare`, then run a block in which an optimizer may write the parameters in place.
-
-        At the end of the block the parameters get their old autograd version counters back. A graph in flight has saved
-        the parameter while it showed another slot. With a new counter, autograd would report that the saved weights
-        were changed.
-        """
+        """Call `prepare`, then run a block in which an optimizer may write the parameters in place (`overwriting`)."""
         tensors = self.prepare(version, copy=copy)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
+        with overwriting(self._parameters):
             yield tensors
 
     def alias(self, version: int, *, of: int) -> None:

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megatron.pipeline.runtime.contract.tensors import as_real
 from megatron.pipeline.runtime.update.optimizer_wrappers import settings_of
-from megatron.pipeline.runtime.update.versions import Slot, WeightVersions
+from megatron.pipeline.runtime.update.versions import Slot, WeightVersions, overwriting
 
 _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], Tensor], bool]
 
@@ -216,13 +216,10 @@ class PredictedVersions(WeightVersions):
 
     @contextmanager
     def true_weights(self) -> Iterator[None]:
-        """Run a block in which the parameters that the optimizer steps directly show the true weights.
-
-        At the end of the block the parameters get their autograd version counters back, as in `making`.
-        """
+        """Run a block in which the parameters that the optimizer steps directly show the true weights."""
         shown = {name: self._parameters[name].data for name in self._true}
         self._show_true()
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
+        with overwriting(self._parameters):
             yield
         for name, tensor in shown.items():
             self._parameters[name].data = tensor
@@ -231,7 +228,7 @@ class PredictedVersions(WeightVersions):
     def predicting(self, version: int) -> Iterator[dict[str, Tensor]]:
         """Run a block that writes the predicted weights of `version` into the tensors that it receives, by name."""
         tensors = self.prepare(version, copy=False)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters.values())):
+        with overwriting(self._parameters):
             yield tensors
 
     def show_newest(self) -> None:
