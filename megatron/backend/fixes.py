@@ -88,10 +88,13 @@ def complete_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = torch.zeros_like(param.data)
 
 
+TORCHS_ADAM = (torch.optim.Adam, torch.optim.AdamW)  # AdamW is an Adam since torch 2.7
+
+
 def has_adams_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer keeps `step`, `exp_avg` and `exp_avg_sq` of each parameter: torch's Adam, or an optimizer
     whose attribute `adams_state` is true."""
-    return isinstance(optimizer, torch.optim.Adam) or getattr(optimizer, "adams_state", False)
+    return isinstance(optimizer, TORCHS_ADAM) or getattr(optimizer, "adams_state", False)
 
 
 def _repair_initial_state(optimizer_module) -> None:
@@ -107,7 +110,7 @@ def _repair_initial_state(optimizer_module) -> None:
         def init_state(inner_optimizer, *args):
             complete_optimizer_state(inner_optimizer)
 
-        torch_optimizer = isinstance(optimizer, (torch.optim.Adam, torch.optim.SGD))
+        torch_optimizer = isinstance(optimizer, (*TORCHS_ADAM, torch.optim.SGD))
         initialise(self, optimizer, config, init_state if torch_optimizer else init_state_fn)
 
     optimizer_module.MegatronOptimizer.__init__ = initialise_with_state

@@ -11,9 +11,9 @@ import warnings
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # `load` has no `no_dist` in torch 2.6
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import load
@@ -94,7 +94,7 @@ def _common_beside_tensors(location: CheckpointLocation) -> dict | None:
         )
     found: dict = {entry: io.BytesIO()}
     try:
-        torch.distributed.checkpoint.load(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
+        _load_state_dict(found, storage_reader=FileSystemReader(str(location.path)), no_dist=True)
     except CheckpointException as error:  # no Exception, so nothing else would catch it
         raise CheckpointError(_with_hint(location, f"checkpoint {location.path} cannot be read: {error}")) from error
     loaded = found[entry]

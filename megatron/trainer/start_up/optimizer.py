@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron.backend.cpu import optimizers_on_host
+from megatron.backend.fixes import TORCHS_ADAM
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -202,7 +203,7 @@ def _in_place_of(
 # --- the kernel that takes the steps ----------------------------------------------------------------------------------
 
 KERNELS = ("loop", "fused")
-_WITH_KERNELS = (torch.optim.Adam, torch.optim.SGD)  # and AdamW, which is an Adam
+_WITH_KERNELS = (*TORCHS_ADAM, torch.optim.SGD)
 
 
 def choose_kernel(optimizer: MegatronOptimizer, kernel: str) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.backend.fixes import complete_optimizer_state
+from megatron.backend.fixes import TORCHS_ADAM, complete_optimizer_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
@@ -213,7 +213,7 @@ class RedundantShards:
         self.cut = ShardCut(self._optimizer, size)
         if not self._optimizer.is_stub_optimizer:
             kind = type(self._optimizer.optimizer)
-            if not issubclass(kind, torch.optim.Adam):
+            if not issubclass(kind, TORCHS_ADAM):
                 raise ValueError(
                     f"redundant_optimizer: {kind.__module__}.{kind.__name__} steps on its device alone, and copies of "
                     "shards are stepped on the host; leave --redundant-optimizer out, or train without Apex and "
