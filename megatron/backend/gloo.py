@@ -80,11 +80,17 @@ def _on_shared_device(
     timeout: timedelta | None = None,
     **kwargs: Any,
 ) -> None:
-    """As `ProcessGroupGloo.__init__`, whose last argument is the options or the timeout."""
+    """As `ProcessGroupGloo.__init__`, whose last argument is the options or the timeout.
+
+    Beside a timeout, torch 2.14 gives further options as keywords.
+    """
     if args and isinstance(args[0], timedelta):
         timeout, *args = args
     if timeout is not None:
-        args = (options_on_shared_device("groups", timeout),)
+        options = options_on_shared_device("groups", timeout)
+        for name, value in kwargs.items():
+            setattr(options, name, value)
+        args, kwargs = (options,), {}
     if _connecting is None or not args:
         _make_group(self, store, rank, size, *args, **kwargs)
         return

@@ -77,3 +77,16 @@ def case_connect_in_vain() -> tuple[float, float]:
 def test_a_group_can_be_given_less_time_to_connect_than_to_work():
     (seconds, timeout), _ = workers.run(2, "tests.backend.test_gloo:case_connect_in_vain")
     assert seconds < 60 and timeout == 500
+
+
+def test_further_options_of_a_newer_torch_are_kept(monkeypatch):
+    """torch 2.14 makes a group with a timeout and a keyword, which no constructor takes beside options."""
+    from megatron.backend import gloo
+
+    made = []
+    monkeypatch.setattr(
+        gloo, "_make_group", lambda self, store, rank, size, *args, **kwargs: made.append((args, kwargs))
+    )
+    gloo._on_shared_device(None, None, 0, 1, timeout=timedelta(seconds=7), _threads=5)
+    [((options,), further)] = made
+    assert (options._timeout, options._threads, further) == (timedelta(seconds=7), 5, {})
