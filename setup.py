@@ -41,7 +41,7 @@ setup(
         "megatron.planner.job": ["clusters/*.yaml"],
         "megatron.planner.search": ["report.css", "report.js"],
         "megatron.planner.time": ["calibrations/*.json"],
-        "megatron.trainer.arguments.flags": ["megatron_lm.txt"],
+        "megatron.trainer.arguments.flags": ["megatron_lm.txt", "megatron_lm_in_help.txt"],
     },
     entry_points={"console_scripts": ["megatron-pipeline = megatron.commands.__main__:main"]},
     install_requires=requirements("runtime"),

@@ -32,7 +32,8 @@ from megatron.documents import command_line
 from megatron.documents.files import is_compressed, open_text, require_characters
 from megatron.trainer.arguments.flags import files as data_flags
 from megatron.trainer.arguments.flags.parser import build_parser, fill_defaults, parse_known, refuse
-from megatron.trainer.arguments.flags.specification import Group, integer, option, refused, switch
+from megatron.trainer.arguments.flags.refusals import refused
+from megatron.trainer.arguments.flags.specification import Group, option, switch
 from megatron.trainer.arguments.rules.data import tokenizer as check_tokenizer
 from megatron.trainer.files.text_files import LONGEST_SENTENCE, split_sentences
 
@@ -63,12 +64,10 @@ INPUT = Group.of(
     "input and output",
     further=(
         refused("--keep-newlines", "newlines are always kept; leave the flag out."),
-        refused("--partitions", "all input is read in one pass; use --workers.", takes=None, kind=integer, default=1,
-                neutral=(1,)),
-        refused("--dataset-impl", "the only format is mmap; leave the flag out.", takes=None, default="mmap",
-                neutral=("mmap",)),
+        refused("--partitions N 1", "all input is read in one pass; use --workers."),
+        refused("--dataset-impl TEXT mmap", "the only format is mmap; leave the flag out."),
     ),
-)  # fmt: skip
+)
 GROUPS = (INPUT, data_flags.TOKENIZER)
 
 _CHUNK = 64  # lines that go to a worker at once

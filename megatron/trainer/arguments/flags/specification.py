@@ -154,62 +154,6 @@ def negation(name: str, text: str, *, aliases: Iterable[str] = (), roles: Role |
     return _field(Flag(names=(name, *aliases), help=text, default=True, stores=False, roles=roles))
 
 
-def refused(
-    name: str,
-    reason: str,
-    *,
-    takes: int | str | None = 0,
-    kind: Callable[[str], Any] = str,
-    default: Any = None,
-    neutral: tuple[Any, ...] = (),
-    roles: Role | None = None,
-) -> Flag:
-    """A flag of Megatron-LM that parses and is then refused with `reason`, which ends in what to do instead.
-
-    `takes` is 0 for a switch, None for one value, else argparse's nargs. A value in `neutral` passes.
-    """
-    is_switch = takes == 0
-    return Flag(
-        names=(name,),
-        help=f"Refused: {reason}",
-        dest=name.lstrip("-").replace("-", "_"),
-        type=None if is_switch else kind,
-        default=False if is_switch else default,
-        nargs=None if is_switch else takes,
-        stores=True if is_switch else None,
-        refused=reason,
-        neutral=neutral,
-        roles=roles,
-    )
-
-
-def ignored(
-    name: str,
-    reason: str,
-    *,
-    takes: int | None = 0,
-    choices: Collection[str] | None = None,
-    neutral: tuple[Any, ...] = (),
-    roles: Role | None = None,
-) -> Flag:
-    """A flag of Megatron-LM that is accepted and then reported as without effect, with `reason`.
-
-    `takes` is 0 for a switch, None for one value. A value in `neutral` is not worth a word.
-    """
-    return Flag(
-        names=(name,),
-        help=f"Accepted without effect: {reason}.",
-        dest=name.lstrip("-").replace("-", "_"),
-        type=None if takes == 0 else str,
-        default=False if takes == 0 else None,
-        choices=choices,
-        stores=True if takes == 0 else None,
-        ignored=reason,
-        neutral=neutral,
-        roles=roles,
-    )
-
-
 def path(text: str) -> str:
     """A path; a leading `~` is the user's home, which a shell leaves alone in `--save=~/run`."""
     return os.path.expanduser(text)
