@@ -87,14 +87,17 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     )
 
 
-class ShareSampler:
-    """A sampler that yields the sample numbers of the microbatches that a copy of a stage takes.
+class MicrobatchSampler:
+    """A sampler that yields the sample numbers of the microbatches that a replica, or a copy of a stage, takes.
 
     Args:
-        num_samples, consumed_samples, micro_batch_size, repeats: as for `SequentialSampler`.
+        num_samples: length of the dataset.
+        consumed_samples: number of samples that were consumed before, over all replicas.
+        micro_batch_size: samples of a microbatch.
         num_replicas: the number of replicas of the job while no rank is lost. As many microbatches make a round, and
             data end with a whole round.
-        share: the positions in a batch of the microbatches that the copy takes.
+        share: the positions in a batch of the microbatches that are taken.
+        repeats: start over at the end of the dataset, without end.
     """
 
     def __init__(
@@ -124,45 +127,6 @@ class ShareSampler:
                 position += 1
             start += stride
             if self.repeats and start + stride > end:
-                start = 0
-
-
-class SequentialSampler:
-    """A sampler that yields the sample numbers of one data parallel rank's microbatches, from `consumed_samples` on.
-
-    Args:
-        num_samples: length of the dataset.
-        consumed_samples: number of samples that were consumed before, over all replicas.
-        micro_batch_size: samples of a microbatch.
-        data_parallel_rank, data_parallel_size: this replica, and the number of replicas.
-        repeats: start over at the end of the dataset, without end.
-    """
-
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        data_parallel_rank: int,
-        data_parallel_size: int,
-        repeats: bool = False,
-    ) -> None:
-        self.num_samples, self.consumed_samples = num_samples, consumed_samples
-        self.micro_batch_size = micro_batch_size
-        self.stride = micro_batch_size * data_parallel_size
-        self.offset = micro_batch_size * data_parallel_rank
-        self.repeats = repeats
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start, end = self.consumed_samples, self.num_samples
-        if self.repeats:
-            start %= end // self.stride * self.stride
-        while start + self.stride <= end:
-            first = start + self.offset
-            yield list(range(first, first + self.micro_batch_size))
-            start += self.stride
-            if self.repeats and start + self.stride > end:
                 start = 0
 
 
@@ -232,20 +196,12 @@ class MicrobatchIterator:
             atexit.register(self.close)  # runs before multiprocessing's exit handler, which would send SIGTERM and wait
 
     def _loader(self, dataset, repeats: bool) -> torch.utils.data.DataLoader:
-        options = {
-            "num_samples": len(dataset),
-            "consumed_samples": self._consumed,
-            "micro_batch_size": self.args.micro_batch_size,
-            "repeats": repeats,
-        }
-        if self._taken is None:
-            sampler = SequentialSampler(
-                data_parallel_rank=parallel_state.get_data_parallel_rank(),
-                data_parallel_size=self.args.data_parallel_size,
-                **options,
-            )
-        else:
-            sampler = ShareSampler(num_replicas=self.args.data_parallel_size, share=self._taken, **options)
+        replicas = self.args.data_parallel_size
+        sampler = MicrobatchSampler(
+            num_samples=len(dataset), consumed_samples=self._consumed, micro_batch_size=self.args.micro_batch_size,
+            num_replicas=replicas, repeats=repeats,
+            share=self._taken or Share((parallel_state.get_data_parallel_rank(),), replicas),
+        )  # fmt: skip
         return torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,

@@ -20,11 +20,7 @@ with warnings.catch_warnings():
 
 
 def bert_model(
-    args: TrainConfig,
-    config: TransformerConfig,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
+    args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> BertModel:
     """Build the part of the BERT for the stage that `config` describes.
 

@@ -127,7 +127,7 @@ class _Classifier(MegatronModule):
 
     @classmethod
     def build(
-        cls, args: TrainConfig, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+        cls, args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
     ) -> "_Classifier":
         """Build the part of the stage that `config` describes; `args` have the shapes of embedding and head.
 

@@ -1,6 +1,7 @@
 """The conversion of parsed flags to megatron.core's configuration objects; only this module knows the names of both."""
 
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch.nn.functional import gelu, relu, silu
@@ -42,28 +43,49 @@ def _tanh_gelu(hidden: torch.Tensor) -> torch.Tensor:
     return gelu(hidden, approximate="tanh")
 
 
+_OF_EXPERTS = (
+    "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_apply_probs_on_input", "moe_z_loss_coeff", "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate", "moe_router_force_load_balancing", "moe_router_dtype", "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity", "moe_token_drop_policy", "moe_token_dispatcher_type", "moe_grouped_gemm",
+    "moe_permute_fusion", "moe_router_fusion", "moe_router_padding_for_quantization", "moe_deepep_num_sms",
+    "expert_model_parallel_size", "moe_flex_dispatcher_backend",
+)  # fmt: skip
+
+
+def _same(args: TrainConfig, names: Iterable[str]) -> dict[str, object]:
+    """Fields of megatron.core that have the names of our flags."""
+    return {name: getattr(args, name) for name in names}
+
+
 def _experts(args: TrainConfig) -> dict[str, object]:
     kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    same = (
-        "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
-        "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor",
-        "moe_router_num_groups", "moe_router_group_topk", "moe_apply_probs_on_input", "moe_z_loss_coeff",
-        "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_force_load_balancing",
-        "moe_router_dtype", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy",
-        "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion",
-        "moe_router_padding_for_quantization", "moe_deepep_num_sms",
-    )  # fmt: skip
     return {
         "num_moe_experts": args.num_experts,
         "moe_router_load_balancing_type": kinds[0] if len(kinds) == 1 else kinds,
         "moe_aux_loss_coeff": factors[0] if len(kinds) == 1 else [*factors, *[0.0] * (len(kinds) - len(factors))],
-        "expert_model_parallel_size": args.expert_model_parallel_size,
-        "moe_flex_dispatcher_backend": args.moe_flex_dispatcher_backend,
         "expert_tensor_parallel_size": expert_tensor_size(args),
-        **{name: getattr(args, name) for name in same},
+        **_same(args, _OF_EXPERTS),
     }
 
 
+_OF_MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "hidden_dropout",
+    "attention_dropout", "fp32_residual_connection", "apply_residual_connection_post_layernorm", "normalization",
+    "qk_layernorm", "add_bias_linear", "add_qkv_bias", "bias_dropout_fusion", "masked_softmax_fusion",
+    "apply_rope_fusion", "persist_layer_norm", "rotary_interleaved", "attention_softmax_in_fp32",
+    "apply_query_key_layer_scaling", "init_method_std", "use_cpu_initialization", "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl", "recompute_granularity", "recompute_method", "recompute_num_layers",
+    "tensor_model_parallel_size", "context_parallel_size", "sequence_parallel", "fp16", "bf16",
+    "gradient_accumulation_fusion", "deterministic_mode", "disable_bf16_reduced_precision_matmul",
+    "calculate_per_token_loss", "transformer_impl",
+)  # fmt: skip
+_OF_OPTIMIZER = (
+    "optimizer", "lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_eps", "sgd_momentum", "clip_grad", "fp16", "bf16", "loss_scale", "initial_loss_scale", "min_loss_scale",
+    "loss_scale_window", "hysteresis",
+)  # fmt: skip
 _OF_FP8 = (
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "first_last_layers_bf16",
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
@@ -112,73 +134,34 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
     if args.num_experts is not None:
         options |= _experts(args)
     if args.mtp_num_layers is not None:
-        options |= {
-            "mtp_num_layers": args.mtp_num_layers,
-            "mtp_loss_scaling_factor": args.mtp_loss_scaling_factor,
-        }
+        options |= _same(args, ("mtp_num_layers", "mtp_loss_scaling_factor"))
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="full scope is deprecated")  # warns of megatron.core's default
             made = kind(
-                num_layers=args.num_layers,
-                hidden_size=args.hidden_size,
-                ffn_hidden_size=args.ffn_hidden_size,
-                num_attention_heads=args.num_attention_heads,
                 num_query_groups=args.num_query_groups if args.group_query_attention else None,
-                kv_channels=args.kv_channels,
-                hidden_dropout=args.hidden_dropout,
-                attention_dropout=args.attention_dropout,
-                fp32_residual_connection=args.fp32_residual_connection,
-                apply_residual_connection_post_layernorm=args.apply_residual_connection_post_layernorm,
                 softmax_scale=args.attention_scale,
                 layernorm_epsilon=args.norm_epsilon,
                 layernorm_zero_centered_gamma=args.apply_layernorm_1p,
-                normalization=args.normalization,
-                qk_layernorm=args.qk_layernorm,
-                add_bias_linear=args.add_bias_linear,
-                add_qkv_bias=args.add_qkv_bias,
                 activation_func=activation,
                 gated_linear_unit=is_gated,
                 bias_activation_fusion=fuses_bias,
-                bias_dropout_fusion=args.bias_dropout_fusion,
-                masked_softmax_fusion=args.masked_softmax_fusion,
-                apply_rope_fusion=args.apply_rope_fusion,
-                persist_layer_norm=args.persist_layer_norm,
-                rotary_interleaved=args.rotary_interleaved,
-                attention_softmax_in_fp32=args.attention_softmax_in_fp32,
-                apply_query_key_layer_scaling=args.apply_query_key_layer_scaling,
                 attention_backend=AttnBackend[args.attention_backend],
-                init_method_std=args.init_method_std,
-                use_cpu_initialization=args.use_cpu_initialization,
-                cross_entropy_loss_fusion=args.cross_entropy_loss_fusion,
-                cross_entropy_fusion_impl=args.cross_entropy_fusion_impl,
-                recompute_granularity=args.recompute_granularity,
-                recompute_method=args.recompute_method,
-                recompute_num_layers=args.recompute_num_layers,
-                tensor_model_parallel_size=args.tensor_model_parallel_size,
-                context_parallel_size=args.context_parallel_size,
                 cp_comm_type=args.cp_comm_type[0],
                 pipeline_model_parallel_size=num_ranks,
                 virtual_pipeline_model_parallel_size=num_virtual,
                 pipeline_model_parallel_layout=layout,
-                sequence_parallel=args.sequence_parallel,
                 num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
                 num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
                 account_for_embedding_in_pipeline_split=layout is None and args.account_for_embedding_in_pipeline_split,
                 account_for_loss_in_pipeline_split=layout is None and args.account_for_loss_in_pipeline_split,
-                fp16=args.fp16,
-                bf16=args.bf16,
                 params_dtype=dtype,
                 pipeline_dtype=torch.float32 if args.fp32_residual_connection else dtype,
-                gradient_accumulation_fusion=args.gradient_accumulation_fusion,
                 tp_comm_overlap=args.tp_comm_overlap and args.tensor_model_parallel_size > 1,
-                deterministic_mode=args.deterministic_mode,
-                disable_bf16_reduced_precision_matmul=args.disable_bf16_reduced_precision_matmul,
-                calculate_per_token_loss=args.calculate_per_token_loss,
-                transformer_impl=args.transformer_impl,
+                **_same(args, _OF_MODEL),
                 **_attention(args),
-                **{name: getattr(args, name) for name in _OF_FP8},
+                **_same(args, _OF_FP8),
                 **options,
             )
         config = _with_yarn(args, made)
@@ -192,25 +175,8 @@ def transformer_config(args: TrainConfig) -> TransformerConfig:
 def optimizer_config(args: TrainConfig) -> OptimizerConfig:
     """The configuration of the optimizer."""
     return OptimizerConfig(
-        optimizer=args.optimizer,
-        lr=args.lr,
-        min_lr=args.min_lr,
-        decoupled_lr=args.decoupled_lr,
-        decoupled_min_lr=args.decoupled_min_lr,
-        weight_decay=args.weight_decay,
-        adam_beta1=args.adam_beta1,
-        adam_beta2=args.adam_beta2,
-        adam_eps=args.adam_eps,
-        sgd_momentum=args.sgd_momentum,
-        clip_grad=args.clip_grad,
-        fp16=args.fp16,
-        bf16=args.bf16,
+        **_same(args, _OF_OPTIMIZER),
         params_dtype=params_dtype(args),
-        loss_scale=args.loss_scale,
-        initial_loss_scale=args.initial_loss_scale,
-        min_loss_scale=args.min_loss_scale,
-        loss_scale_window=args.loss_scale_window,
-        hysteresis=args.hysteresis,
         use_distributed_optimizer=cuts_optimizer_state(args),
     )
 

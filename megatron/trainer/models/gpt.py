@@ -152,11 +152,7 @@ def layer_stream(args: TrainConfig, number: int) -> int:
 
 
 def gpt_model(
-    args: TrainConfig,
-    config: TransformerConfig,
-    *,
-    pre_process: bool = True,
-    post_process: bool = True,
+    args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> LanguageModule:
     """Build the part of the GPT for the stage that `config` describes.
 

@@ -336,7 +336,7 @@ def _stack(
 
 
 def t5_model(
-    args: TrainConfig, config: TransformerConfig, *, pre_process: bool = True, post_process: bool = True
+    args: TrainConfig, config: TransformerConfig, pre_process: bool = True, post_process: bool = True
 ) -> T5Stage:
     """Build the part of the T5 for the stage that `config` describes.
 

@@ -22,10 +22,7 @@ def model_provider(args: TrainConfig, config):
     """Megatron's contract: returns `provider(pre_process, post_process) -> model chunk` for a stage's configuration."""
     from megatron.trainer.models.bert import bert_model
 
-    def provider(pre_process: bool = True, post_process: bool = True):
-        return bert_model(args, config, pre_process=pre_process, post_process=post_process)
-
-    return provider
+    return partial(bert_model, args, config)
 
 
 def forward_step(data_iterator, model):

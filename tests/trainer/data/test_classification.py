@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.pipeline.program.copies import Share
 from megatron.trainer.data.classification import EpochSamples, EvaluationSamples, order_of_epoch
-from megatron.trainer.data.microbatches import SequentialSampler
+from megatron.trainer.data.microbatches import MicrobatchSampler
 
 
 class Numbers:
@@ -35,9 +36,9 @@ def taken(num_samples: int, batches: list[int], *, replicas: int, micro_batch: i
             data = EpochSamples(Numbers(num_samples), seed=7, length=sum(batches))
         positions = []
         for rank in range(replicas):
-            sampler = SequentialSampler(
+            sampler = MicrobatchSampler(
                 num_samples=consumed + size, consumed_samples=consumed, micro_batch_size=micro_batch,
-                data_parallel_rank=rank, data_parallel_size=replicas,
+                num_replicas=replicas, share=Share((rank,), replicas),
             )  # fmt: skip
             positions += [position for microbatch in sampler for position in microbatch]
         found.append(Counter(data[position]["number"] for position in positions))

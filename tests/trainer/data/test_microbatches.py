@@ -18,8 +18,7 @@ from megatron.trainer.arguments import parse_args, validate_args
 from megatron.trainer.data.datasets import num_samples
 from megatron.trainer.data.microbatches import (
     MicrobatchIterator,
-    SequentialSampler,
-    ShareSampler,
+    MicrobatchSampler,
     gpt_fields,
     language_model_loss,
 )
@@ -36,9 +35,9 @@ def test_replicas_share_the_samples_in_order(consumed, size, replicas):
     total = consumed + 5 * size * replicas
     options = {
         "num_samples": total + replicas * size - 1, "consumed_samples": consumed, "micro_batch_size": size,
-        "data_parallel_size": replicas,
+        "num_replicas": replicas,
     }  # fmt: skip
-    samplers = [list(SequentialSampler(data_parallel_rank=rank, **options)) for rank in range(replicas)]
+    samplers = [list(MicrobatchSampler(share=Share((rank,), replicas), **options)) for rank in range(replicas)]
     taken = [sample for step in zip(*samplers, strict=True) for part in step for sample in part]
     assert taken == list(range(consumed, total))
 
@@ -47,10 +46,10 @@ def test_copies_share_the_samples_of_all_replicas():
     """A copy reads its positions of each batch, of whichever replica; validation begins again where replicas do."""
     options = {"num_samples": 33, "micro_batch_size": 2, "num_replicas": 2}
     copies = copies_of(Copy(0, (0, 2, 3)), Copy(0, (1,)))
-    first, second = (list(ShareSampler(consumed_samples=8, share=share, **options)) for share in copies)
+    first, second = (list(MicrobatchSampler(consumed_samples=8, share=share, **options)) for share in copies)
     assert first == [[8, 9], [12, 13], [14, 15], [16, 17], [20, 21], [22, 23], [24, 25], [28, 29], [30, 31]]
     assert second == [[10, 11], [18, 19], [26, 27]]
-    sampler = ShareSampler(consumed_samples=24, share=copies[1], repeats=True, **options)
+    sampler = MicrobatchSampler(consumed_samples=24, share=copies[1], repeats=True, **options)
     assert list(itertools.islice(sampler, 3)) == [[26, 27], [2, 3], [10, 11]]
 
 
@@ -64,13 +63,13 @@ def test_validation_begins_again(consumed, size, replicas, extra):
     """A sampler that repeats never ends, stays inside the dataset, and goes on wherever it starts."""
     stride = size * replicas
     options = {
-        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "data_parallel_size": replicas,
-        "data_parallel_rank": replicas - 1, "repeats": True,
+        "num_samples": 4 * stride + min(extra, stride - 1), "micro_batch_size": size, "num_replicas": replicas,
+        "share": Share((replicas - 1,), replicas), "repeats": True,
     }  # fmt: skip
-    taken = list(itertools.islice(SequentialSampler(consumed_samples=consumed * stride, **options), 12))
+    taken = list(itertools.islice(MicrobatchSampler(consumed_samples=consumed * stride, **options), 12))
     assert len(taken) == 12 and all(0 <= sample < options["num_samples"] for part in taken for sample in part)
     assert taken[:4] == taken[4:8] and len({sample for part in taken[:4] for sample in part}) == 4 * size
-    later = SequentialSampler(consumed_samples=(consumed + 3) * stride, **options)
+    later = MicrobatchSampler(consumed_samples=(consumed + 3) * stride, **options)
     assert list(itertools.islice(later, 9)) == taken[3:]
 
 
@@ -88,15 +87,14 @@ def test_shares_are_the_samples_of_all_replicas_in_order(data, size, replicas, r
     owners = data.draw(st.lists(st.integers(0, replicas - 1), min_size=batch, max_size=batch))
     positions = {owner: tuple(at for at in range(batch) if owners[at] == owner) for owner in set(owners)}
     shares = {
-        owner: iter(ShareSampler(num_replicas=replicas, share=Share(taken, batch), **options))
+        owner: iter(MicrobatchSampler(num_replicas=replicas, share=Share(taken, batch), **options))
         for owner, taken in positions.items()
     }
-    whole = [
-        iter(SequentialSampler(data_parallel_rank=rank, data_parallel_size=replicas, **options))
-        for rank in range(replicas)
-    ]
+    end = options["num_samples"] // stride * stride
     for at in range(3 * batch):  # more than the dataset has, where it ends
-        expected = next(whole[at % replicas], None)
+        first = consumed + at * size
+        first = first % end if repeats else first
+        expected = list(range(first, first + size)) if first < end else None
         assert next(shares[owners[at % batch]], None) == expected
         if expected is None:
             assert not repeats and at % replicas == 0

@@ -1,7 +1,7 @@
 """Rules of context parallelism: what ranks that share the sequences of a microbatch may train, and how."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from megatron.planner.job.refusals import GATHER, HEADS, KNOWN_TO_ENGINE, RING
 
@@ -18,9 +18,9 @@ def context(args: argparse.Namespace) -> None:
         )
     if args.context_parallel_size == 1:
         return
-    for is_asked, reason in _REFUSALS:
-        if is_asked(args):
-            raise ValueError(f"--context-parallel-size {args.context_parallel_size}{reason(args)}")
+    for is_asked, reason in _refusals(args, args.context_parallel_size):
+        if is_asked:
+            raise ValueError(f"--context-parallel-size {args.context_parallel_size}{reason}")
 
 
 def _queries(args: argparse.Namespace) -> int:
@@ -38,69 +38,48 @@ def _channels(args: argparse.Namespace) -> int:
     return args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
 
 
-_Row = tuple[Callable[[argparse.Namespace], bool], Callable[[argparse.Namespace], str]]
-_REFUSALS: tuple[_Row, ...] = (
-    (
-        lambda args: args.architecture != "gpt",
-        lambda args: (
-            ": it is for GPTs; as in Megatron-LM, each rank has whole sequences of a BERT or T5, whose tokens see "
-            "later ones, and of a classifier; leave it out"
-        ),
-    ),
-    (
-        lambda args: args.seq_length % (2 * args.context_parallel_size) != 0,
-        lambda args: (
-            f" gives each rank two parts of a sequence, and --seq-length {args.seq_length} is not divisible by "
-            f"{2 * args.context_parallel_size}; change one of them"
-        ),
-    ),
-    (
-        lambda args: (
-            args.sequence_parallel
-            and args.seq_length // args.context_parallel_size % args.tensor_model_parallel_size != 0
-        ),
-        lambda args: (
-            f" leaves {args.seq_length // args.context_parallel_size} tokens, which --sequence-parallel cannot share "
-            f"out to {args.tensor_model_parallel_size} tensor ranks; change --seq-length, or leave out one of the two"
-        ),
-    ),
-    (
-        lambda args: args.cp_comm_type[0] == HEADS and _queries(args) % args.context_parallel_size != 0,
-        lambda args: (
-            f" does not divide the {_queries(args)} heads of keys of a tensor rank, which --cp-comm-type a2a shares "
-            "out; use all_gather"
-        ),
-    ),
-    (
-        lambda args: _positions(args) == "rope" and int(_channels(args) * args.rotary_percent) == 0,
-        lambda args: (
-            f": --rotary-percent {args.rotary_percent:g} of {_channels(args)} channels leaves none to rotate, and "
-            "megatron.core cannot cut up positions without channels; give more"
-        ),
-    ),
-    (
-        lambda args: (
-            _positions(args) == "yarn"
-            and args.yarn_original_max_position_embeddings % (2 * args.context_parallel_size) != 0
-        ),
-        lambda args: (
-            f": megatron.core cuts up the --yarn-original-max-position-embeddings "
-            f"{args.yarn_original_max_position_embeddings} positions, too, which are not divisible by "
-            f"{2 * args.context_parallel_size}; change one of them"
-        ),
-    ),
-    (
-        lambda args: args.rank_mapping == "optimized",
-        lambda args: ": --rank-mapping optimized does not know what these ranks send; use standard",
-    ),
-    (
-        lambda args: args.freeze_training or args.elastic_pipeline,
-        lambda args: (
-            ": --freeze-training and --elastic-pipeline change replicas that have whole sequences; leave them out"
-        ),
-    ),
-)
-"""(whether the flags ask for it, the reason and the remedy behind the flag's name)."""
+def _refusals(args: argparse.Namespace, size: int) -> Iterator[tuple[bool, str]]:
+    """(whether the flags ask for it, the reason and the remedy behind the flag's name)."""
+    tokens, queries, channels = args.seq_length // size, _queries(args), _channels(args)
+    longest = args.yarn_original_max_position_embeddings
+    yield (
+        args.architecture != "gpt",
+        ": it is for GPTs; as in Megatron-LM, each rank has whole sequences of a BERT or T5, whose tokens see "
+        "later ones, and of a classifier; leave it out",
+    )
+    yield (
+        args.seq_length % (2 * size) != 0,
+        f" gives each rank two parts of a sequence, and --seq-length {args.seq_length} is not divisible by "
+        f"{2 * size}; change one of them",
+    )
+    yield (
+        args.sequence_parallel and tokens % args.tensor_model_parallel_size != 0,
+        f" leaves {tokens} tokens, which --sequence-parallel cannot share out to {args.tensor_model_parallel_size} "
+        "tensor ranks; change --seq-length, or leave out one of the two",
+    )
+    yield (
+        args.cp_comm_type[0] == HEADS and queries % size != 0,
+        f" does not divide the {queries} heads of keys of a tensor rank, which --cp-comm-type a2a shares out; use "
+        "all_gather",
+    )
+    yield (
+        _positions(args) == "rope" and int(channels * args.rotary_percent) == 0,
+        f": --rotary-percent {args.rotary_percent:g} of {channels} channels leaves none to rotate, and megatron.core "
+        "cannot cut up positions without channels; give more",
+    )
+    yield (
+        _positions(args) == "yarn" and longest % (2 * size) != 0,
+        f": megatron.core cuts up the --yarn-original-max-position-embeddings {longest} positions, too, which are not "
+        f"divisible by {2 * size}; change one of them",
+    )
+    yield (
+        args.rank_mapping == "optimized",
+        ": --rank-mapping optimized does not know what these ranks send; use standard",
+    )
+    yield (
+        args.freeze_training or args.elastic_pipeline,
+        ": --freeze-training and --elastic-pipeline change replicas that have whole sequences; leave them out",
+    )
 
 
 def context_of_engine(args: argparse.Namespace) -> None:
