@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.documents.faults import shown
-from megatron.trainer.arguments.config_parts import Facts, Part, number, present
+from megatron.trainer.arguments.config_parts import Facts, Part, number, present, truth
 
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only values of Llama 3's scaling that megatron.core knows."""
@@ -155,9 +155,7 @@ class Window(Part):
 
     def read(self, config: Mapping[str, object]) -> Facts:
         window, switch = config.get("sliding_window"), config.get("use_sliding_window", not self.switched)
-        if not isinstance(switch, bool):
-            raise ValueError(f"use_sliding_window is {shown(switch)}; give true or false")
-        if window is None or not switch:
+        if not truth("use_sliding_window", switch) or window is None:
             window = None
         elif self.layers == "none":
             raise ValueError(

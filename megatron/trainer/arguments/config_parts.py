@@ -54,6 +54,13 @@ def number(name: str, value: object, kind: type) -> int | float:
     return kind(value)
 
 
+def truth(name: str, value: object) -> bool:
+    """The value of a key that has to be true or false. Raises ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {shown(value)}; give true or false")
+    return value
+
+
 def shared_width(config: Mapping[str, object], *names: str) -> int:
     """Channels of a head where the heads share the hidden size; `names`: keys of that, and of the number of heads."""
     width, heads = (number(name, present(config, [name]), int) for name in names)
@@ -124,18 +131,15 @@ class Only(Part):
         return (self.key,)
 
     def read(self, config: Mapping[str, object]) -> Facts:
-        value = config.get(self.key, self.values[0] if self.absent else _MISSING)
-        if value is _MISSING:
+        if self.key not in config and not self.absent:
             present(config, self.names)
+        value = config.get(self.key, self.values[0])
         if not any(value == each and type(value) is type(each) for each in self.values):
             raise ValueError(f"{self.key} is {shown(value)}: {self.reason}")
         return {}
 
     def write(self, facts: Facts) -> dict[str, object]:
         return {self.key: self.values[0]}
-
-
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,7 @@ class Switch(Part):
         value = config.get(self.key, self.absent)
         if value is None:
             value = present(config, self.names)
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.key} is {shown(value)}; give true or false")
-        return {self.dest: value != self.inverted}
+        return {self.dest: truth(self.key, value) != self.inverted}
 
     def write(self, facts: Facts) -> dict[str, object]:
         return {self.key: bool(facts[self.dest]) != self.inverted}
@@ -248,8 +250,8 @@ class HeadOfT5(Part):
     def read(self, config: Mapping[str, object]) -> Facts:
         tied, scaled = (config.get(name) for name in self.names)
         for name, value in zip(self.names, (tied, scaled), strict=True):
-            if value is not None and not isinstance(value, bool):
-                raise ValueError(f"{name} is {shown(value)}; give true or false")
+            if value is not None:
+                truth(name, value)
         tied = tied is not False  # files of the first T5 do not have the key
         scaled = tied if scaled is None else scaled
         if scaled and not tied:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -35,20 +34,16 @@ from megatron.trainer.checkpoint import unpickling
 from megatron.trainer.checkpoint.arguments import saved_arguments
 from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
-    MANIFEST,
     CheckpointLocation,
     begin,
-    checksum,
-    commit_release,
+    commit,
     discard,
     find_damage,
-    manifest_text,
     read_manifest,
-    sync_file,
-    write_synced,
+    write_manifest,
 )
 from megatron.trainer.checkpoint.hugging_face import Box, Weights, blocks, box_of, copy_common
-from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, INDEX_FILE
+from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, INDEX_FILE, reading
 from megatron.trainer.checkpoint.state import FORMAT_VERSION, sharding_metadata
 from megatron.trainer.checkpoint.tensor_table import (
     FURTHER_LAYERS,
@@ -116,13 +111,8 @@ class RankFilesWeights:
 
     def _load(self, name: str) -> dict:
         file = self.path / name / _FILE
-        try:
+        with reading(file):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"checkpoint file {file} is missing") from error
-        except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(f"checkpoint file {file} cannot be read: {reason}") from error
 
     def _add(self, rank: int, stages: list[dict], first_expert: int) -> None:
         chunks = sum(key.startswith("model") and key[5:].isdecimal() for key in stages[0]) or 1
@@ -206,8 +196,6 @@ def _place_of(name: str, offset: int, first_expert: int) -> tuple[str, tuple[int
         key, place = f"{before}{_ALL_EXPERTS}{rest}", (*place, first_expert + int(expert))
     return key, place, -1 if is_further else number[0]
 
-
-unpickling.install()
 
 _LARGEST_FILE = 4 * 2**30  # bytes of a file of a checkpoint
 
@@ -307,12 +295,8 @@ def write_checkpoint(root: Path, weights: Weights, tensors: list[Tensor], *, arg
         with open(staging / INDEX_FILE, "wb") as stream:
             pickle.dump(index, stream)
         save_config(CheckpointingConfig("torch_dist", 1), str(staging))
-        files = {}
-        for name in sorted(os.listdir(staging)):
-            sync_file(staging / name)
-            files[name] = checksum(staging / name)
-        write_synced(staging / MANIFEST, manifest_text(files))
-        return commit_release(root, staging)
+        write_manifest(staging)
+        return commit(root, staging)
     except BaseException:
         discard(staging)
         raise

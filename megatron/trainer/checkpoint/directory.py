@@ -23,8 +23,10 @@ import re
 import shutil
 import uuid
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 
@@ -45,9 +47,17 @@ def checksum(path: Path) -> dict[str, int | str]:
     return {"size": size, "crc32": f"{value:08x}"}
 
 
-def manifest_text(files: dict[str, dict]) -> str:
-    """The content of `checksums.json`. `files`: name of a file -> the result of `checksum`."""
-    return json.dumps({"files": files, "crc32": _own_checksum(files)}, indent=1, sort_keys=True) + "\n"
+def write_manifest(directory: Path, synced: Mapping[str, dict] = MappingProxyType({})) -> None:
+    """Write `checksums.json`, and make all files durable.
+
+    `synced`: name of a file that is durable already -> the result of `checksum`.
+    """
+    files = dict(synced)
+    for name in sorted(set(os.listdir(directory)) - synced.keys()):
+        sync_file(directory / name)
+        files[name] = checksum(directory / name)
+    content = {"files": files, "crc32": _own_checksum(files)}
+    write_synced(directory / MANIFEST, json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
 def read_manifest(directory: Path) -> dict[str, dict] | None:
@@ -255,35 +265,24 @@ def begin(root: Path | str, iteration: int) -> Path:
     return staging
 
 
-def commit(root: Path | str, staging: Path, iteration: int) -> Path:
+def commit(root: Path | str, staging: Path, iteration: int | None = None) -> Path:
     """Rename a completely written checkpoint to its final name, and make it the latest one.
 
-    Precondition: its files are synced. Returns its directory.
+    Precondition: its files are synced. Returns its directory. `iteration`: None for a checkpoint without a training
+    position, which has to be the first one of `root`.
     """
-    root, final = Path(root), iteration_directory(root, iteration)
+    root = Path(root)
+    final = root / RELEASE if iteration is None else iteration_directory(root, iteration)
+    replaced = _replaced_directory(root, iteration or 0)
     sync_directory(staging)
-    replaced = _replaced_directory(root, iteration)
-    if final.exists():
+    if iteration is not None and final.exists():
         os.rename(final, replaced)
     os.rename(staging, final)
     sync_directory(root)
-    _write_tracker(root, iteration)
+    _write_tracker(root, RELEASE if iteration is None else iteration)
     if replaced.exists():
         shutil.rmtree(replaced)
     return final
-
-
-def commit_release(root: Path | str, staging: Path) -> Path:
-    """Rename a completely written checkpoint without a training position, the first one of `root`, to its final name.
-
-    Precondition: its files are synced. Returns its directory.
-    """
-    root = Path(root)
-    sync_directory(staging)
-    os.rename(staging, root / RELEASE)
-    sync_directory(root)
-    _write_tracker(root, RELEASE)
-    return root / RELEASE
 
 
 def discard(staging: Path) -> None:

@@ -8,6 +8,10 @@ needs and the checkpoint lacks or has in another shape.
 import io
 import pickle
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -58,6 +62,19 @@ _BESIDE_WEIGHTS = (
 )
 
 
+@contextmanager
+def reading(path: Path, say: Callable[[str], str] = str) -> Iterator[None]:
+    """A block that reads a file with torch. Raises CheckpointError, with what `say` makes of the sentence, if the file
+    is missing or cannot be read."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointError(say(f"checkpoint file {path} is missing")) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(say(f"checkpoint file {path} cannot be read: {reason}")) from error
+
+
 def read_common_state(location: CheckpointLocation) -> dict:
     """Read the part of a checkpoint that is the same for all ranks: arguments, iteration, scheduler, ...
 
@@ -67,13 +84,8 @@ def read_common_state(location: CheckpointLocation) -> dict:
     files = _manifest(location)
     if files is not None:
         _raise_damage(location, find_damage(location.path, files, [COMMON_FILE]))
-    try:
+    with reading(path, partial(_with_hint, location)):
         common = _common_beside_tensors(location) or torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError(_with_hint(location, f"checkpoint file {path} is missing")) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError, OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(_with_hint(location, f"checkpoint file {path} cannot be read: {reason}")) from error
     if files is None and common.get(CHECKSUMS_ENTRY):
         missing = location.path / MANIFEST
         raise CheckpointError(_with_hint(location, f"checkpoint file {missing} is missing"))

@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -32,15 +33,12 @@ from megatron.pipeline.runtime.failure.agreement import agree, agreed, control_g
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.trainer.checkpoint.directory import (
     COMMON_FILE,
-    MANIFEST,
     begin,
     checksum,
     commit,
     discard,
-    manifest_text,
     read_tracker,
-    sync_file,
-    write_synced,
+    write_manifest,
 )
 from megatron.trainer.checkpoint.ownership import PATIENCE, OwnerMark
 from megatron.trainer.checkpoint.state import without_copies
@@ -293,14 +291,7 @@ def _write_index(strategy: _PlanningStrategy, staging: Path, reports: list[tuple
     """Write the format's index, then the checksums of all files. Called on rank 0 after all ranks have written."""
     strategy.file_writer.finish(strategy.index, [items for items, _ in reports])
     save_config(CheckpointingConfig(strategy.backend, strategy.version), str(staging))
-    files: dict[str, dict] = {}
-    for _, checksums in reports:
-        files.update(checksums)
-    for name in sorted(os.listdir(staging)):
-        if name not in files:
-            sync_file(staging / name)
-            files[name] = checksum(staging / name)
-    write_synced(staging / MANIFEST, manifest_text(files))
+    write_manifest(staging, dict(ChainMap(*(checksums for _, checksums in reports))))
 
 
 def _on_host(buckets: list, *, copy: bool) -> list:

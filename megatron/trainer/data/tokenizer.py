@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 from collections import OrderedDict
+from functools import cached_property
 
 from megatron.core.tokenizers import MegatronTokenizer
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
@@ -68,7 +69,7 @@ class FastTokenizer(MegatronTokenizerBase):
     def vocab(self) -> dict[str, int]:
         return self.core.get_vocab(with_added_tokens=True)
 
-    @property
+    @cached_property  # megatron.core reads it for every token
     def inv_vocab(self) -> dict[int, str]:
         return {number: token for token, number in self.vocab.items()}
 
@@ -99,11 +100,6 @@ class WordPieceTokenizer(FastTokenizer):
             raise ValueError(f"{path} has no {', '.join(missing)}; give the vocabulary of a BERT, a token a line")
         self.pad, self.cls, self.sep, self.mask = (numbers[name] for name in ("PAD", "CLS", "SEP", "MASK"))
         self.eod_token = "[SEP]"
-        self._words = super().inv_vocab
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        return self._words  # cached, since megatron.core reads it for every token
 
 
 class SentinelTokenizer(WordPieceTokenizer):
@@ -143,11 +139,6 @@ class TextToTextTokenizer(FastTokenizer):
                 "that --mask-prob may take out of a sample; give the tokenizer.json of a T5, or a lower --mask-prob"
             )
         self.mask, self.additional_special_tokens_ids = self.eos, tuple(found)
-        self._words = super().inv_vocab
-
-    @property
-    def inv_vocab(self) -> dict[int, str]:
-        return self._words  # cached, since megatron.core reads it for every token
 
 
 def build_tokenizer(args: TrainConfig) -> MegatronTokenizerBase:

@@ -28,8 +28,6 @@ from megatron.pipeline.program.instruction import Lane
 from megatron.planner import (
     DEVICES,
     Activations,
-    Cluster,
-    Configuration,
     RankMemory,
     Verdict,
     device_gib,
@@ -40,7 +38,6 @@ from megatron.planner.job.refusals import refuse_recipe, refuse_units
 from megatron.planner.memory.hosted import HOST, Hosting
 from megatron.planner.memory.node_memory import crowds, host_bytes, judge_host, largest_model
 from megatron.planner.memory.parameters import stage_parameters
-from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.planner.time.iteration import priced
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
@@ -307,18 +304,12 @@ def _times(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> tuple[
     # nor experts have a price.
     if schedule.num_stages % p or args.context_parallel_size > 1 or args.num_experts is not None:
         return None, {}
-    configuration = Configuration(
-        tensor=args.tensor_model_parallel_size, pipeline=p, data=args.data_parallel_size,
-        virtual=schedule.num_stages // p, micro_batch_size=args.micro_batch_size,
-        global_batch_size=hosting.num_microbatches * args.micro_batch_size * args.data_parallel_size,
-        schedule=args.pipeline_schedule, sequence_parallel=args.sequence_parallel, layers=tuple(layers),
+    configuration = from_flags.configuration_of(
+        args, layers, global_batch_size=hosting.num_microbatches * args.micro_batch_size * args.data_parallel_size,
         resident_stages=residency.stages, host_update=residency.update, stash=hosting.stash,
         gathers_fetch=args.l2l_fetch == "shares",
     )  # fmt: skip
-    cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
-    costs = FirstPrinciples(from_flags.architecture(args), cluster, from_flags.software(args)).costs(
-        configuration, layers
-    )
+    costs = from_flags.costs_by_arithmetic(args, configuration)
     seconds = costs.seconds(schedule.num_stages)
     few = min(hosting.num_microbatches, 2 * p)  # all microbatches take alike
     lanes: dict[str, float] = {}

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
-from megatron.planner import DEVICES, GIB, Cluster, Configuration, RankMemory, device_gib
-from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.planner import DEVICES, GIB, RankMemory, device_gib
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
@@ -95,16 +94,7 @@ def _priced(args: TrainConfig, layers: Sequence[int]) -> Costs | None:
         or schedule.num_stages % schedule.num_ranks
     ):
         return None
-    configuration = Configuration(
-        tensor=args.tensor_model_parallel_size, pipeline=schedule.num_ranks, data=args.data_parallel_size,
-        virtual=schedule.num_stages // schedule.num_ranks, micro_batch_size=args.micro_batch_size,
-        global_batch_size=args.global_batch_size, schedule=args.pipeline_schedule,
-        sequence_parallel=args.sequence_parallel, layers=tuple(layers),
-    )  # fmt: skip
-    cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
-    return FirstPrinciples(from_flags.architecture(args), cluster, from_flags.software(args)).costs(
-        configuration, layers
-    )
+    return from_flags.costs_by_arithmetic(args, from_flags.configuration_of(args, layers))
 
 
 def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[str]:

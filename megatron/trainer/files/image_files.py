@@ -22,11 +22,6 @@ class Images:
     labels: numpy.ndarray
 
 
-def missing(paths: Sequence[str]) -> list[str]:
-    """The paths that do not exist on this machine."""
-    return [path for path in paths if not Path(path).exists()]
-
-
 def count(paths: Sequence[str]) -> int:
     """The number of images in files and folders. Raises ValueError if a file cannot be read."""
     return sum(len(_part(file, "labels")) for file in _files(paths))

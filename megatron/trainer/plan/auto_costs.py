@@ -163,14 +163,9 @@ def costs_of_file(path: str, *, moves: str = "none") -> CostsOf:
 
 
 def _configuration(config: TrainConfig, layers: Sequence[int] | None = None) -> Configuration:
-    return Configuration(
-        tensor=config.tensor_model_parallel_size, pipeline=config.pipeline_model_parallel_size,
-        data=config.data_parallel_size, virtual=config.virtual_pipeline_model_parallel_size or 1,
-        micro_batch_size=config.micro_batch_size, global_batch_size=config.global_batch_size,
-        recompute=_scope(config), schedule=config.pipeline_schedule, layers=layers and tuple(layers),
-        sequence_parallel=config.sequence_parallel and config.tensor_model_parallel_size > 1,
-        distributed_optimizer=config.use_distributed_optimizer, context=config.context_parallel_size,
-        expert=config.expert_model_parallel_size,
+    return from_flags.configuration_of(
+        config, layers, recompute=_scope(config), distributed_optimizer=config.use_distributed_optimizer,
+        context=config.context_parallel_size, expert=config.expert_model_parallel_size,
     )  # fmt: skip
 
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.check import CheckReport, check_periodic
 from megatron.pipeline.schedules import PipelineSchedule
+from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import (
     ActivationSetting,
     Architecture,
+    Cluster,
     Configuration,
     Demand,
     Recompute,
@@ -25,6 +27,7 @@ from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_
 from megatron.planner.memory.architecture import ExpertDegrees, Experts, FurtherLayers
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
+from megatron.planner.time.first_principles import FirstPrinciples
 from megatron.trainer.arguments.flags.config import (
     TrainConfig,
     choice_of,
@@ -325,6 +328,27 @@ def software(args: TrainConfig) -> RunSoftware:
         overlaps_in_pieces=args.tp_comm_overlap,
         fp8=args.fp8 is not None,
     )
+
+
+def configuration_of(args: TrainConfig, layers: Sequence[int] | None, **choices: Any) -> Configuration:
+    """The run's degrees, batches and schedule, as a search has them. `choices`: further values of the configuration.
+
+    Precondition: ranks have equal numbers of stages.
+    """
+    schedule = args.schedule
+    values = {
+        "tensor": args.tensor_model_parallel_size, "pipeline": schedule.num_ranks, "data": args.data_parallel_size,
+        "virtual": schedule.num_stages // schedule.num_ranks, "micro_batch_size": args.micro_batch_size,
+        "global_batch_size": args.global_batch_size, "schedule": args.pipeline_schedule,
+        "sequence_parallel": args.sequence_parallel, "layers": layers and tuple(layers),
+    }  # fmt: skip
+    return Configuration(**values | choices)
+
+
+def costs_by_arithmetic(args: TrainConfig, configuration: Configuration) -> Costs:
+    """The costs of a configuration on GPUs of --dry-run-gpu, as if all were in one node."""
+    cluster = Cluster(gpu=args.dry_run_gpu, nodes=1, gpus_per_node=args.world_size)
+    return FirstPrinciples(architecture(args), cluster, software(args)).costs(configuration, configuration.layers)
 
 
 def hosting_of(args: TrainConfig) -> Hosting | None:

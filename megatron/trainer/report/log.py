@@ -187,25 +187,24 @@ class Reporter:
 
     def _boards(self, progress: Progress, values: dict[str, float | None]) -> None:
         values = {name: value for name, value in values.items() if value is not None}
-        scalars = [(name, value, progress.iteration) for name, value in values.items()]
-        for name in (main_loss(values), "learning-rate", "grad-norm"):
-            if name in values:
-                scalars.append((f"{name} vs samples", values[name], progress.consumed_samples))
-        self._show(scalars)
-        self._publish(values, progress.iteration)
+        by_samples = [(f"{name} vs samples", values[name], progress.consumed_samples)
+                      for name in (main_loss(values), "learning-rate", "grad-norm") if name in values]  # fmt: skip
+        self._show(values, progress.iteration, by_samples)
 
-    def _publish(self, values: Mapping[str, float | str], iteration: int) -> None:
-        """Send values to Weights & Biases."""
+    def _show(
+        self, values: Mapping[str, float | str], iteration: int, further: Sequence[tuple[str, float, int]] = ()
+    ) -> None:
+        """Send values to Weights & Biases and TensorBoard, which is closed after a failed write.
+
+        `further`: (name, number, iteration or samples) for TensorBoard alone.
+        """
         if self._wandb is not None:
             with self._published.attempt():
                 self._wandb.log(values, step=iteration)
-
-    def _show(self, values: Sequence[tuple[str, float | str, int]]) -> None:
-        """Write (name, number or text, iteration or samples) to TensorBoard, which is closed after a failed write."""
         if self._board is None:
             return
         with self._shown.attempt():
-            for each in values:
+            for each in (*((name, value, iteration) for name, value in values.items()), *further):
                 (self._board.add_text if isinstance(each[1], str) else self._board.add_scalar)(*each)
         if self._shown.fails:
             self._board = None
@@ -227,11 +226,9 @@ class Reporter:
             self._metrics.write(**{"iteration": iteration, f"{name}_loss": loss,
                                    **{f"{name}_{key}": value for key, value in perplexity.items()}, **named,
                                    "evaluation_time_ms": 1000 * seconds})  # fmt: skip
-        scalars = [(f"{each} {name}", value, iteration) for each, value in losses.items()]
-        if self.args.log_validation_ppl_to_tensorboard:
-            scalars += [(f"{main} {name} {key}", value, iteration) for key, value in perplexity.items()]
-        self._show(scalars)
-        self._publish({f"{each} {name}": value for each, value in losses.items()}, iteration)
+        shown = perplexity if self.args.log_validation_ppl_to_tensorboard else {}
+        further = [(f"{main} {name} {key}", value, iteration) for key, value in shown.items()]
+        self._show({f"{each} {name}": value for each, value in losses.items()}, iteration, further)
 
     def change(self, iteration: int, change: Change, outlook: Outlook | None) -> None:
         """Record a change of the pipeline after an iteration, with the expected times of a batch."""
@@ -249,9 +246,7 @@ class Reporter:
             took |= {"seconds_before": outlook.before, "seconds_predicted": outlook.after}
         if self._metrics is not None:
             self._metrics.write(iteration=iteration, **values, layers_of_rank=list(after.layers_of_rank), **took)
-        named = {name.replace("_", "-"): float(value) for name, value in {**values, **took}.items()}
-        self._show([(name, value, iteration) for name, value in named.items()])
-        self._publish(named, iteration)
+        self._show(_named({**values, **took}), iteration)
 
     def membership(self, change: MembershipChange) -> None:
         """Record that ranks were lost, or have come back."""
@@ -263,10 +258,7 @@ class Reporter:
     def _record_membership(self, change: MembershipChange) -> None:
         if self._metrics is not None:
             self._metrics.write(**change.record())
-        named = {name.replace("_", "-"): float(value) for name, value in change.numbers().items()}
-        told = {**named, "membership": change.describe()}
-        self._show([(name, value, change.iteration) for name, value in told.items()])
-        self._publish(told, change.iteration)
+        self._show({**_named(change.numbers()), "membership": change.describe()}, change.iteration)
 
     def close(self) -> None:
         """Write pending output, and close all writers."""
@@ -288,6 +280,11 @@ def _shape(arrangement: Arrangement) -> dict[str, int]:
         "replicas": arrangement.data,
         "microbatch_samples": arrangement.micro_batch_size,
     }
+
+
+def _named(values: Mapping[str, float]) -> dict[str, float]:
+    """Numbers by their names in the metrics file -> by their names on the boards."""
+    return {name.replace("_", "-"): float(value) for name, value in values.items()}
 
 
 def _key(name: str) -> str:

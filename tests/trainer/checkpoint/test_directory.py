@@ -15,8 +15,8 @@ from megatron.trainer.checkpoint.directory import (
     checksum,
     find_damage,
     find_short_files,
-    manifest_text,
     read_manifest,
+    write_manifest,
 )
 
 
@@ -174,8 +174,7 @@ def test_old_format_is_refused_by_name(tmp_path):
 def checkpoint(tmp_path):
     for number in range(3):
         (tmp_path / f"file{number}").write_bytes(bytes(range(256)) * (number + 1))
-    files = {f"file{number}": checksum(tmp_path / f"file{number}") for number in range(3)}
-    (tmp_path / MANIFEST).write_text(manifest_text(files))
+    write_manifest(tmp_path, {"file0": checksum(tmp_path / "file0")})
     return tmp_path
 
 

@@ -1,7 +1,9 @@
 """Rules about training that freezes layers: `--freeze-training`."""
 
 import argparse
+import math
 from collections.abc import Iterator
+from contextlib import suppress
 
 from megatron.documents import counted
 from megatron.elastic.freezing import RULES as FREEZE_RULES
@@ -26,13 +28,7 @@ def flags(args: argparse.Namespace) -> None:
     args.changes = args.freeze_training or args.elastic_pipeline
     for each in FREEZING.flags:
         needs = "--elastic-pipeline" if each.dest.startswith("elastic") else "--freeze-training"
-        serves = (
-            args.changes
-            if each.dest in _OF_BOTH
-            else args.elastic_pipeline
-            if "elastic" in needs
-            else args.freeze_training
-        )
+        serves = args.changes if each.dest in _OF_BOTH else getattr(args, needs[2:].replace("-", "_"))
         if each.dest in args.given and not serves:
             raise ValueError(f"{each.name} needs {needs}; add it, or leave this out")
     if not args.changes:
@@ -93,10 +89,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     """The sizes that --elastic-schedule lists."""
     text, most = args.elastic_schedule, args.pipeline_model_parallel_size
     num_ranks = most * args.data_parallel_size
-    try:
-        sizes = tuple(map(int, text.split(",")))
-    except ValueError:
-        raise ValueError(f"--elastic-schedule {text} is no list of numbers of ranks; give such as 4,2,1") from None
+    sizes = _numbers("--elastic-schedule", text, "ranks; give such as 4,2,1")
     for each in sizes:
         if not 1 <= each <= most or num_ranks % each:
             raise ValueError(
@@ -108,16 +101,16 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
 
 def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
     """The sizes that --elastic-micro-batch-size lists."""
-    text = args.elastic_micro_batch_size
-    try:
+    return _numbers("--elastic-micro-batch-size", args.elastic_micro_batch_size, "samples; give such as 2,4,8", least=1)
+
+
+def _numbers(flag: str, text: str, what: str, *, least: float = -math.inf) -> tuple[int, ...]:
+    """The whole numbers, of at least `least`, that a flag lists. Raises ValueError, which ends in `what`."""
+    with suppress(ValueError):
         found = tuple(map(int, text.split(",")))
-        if min(found) < 1:
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"--elastic-micro-batch-size {text} is no list of numbers of samples; give such as 2,4,8"
-        ) from None
-    return found
+        if min(found) >= least:
+            return found
+    raise ValueError(f"{flag} {text} is no list of numbers of {what}")
 
 
 def _grows(args: argparse.Namespace) -> None:
@@ -159,10 +152,7 @@ def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
 def make_rule(args: argparse.Namespace) -> FreezeRule:
     """The rule that `args` ask for. Raises ValueError for settings that it cannot use."""
     text = args.freeze_schedule
-    try:
-        counts = tuple(map(int, text.split(","))) if text is not None else ()
-    except ValueError:
-        raise ValueError(f"--freeze-schedule {text} is no list of numbers of layers; give such as 0,4,6") from None
+    counts = () if text is None else _numbers("--freeze-schedule", text, "layers; give such as 0,4,6")
     try:
         return FREEZE_RULES[args.freeze_rule](FreezeSettings(args.num_layers, args.freeze_alpha, counts))
     except ValueError as error:

@@ -222,7 +222,7 @@ def evaluations(args: argparse.Namespace) -> None:
         return
     if "eval_iters" not in args.given:
         paths = data_paths(args)
-        there = [name for name in ("valid", "test") if not (args.dry_run and _files(args).missing(paths[name]))]
+        there = [name for name in ("valid", "test") if not (args.dry_run and text_files.missing(paths[name]))]
         largest = max((num_samples(args, name) for name in there), default=0)
         args.eval_iters = -(-largest // args.global_batch_size)
     if "eval_interval" not in args.given and args.epochs is not None:

@@ -16,6 +16,8 @@ from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import cuts_optimizer_state
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
 
+FLAG_OF = {each.dest: each for each in FLAGS}
+
 
 @dataclass(frozen=True)
 class Idle:
@@ -24,6 +26,17 @@ class Idle:
     names: str
     holds: Callable[[argparse.Namespace], bool]
     reason: str
+
+
+def _about(subject: str, names: str, value: str | None = None) -> Idle:
+    """The row of flags about the value `value` of the flag `subject`, or about any value of it."""
+    said = FLAG_OF[subject].name if value is None else shown(FLAG_OF[subject], value)
+
+    def is_other(args: argparse.Namespace) -> bool:
+        given = getattr(args, subject)
+        return not given if value is None else given != value
+
+    return Idle(names, is_other, f"it is about {said}")
 
 
 def _steps(args: argparse.Namespace) -> int:
@@ -53,11 +66,7 @@ ROWS = (
         lambda args: args.position_embedding_type != "rope",
         "it is about rotary positions, which --position-embedding-type rope has",
     ),
-    Idle(
-        "relative_attention_num_buckets relative_attention_max_distance",
-        lambda args: args.position_embedding_type != "relative",
-        "it is about --position-embedding-type relative",
-    ),
+    _about("position_embedding_type", "relative_attention_num_buckets relative_attention_max_distance", "relative"),
     Idle(
         "rotary_base",
         lambda args: args.position_embedding_type not in ("rope", "yarn") and not args.multi_latent_attention,
@@ -68,7 +77,7 @@ ROWS = (
         lambda args: args.multi_latent_attention and args.position_embedding_type == "rope",
         "megatron.core's multi-latent attention does not read it",
     ),
-    Idle("sft_tokenizer_prompt_format", lambda args: not args.sft, "it is about --sft"),
+    _about("sft", "sft_tokenizer_prompt_format"),
     Idle(
         "add_qkv_bias",
         lambda args: args.multi_latent_attention,
@@ -104,11 +113,7 @@ ROWS = (
         lambda args: not args.cross_entropy_loss_fusion,
         "it is the kernel of --cross-entropy-loss-fusion",
     ),
-    Idle(
-        "moe_deepep_num_sms",
-        lambda args: args.moe_token_dispatcher_type != FLEX,
-        "it is about --moe-token-dispatcher-type flex",
-    ),
+    _about("moe_token_dispatcher_type", "moe_deepep_num_sms", FLEX),
     Idle("cp_comm_type", lambda args: args.context_parallel_size == 1, "each rank has whole sequences"),
     Idle("tp_comm_overlap", lambda args: args.tensor_model_parallel_size == 1, "with one tensor rank nothing is sent"),
     Idle("make_vocab_size_divisible_by", lambda args: args.architecture == "vit", "images have no vocabulary"),
@@ -122,27 +127,19 @@ ROWS = (
         lambda args: not cuts_optimizer_state(args),
         "only buckets that --use-distributed-optimizer cuts into shards are padded",
     ),
-    Idle(
-        "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16",
-        lambda args: args.fp8 is None,
-        "it is about --fp8-format",
-    ),
+    _about("fp8", "fp8_recipe fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16"),
     Idle(
         "fp8_margin fp8_amax_history_len fp8_amax_compute_algo",
         lambda args: args.fp8 is not None and args.fp8_recipe != "delayed",
         "it is about --fp8-recipe delayed",
     ),
-    Idle(
-        "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
-        lambda args: not args.first_last_layers_bf16,
-        "it is about --first-last-layers-bf16",
-    ),
+    _about("first_last_layers_bf16", "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16"),
     Idle("adam_beta1 adam_beta2 adam_eps", lambda args: args.optimizer == "sgd", "--optimizer sgd has no moments"),
-    Idle(
+    _about(
+        "optimizer",
         "muon_momentum muon_use_nesterov muon_split_qkv muon_scale_mode muon_extra_scale_factor muon_num_ns_steps "
         "muon_coefficient_type muon_fp32_matmul_prec muon_tp_mode muon_scalar_lr muon_scalar_min_lr",
-        lambda args: args.optimizer != "muon",
-        "it is about --optimizer muon",
+        "muon",
     ),
     Idle(
         "muon_tp_mode",
@@ -166,11 +163,7 @@ ROWS = (
         lambda args: args.lr_decay_style == "constant" and args.lr_warmup_fraction is None,
         "--lr-decay-style constant never decays",
     ),
-    Idle(
-        "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples",
-        lambda args: args.lr_decay_style != "WSD",
-        "it is about --lr-decay-style WSD",
-    ),
+    _about("lr_decay_style", "lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", "WSD"),
     Idle("lr_warmup_init", lambda args: not _warms_up(args), "there is no warm-up"),
     Idle("decoupled_min_lr", lambda args: args.decoupled_lr is None, "it is the smallest of --decoupled-lr"),
     Idle(
@@ -234,9 +227,7 @@ ROWS = (
         lambda args: not _records(args),
         "nothing is recorded without --tensorboard-dir or --wandb-project",
     ),
-    Idle(
-        "wandb_entity wandb_exp_name wandb_save_dir", lambda args: not args.wandb_project, "it is about --wandb-project"
-    ),
+    _about("wandb_project", "wandb_entity wandb_exp_name wandb_save_dir"),
     Idle(
         "use_pytorch_profiler profile_step_start profile_step_end profile_ranks",
         lambda args: not args.profile,
@@ -258,7 +249,6 @@ ROWS = (
         "nothing is traced without --pipeline-timeline",
     ),
 )
-FLAG_OF = {each.dest: each for each in FLAGS}
 
 
 def without_effect(args: argparse.Namespace) -> list[str]:
