@@ -247,8 +247,4 @@ class LatentWidths(Part):
 
     def write(self, facts: Facts) -> dict[str, object]:
         widths = {key: facts[dest] for key, dest in _WIDTHS.items()}
-        return {
-            **widths,
-            "q_lora_rank": facts["q_lora_rank"],
-            "num_key_value_heads": facts["num_attention_heads"],
-        }
+        return {**widths, "q_lora_rank": facts["q_lora_rank"], "num_key_value_heads": facts["num_attention_heads"]}

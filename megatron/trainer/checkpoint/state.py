@@ -202,8 +202,7 @@ def without_copies(state: ShardedStateDict) -> ShardedStateDict:
             if part not in kept or value.replica_id < kept[part].replica_id:
                 kept[part] = value
     once, _ = extract_matching_values(
-        state,
-        lambda value: not isinstance(value, ShardedTensor) or kept[_sharded_tensor_shard_id(value)] is value,
+        state, lambda value: not isinstance(value, ShardedTensor) or kept[_sharded_tensor_shard_id(value)] is value
     )
     return once
 

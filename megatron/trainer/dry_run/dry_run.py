@@ -25,15 +25,7 @@ from megatron.pipeline.placement.mapping import inverse
 from megatron.pipeline.placement.placement_report import PlacementReport, make_report
 from megatron.pipeline.placement.topology import Bandwidth, Node, Process, Topology, load_topology
 from megatron.pipeline.program.instruction import Lane
-from megatron.planner import (
-    DEVICES,
-    Activations,
-    RankMemory,
-    Verdict,
-    device_gib,
-    estimate_memory,
-    judge,
-)
+from megatron.planner import DEVICES, Activations, RankMemory, Verdict, device_gib, estimate_memory, judge
 from megatron.planner.job.refusals import refuse_recipe, refuse_units
 from megatron.planner.memory.hosted import HOST, Hosting
 from megatron.planner.memory.node_memory import crowds, host_bytes, judge_host, largest_model
@@ -265,11 +257,7 @@ _LANES = {Lane.COMPUTE: "device", Lane.H2D: "to device", Lane.D2H: "from device"
 
 
 def _hosted_run(
-    args: TrainConfig,
-    hosting: Hosting,
-    memory: Sequence[RankMemory],
-    layers: Sequence[int],
-    placement: PlacementReport,
+    args: TrainConfig, hosting: Hosting, memory: Sequence[RankMemory], layers: Sequence[int], placement: PlacementReport
 ) -> HostedRun:
     """The findings of a dry run about weights that live on the host."""
     experts = from_flags.expert_degrees(args)

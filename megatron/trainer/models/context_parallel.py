@@ -23,11 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import (
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import all_to_all_hp2sp, all_to_all_sp2hp, gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 

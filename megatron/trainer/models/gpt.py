@@ -209,11 +209,7 @@ def draw_output_weight(args: TrainConfig, config: TransformerConfig, weight: tor
     """
     set_seeds(layer_stream(args, config.num_layers + 1))
     layer = tensor_parallel.ColumnParallelLinear(
-        config.hidden_size,
-        args.padded_vocab_size,
-        config=config,
-        init_method=config.init_method,
-        bias=False,
+        config.hidden_size, args.padded_vocab_size, config=config, init_method=config.init_method, bias=False
     )
     with torch.no_grad():
         weight.copy_(layer.weight)

@@ -293,11 +293,7 @@ def evictors(args: TrainConfig) -> tuple[int, ...]:
 
 
 def _mapping(
-    args: TrainConfig,
-    degrees: Degrees,
-    slots: JobSlots,
-    topology: Topology | None,
-    traffic: Traffic | None,
+    args: TrainConfig, degrees: Degrees, slots: JobSlots, topology: Topology | None, traffic: Traffic | None
 ) -> Mapping:
     if args.rank_mapping == "standard":
         return slots.process_of_slot  # the launcher's ranks, whatever their order over the hosts

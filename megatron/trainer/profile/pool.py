@@ -278,10 +278,7 @@ class StagePlan:
             sequence_parallel=self.sequence_parallel and self.tensor > 1,
         )
         length = ("--num-layers", str(self.num_layers), "--train-iters", str(self.num_batches), "--eval-iters", "0")
-        return parse_args(
-            [*self.argv, *configuration.argv(), *length],
-            defaults=SEARCHED[self.architecture][1],
-        )
+        return parse_args([*self.argv, *configuration.argv(), *length], defaults=SEARCHED[self.architecture][1])
 
     def time(self, *, store: object, start: Callable[[], None]) -> tuple[dict[str, list[float]], int, int]:
         """Build and time the stage; called on each rank.

@@ -22,14 +22,7 @@ from megatron.pipeline.runtime.relay.input_stash import DEVICE_PEAK, HOST_PEAK
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.report.log_line import Interval, Progress, by_pipeline_rank, log_line, main_loss
 from megatron.trainer.report.membership_change import MembershipChange
-from megatron.trainer.report.metrics import (
-    DEFERRED,
-    LOSS,
-    SAVED_ACTIVATIONS,
-    ByProduct,
-    MetricsFile,
-    flops_per_sample,
-)
+from megatron.trainer.report.metrics import DEFERRED, LOSS, SAVED_ACTIVATIONS, ByProduct, MetricsFile, flops_per_sample
 
 if TYPE_CHECKING:
     from megatron.trainer.plan.arrangement import Change, Outlook

@@ -278,11 +278,7 @@ def _own_need(args: TrainConfig, hosting: Hosting, layers: Sequence[int]) -> Nee
         args.schedule.rank_of_stage,
         hosting,
     )
-    part = (
-        rank,
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-    )
+    part = (rank, parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank())
     host = this_process().host
     return Need(host, backend.available_host_bytes(), part, parts.total - parts.stash, parts.stash)
 

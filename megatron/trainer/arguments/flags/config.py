@@ -17,14 +17,7 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
 from megatron.planner.memory.architecture import Decoder
-from megatron.trainer.arguments.flags import (
-    experts,
-    files,
-    model,
-    parallel,
-    refusals,
-    training,
-)
+from megatron.trainer.arguments.flags import experts, files, model, parallel, refusals, training
 from megatron.trainer.arguments.flags.values import BatchSizes
 
 

@@ -60,8 +60,7 @@ class Experts:
 
     num_experts: int | None = option(None, "Experts of a layer with experts. Default: no layer has any.")
     moe_layer_freq: str | int | list[int] = option(
-        "1",
-        "The layers with experts: every n-th from the first on, or a list of 1 and 0 as ([0]*1+[1]*3)*2.",
+        "1", "The layers with experts: every n-th from the first on, or a list of 1 and 0 as ([0]*1+[1]*3)*2."
     )
     moe_ffn_hidden_size: int | None = option(None, "Width of an expert's hidden layer. Default: --ffn-hidden-size.")
     moe_shared_expert_intermediate_size: int | None = option(

@@ -109,7 +109,7 @@ class Conversations:
 
     sft: bool = switch(
         "Data are JSON lines of conversations. Several share a sequence and do not see each other, and only answers "
-        "have a loss.",
+        "have a loss."
     )
     sft_tokenizer_prompt_format: str = option(
         "nemotron-h-aligned", "How a conversation is written.", choices=tuple(PROMPT_FORMATS)
@@ -134,8 +134,7 @@ class Tokenizer:
         None, "Model file or directory of the tokenizer.", aliases=("--tokenizer-name-or-path",), metavar="PATH"
     )
     patch_tokenizer_type: str | None = option(
-        None,
-        "Pai-Megatron-Patch's kind of tokenizer: without --tokenizer-type a HuggingFaceTokenizer of --load.",
+        None, "Pai-Megatron-Patch's kind of tokenizer: without --tokenizer-type a HuggingFaceTokenizer of --load."
     )
     vocab_file: str | None = option(None, "GPT-2's vocabulary (JSON), or WordPiece's (a token a line).", metavar="FILE")
     merge_file: str | None = option(None, "GPT-2's merges.", metavar="FILE")

@@ -15,14 +15,7 @@ from functools import cache
 from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
-from megatron.trainer.arguments.flags import (
-    experts,
-    files,
-    model,
-    parallel,
-    refusals,
-    training,
-)
+from megatron.trainer.arguments.flags import experts, files, model, parallel, refusals, training
 from megatron.trainer.arguments.flags.specification import Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (

@@ -86,9 +86,7 @@ def refused(flag: str, reason: str) -> Flag:
 
 
 REFUSED = Group(
-    "refused",
-    "Known from Megatron-LM. Each parses, and using it is an error that says what to do.",
-    _records(_REFUSED),
+    "refused", "Known from Megatron-LM. Each parses, and using it is an error that says what to do.", _records(_REFUSED)
 )
 IGNORED = Group(
     "without effect",

@@ -30,11 +30,7 @@ _OWNERS = (
     (model.CLASSIFICATION, model.CLASSIFIERS, "pretrain_vision_classify.py and finetune_bert.py"),
     (model.VISION, ("vit",), "pretrain_vision_classify.py"),
 )
-_SHARED = {
-    "bert_binary_head": ("bert", "bert-classify"),
-    "mask_prob": ("bert", "t5"),
-    "short_seq_prob": ("bert", "t5"),
-}
+_SHARED = {"bert_binary_head": ("bert", "bert-classify"), "mask_prob": ("bert", "t5"), "short_seq_prob": ("bert", "t5")}
 ONLY_OF = {
     each.dest: _SHARED.get(each.dest, architectures) for group, architectures, _ in _OWNERS for each in group.flags
 }
@@ -116,7 +112,7 @@ _REFUSALS_OF_CLASSIFIERS: Refusals = {
     "cross_entropy_loss_fusion": (False, "the loss of classes is taken in FP32; leave the flag out"),
 }
 _REFUSALS_OF_VIT: Refusals = {
-    "position_embedding_type": ("learned_absolute", "the positions of patches are learned; leave the flag out"),
+    "position_embedding_type": ("learned_absolute", "the positions of patches are learned; leave the flag out")
 }
 
 

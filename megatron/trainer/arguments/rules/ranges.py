@@ -88,9 +88,7 @@ RANGES = (
     # what the data's shuffle takes; the offsets of layers and ranks only go to PyTorch's generators, of 64 bits
     Range("at least 0 and at most 2**32 - 1", lambda value: 0 <= value < 2**32, "seed"),
     Range(
-        f"greater than 0 and at most {_YEAR}, a year",
-        lambda value: 0 < value <= _YEAR,
-        "distributed_timeout_minutes",
+        f"greater than 0 and at most {_YEAR}, a year", lambda value: 0 < value <= _YEAR, "distributed_timeout_minutes"
     ),
 )
 

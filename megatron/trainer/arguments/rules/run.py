@@ -138,16 +138,4 @@ def dry_run(args: argparse.Namespace) -> None:
             raise ValueError(f"--dry-run-gpu: {error}") from error
 
 
-RULES = (
-    paths,
-    length,
-    batches,
-    relay,
-    schedule,
-    optimizer,
-    learning_rate,
-    loss,
-    checkpoint,
-    logging,
-    dry_run,
-)
+RULES = (paths, length, batches, relay, schedule, optimizer, learning_rate, loss, checkpoint, logging, dry_run)

@@ -238,11 +238,7 @@ ROWS = (
         lambda args: _steps(args) <= args.profile_step_start,
         "training ends before --profile-step-start, so no iteration is profiled",
     ),
-    Idle(
-        "profile",
-        lambda args: min(args.profile_ranks) >= args.world_size,
-        "the job has no rank of --profile-ranks",
-    ),
+    Idle("profile", lambda args: min(args.profile_ranks) >= args.world_size, "the job has no rank of --profile-ranks"),
     Idle(
         "pipeline_timeline_iterations",
         lambda args: args.pipeline_timeline is None,
