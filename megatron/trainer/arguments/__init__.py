@@ -5,12 +5,12 @@ notes for the log, and raises ValueError with one sentence: value, reason, remed
 where a rule uses what an earlier rule has filled in (degrees before stages and batches, these before schedules).
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron.trainer.arguments import hugging_face
 from megatron.trainer.arguments.flags.parser import FLAGS, build_parser, parse_args, shown
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.platform import Platform, resolve_platform
 from megatron.trainer.arguments.rules import (
     attention,
@@ -31,7 +31,7 @@ from megatron.trainer.arguments.rules import (
 
 __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "resolve_platform", "validate_args"]
 
-RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
+RULES: tuple[Callable[[Arguments], Iterable[str] | None], ...] = (
     *programs.FIRST,
     hugging_face.load_hf,
     programs.t5_shape,
@@ -58,7 +58,7 @@ RULES: tuple[Callable[[argparse.Namespace], Iterable[str] | None], ...] = (
 )
 
 
-def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[str]:
+def validate_args(args: Arguments, *, world_size: int, rank: int = 0) -> list[str]:
     """Check `args` and fill in what follows from it.
 
     Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
@@ -69,7 +69,7 @@ def validate_args(args: argparse.Namespace, *, world_size: int, rank: int = 0) -
     return notes + _notes_on_ignored(args)
 
 
-def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
+def _notes_on_ignored(args: Arguments) -> list[str]:
     given = [flag for flag in FLAGS if flag.ignored and flag.dest in args.given]
     values = [(flag, getattr(args, flag.dest)) for flag in given]
     notes = [
@@ -78,7 +78,7 @@ def _notes_on_ignored(args: argparse.Namespace) -> list[str]:
     return [*notes, *args.unread]
 
 
-def notes_on_overridden(given: Mapping[str, Any], args: argparse.Namespace) -> list[str]:
+def notes_on_overridden(given: Mapping[str, Any], args: Arguments) -> list[str]:
     """Notes for the log about flags that --use-checkpoint-args overrode.
 
     Args:

@@ -6,7 +6,6 @@ too, also one that is younger than the table of families.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from megatron.trainer.arguments.config_parts import Facts, present
 from megatron.trainer.arguments.flags.experts import layers_with_experts
 from megatron.trainer.arguments.flags.model import layers_with_windows, window_of
 from megatron.trainer.arguments.flags.parser import FLAGS, PROGRAMS, destinations
-from megatron.trainer.arguments.flags.specification import Flag, Role
+from megatron.trainer.arguments.flags.specification import Arguments, Flag, Role
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
 QUANTIZATION = "quantization_config"
@@ -131,7 +130,7 @@ def _plain(name: str, value: object, num_layers: int | None = None) -> object:
 # --- a run that starts from such a model ------------------------------------------------------------------------------
 
 
-def load_hf(args: argparse.Namespace) -> list[str]:
+def load_hf(args: Arguments) -> list[str]:
     """`--load-hf`: the rule that completes the model's flags from the folder's configuration. Returns notes."""
     if not args.load_hf:  # the rule about paths refuses an empty one
         return []
@@ -160,7 +159,7 @@ _PROGRAMS = {family.architecture: PROGRAMS[family.architecture][0] for family in
 """Architectures with models that can be converted, and the programs that train them."""
 
 
-def take_over(args: argparse.Namespace, model: Model, source: object) -> list[str]:
+def take_over(args: Arguments, model: Model, source: object) -> list[str]:
     """Complete parsed arguments by a model, for `--load-hf`; returns the flags that were taken, as a note.
 
     Raises ValueError for a flag of the command line that says another model.
@@ -224,7 +223,7 @@ def _remedy(flag: Flag, value: object) -> str:
 # --- back to a configuration ------------------------------------------------------------------------------------------
 
 
-def facts_of(args: argparse.Namespace) -> Facts:
+def facts_of(args: Arguments) -> Facts:
     """What completed arguments say of a model, in the spelling of `Model.facts`."""
     facts = {
         name: _plain(name, getattr(args, name), args.num_layers)
@@ -253,7 +252,7 @@ _FURTHER = (
 _OF_ROTARY = tuple(name for name in destinations(Role.SHAPE) if name.startswith(("rotary_", "rope_", "use_rope_")))
 
 
-def config_of(args: argparse.Namespace, *, dtype: str, model_type: str | None = None) -> dict[str, object]:
+def config_of(args: Arguments, *, dtype: str, model_type: str | None = None) -> dict[str, object]:
     """The configuration of the model that completed arguments describe.
 
     Args:

@@ -4,7 +4,6 @@ A default that the machine cannot serve is turned off and noted once. What the u
 Pure: the machine is described by a record, so that the CUDA cases are tested without CUDA.
 """
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from megatron.pipeline.start_up.late_weights import (
 from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import choice_of, num_replicas
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.rules.context import context_of_engine
 
 
@@ -75,7 +75,7 @@ def assumed_platform(packages: Iterable[str] | None) -> Platform:
     return Platform(is_cuda=True, engine_keeps_main_grad=keeps, engine_puts_off=puts_off, **has)
 
 
-def resolve_platform(args: argparse.Namespace, platform: Platform) -> list[str]:
+def resolve_platform(args: Arguments, platform: Platform) -> list[str]:
     """Set what depends on the machine in `args`; returns notes for the log (one sentence each).
 
     Raises ValueError for a flag that the user gave and the machine cannot serve.
@@ -176,7 +176,7 @@ _VALUES_OF_BACKEND = {"flash": "100", "fused": "010", "unfused": "001", "local":
 _SCALES = "NVTE_APPLY_QK_LAYER_SCALING"
 
 
-def require_attention_environment(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def require_attention_environment(args: Arguments, environment: Mapping[str, str]) -> None:
     """Raise ValueError where a variable of Transformer Engine says another attention than the flags."""
     wanted = dict(zip(_ATTENTION_VARIABLES, _VALUES_OF_BACKEND[args.attention_backend], strict=True))
     for name, value in wanted.items():
@@ -196,7 +196,7 @@ def require_attention_environment(args: argparse.Namespace, environment: Mapping
 _RESETS = "--reset-attention-mask keeps documents apart by one"
 
 
-def _needs_local(args: argparse.Namespace) -> str | None:
+def _needs_local(args: Arguments) -> str | None:
     """Why the model has local layers alone; None: it has either."""
     if args.residual_from_norm:
         return "--residual-from-norm adds to what norms give, which Transformer Engine's layers do not hand out"
@@ -205,13 +205,13 @@ def _needs_local(args: argparse.Namespace) -> str | None:
     return None
 
 
-def _keeps_several_gradient_buffers(args: argparse.Namespace) -> bool:
+def _keeps_several_gradient_buffers(args: Arguments) -> bool:
     """Whether a batch accumulates gradients while those of the batch before are reduced."""
     weights = choice_of(args).policy
     return weights.overlaps_updates and not args.pipeline_2bw_single_gradient_buffer
 
 
-def _choose_implementation(args: argparse.Namespace, platform: Platform) -> Iterable[str]:
+def _choose_implementation(args: Arguments, platform: Platform) -> Iterable[str]:
     """Yields a note where the schedule decides."""
     can_use_engine = platform.is_cuda and platform.has_transformer_engine
     splits = args.schedule.splits_backward
@@ -270,7 +270,7 @@ def _what_hinders_halves(program: ProgramSchedule | None, platform: Platform) ->
 # --- CUDA_DEVICE_MAX_CONNECTIONS, judged for the job that the flags describe ------------------------------------------
 
 
-def require_hardware_queues(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
+def require_hardware_queues(args: Arguments, environment: Mapping[str, str]) -> None:
     """Refuse an environment with too few hardware queues for a job over NCCL. Raises ValueError.
 
     Args:

@@ -22,7 +22,7 @@ from megatron.trainer.arguments.flags.config import TrainConfig, cuts_optimizer_
 from megatron.trainer.arguments.flags.experts import EXPERTS, has_experts
 from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN
 from megatron.trainer.arguments.flags.parser import FLAGS, destinations
-from megatron.trainer.arguments.flags.specification import Role
+from megatron.trainer.arguments.flags.specification import Arguments, Role
 from megatron.trainer.arguments.rules.programs import ONLY_OF
 
 # --- facts about a model, independent of the names of arguments -------------------------------------------------------
@@ -391,8 +391,8 @@ def _other_program(args: TrainConfig, saved: argparse.Namespace | None) -> str |
 
 
 def with_saved_arguments(
-    args: argparse.Namespace, saved: argparse.Namespace | None, path: object, *, further: Collection[str] = ()
-) -> argparse.Namespace:
+    args: Arguments, saved: argparse.Namespace | None, path: object, *, further: Collection[str] = ()
+) -> Arguments:
     """--use-checkpoint-args: parsed arguments with the model's from a checkpoint.
 
     Arguments that determine the shape always come from the checkpoint; a switch that its program did not have yet is
@@ -419,7 +419,7 @@ def with_saved_arguments(
     taken["hybrid_layer_pattern"] = own if own and _undivided(own) == pattern else pattern  # stages may divide it anew
     if pattern:
         taken["num_layers"] = len(pattern)  # as Megatron-LM counts them, whoever saved the checkpoint
-    return argparse.Namespace(**{**vars(args), **taken})
+    return Arguments(**{**vars(args), **taken})
 
 
 def _is_plain(value: object) -> bool:

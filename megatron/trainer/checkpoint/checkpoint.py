@@ -12,7 +12,6 @@ There are two stores of a run's state: the files of a checkpoint, and the memory
 change. `run_state` and `Restoration` serve both, so a run resumes from both in the same way.
 """
 
-import argparse
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import CheckpointError
 from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import OlderVersions, SavedUpdate, older_versions
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.checkpoint import arguments, directory
 from megatron.trainer.checkpoint.loader import CHECKSUMS_ENTRY, CheckpointReader, read_common_state
 from megatron.trainer.checkpoint.optimizer_state import (
@@ -371,7 +371,7 @@ def load_checkpoint(
     return position
 
 
-def with_checkpoint_arguments(args: argparse.Namespace, *, further: Collection[str] = ()) -> argparse.Namespace:
+def with_checkpoint_arguments(args: Arguments, *, further: Collection[str] = ()) -> Arguments:
     """--use-checkpoint-args: parsed arguments with the model's, and `further` ones, of the checkpoint of `args.load`.
 
     Not collective: every rank reads the file itself. Raises CheckpointError if there is no checkpoint.

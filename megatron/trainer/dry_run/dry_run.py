@@ -12,7 +12,6 @@ A dry run is often made where no files are. What is here is checked as a run wou
 for the user.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -35,6 +34,7 @@ from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parallel import AUTO
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.platform import assumed_platform
 from megatron.trainer.arguments.rules.programs import data_paths
 from megatron.trainer.changes.prefix_cache import missing_cache
@@ -103,7 +103,7 @@ def _rows_of_embedding(args: TrainConfig) -> tuple[int, list[str]]:
 _REFUSED = 1
 
 
-def run_dry(args: argparse.Namespace, prog: str) -> int:
+def run_dry(args: Arguments, prog: str) -> int:
     """Check the job that `args` (parsed, not yet validated) describe; returns the exit status."""
     try:
         result = check_job(args)
@@ -175,7 +175,7 @@ def _remedy(result: DryRun) -> str:
     return "recompute more, use smaller microbatches or more GPUs, or balance activations (--pipeline-schedule bpipe)"
 
 
-def check_job(args: argparse.Namespace) -> DryRun:
+def check_job(args: Arguments) -> DryRun:
     """The findings of a dry run. Raises ValueError for what a run would refuse."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--dry-run is one process for the whole job; start it without torchrun or srun")
@@ -212,7 +212,7 @@ def check_job(args: argparse.Namespace) -> DryRun:
     )
 
 
-def _complete(args: argparse.Namespace) -> tuple[TrainConfig, list[str]]:
+def _complete(args: Arguments) -> tuple[TrainConfig, list[str]]:
     """Complete the flags as a run on `--dry-run` GPUs would, and return the configuration and the notes of the rules.
 
     The cluster's machines are assumed to have CUDA, and the packages of `--assume-packages`.

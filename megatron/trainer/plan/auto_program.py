@@ -14,7 +14,6 @@ A program that was made for a job stands beside its checkpoints (`FILE`, `CERTIF
 where it asks for the same.
 """
 
-import argparse
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from megatron.planner.synthesis import AS_SHORT, STAND_INS
 from megatron.trainer.arguments import resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.platform import Platform
 from megatron.trainer.arguments.rules.experts import moved_activations
 from megatron.trainer.arguments.rules.schedule import OF_AUTO, refuse_what_a_program_says
@@ -63,15 +62,15 @@ _ROUNDING = 1e-6
 """The part of a batch's time by which a program has to be faster."""
 
 
-def with_program(args: argparse.Namespace, made: MadeProgram) -> argparse.Namespace:
+def with_program(args: Arguments, made: MadeProgram) -> Arguments:
     """Return the arguments of the job whose program was made: as with `--pipeline-program`."""
     dropped = ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank")
     given = tuple(each for each in args.given if each not in dropped)
     values = {"pipeline_schedule": "flush", "pipeline_program": AUTO, "made_program": made, "given": given}
-    return argparse.Namespace(**{**vars(args), "num_virtual_stages_per_pipeline_rank": None, **values})
+    return Arguments(**{**vars(args), "num_virtual_stages_per_pipeline_rank": None, **values})
 
 
-def require(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> None:
+def require(args: Arguments, *, world_size: int, rank: int = 0) -> None:
     """Raise ValueError for a job for which no program can be made, as far as flags and the file of costs tell."""
     _stand_ins(args, world_size=world_size, rank=rank)
     if rank == 0 and args.pipeline_profile is not None:
@@ -79,11 +78,11 @@ def require(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> None
 
 
 def make(
-    args: argparse.Namespace,
+    args: Arguments,
     *,
     world_size: int,
     platform: Platform,
-    settled: Callable[[argparse.Namespace], TrainConfig] = TrainConfig.of,
+    settled: Callable[[Arguments], TrainConfig] = TrainConfig.of,
 ) -> MadeProgram:
     """Make the program of a job, or take the one that stands beside the checkpoint to be loaded.
 
@@ -196,13 +195,13 @@ def keep(made: MadeProgram, folder: Path) -> None:
 
 
 def shared(
-    args: argparse.Namespace,
+    args: Arguments,
     store: "torch.distributed.Store",
     *,
     rank: int,
     patience: timedelta,
     make_it: Callable[[], MadeProgram],
-) -> argparse.Namespace:
+) -> Arguments:
     """Return the arguments with the program that rank 0 makes. Collective over `store`.
 
     Raises:
@@ -229,7 +228,7 @@ def shared(
 # --- the stand-ins
 
 
-def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> list[argparse.Namespace]:
+def _stand_ins(args: Arguments, *, world_size: int, rank: int = 0) -> list[Arguments]:
     """Return the validated arguments under each named schedule that the job could have."""
     _require_flags(args)
     found, refusal = [], None
@@ -241,7 +240,7 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     for virtual, name in (*STAND_INS.items(), (1, _WHOLE)):
         if given is not None and given != virtual:
             continue
-        like = argparse.Namespace(**vars(args))
+        like = Arguments(**vars(args))
         like.pipeline_schedule, like.num_virtual_stages_per_pipeline_rank = name, virtual if virtual > 1 else None
         like.given = tuple(each for each in args.given if each not in OF_AUTO)
         try:
@@ -263,17 +262,17 @@ def _stand_ins(args: argparse.Namespace, *, world_size: int, rank: int = 0) -> l
     return found
 
 
-def _refuse_moves(like: argparse.Namespace) -> None:
+def _refuse_moves(like: Arguments) -> None:
     """Refuse what activations cannot leave, as the rules of schedules that move them do."""
     if like.fp8 is not None:
         raise ValueError(
             f"--pipeline-moves {like.pipeline_moves} does not go with --fp8-format {like.fp8}: weights in FP8 would be "
             "moved with activations; leave one of the two out"
         )
-    moved_activations(argparse.Namespace(**{**vars(like), "moves_activations": True}))
+    moved_activations(Arguments(**{**vars(like), "moves_activations": True}))
 
 
-def _require_flags(args: argparse.Namespace) -> None:
+def _require_flags(args: Arguments) -> None:
     named = f"--pipeline-schedule {AUTO}"
     if args.pipeline_program is not None:
         raise ValueError(f"{named} makes a program, and --pipeline-program {args.pipeline_program} is one; give one")
@@ -315,7 +314,7 @@ def _require_flags(args: argparse.Namespace) -> None:
 # --- what is kept and said
 
 
-def _asked(args: argparse.Namespace, like: argparse.Namespace) -> dict[str, object]:
+def _asked(args: Arguments, like: Arguments) -> dict[str, object]:
     """Return, as JSON's values, what a program was made for."""
     digest = None
     try:
@@ -343,7 +342,7 @@ def _kept(folder: Path, asked: dict[str, object]) -> tuple[MadeProgram | None, s
     return MadeProgram(text, (f"{AUTO}: the program is {path}, as before",), certificate), ""
 
 
-def _lines(args: argparse.Namespace | TrainConfig, best: Synthesis | Steady) -> Iterator[str]:
+def _lines(args: Arguments | TrainConfig, best: Synthesis | Steady) -> Iterator[str]:
     told = lines_of if isinstance(best, Synthesis) else lines_of_steady
     yield from told(best, may_recompute=args.pipeline_recompute)
     if args.save is not None:

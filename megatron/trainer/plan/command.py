@@ -7,7 +7,6 @@ Solution: a `Job` keeps the remaining flags, in their groups. For every configur
 program's own rules make of the flags, or the reason why they refuse it. No torch in here.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from megatron.trainer.arguments import Platform, parse_args, resolve_platform, v
 from megatron.trainer.arguments.flags import parser
 from megatron.trainer.arguments.flags.config import TrainConfig, assumed_vocabulary, padded_vocabulary, usual_vocabulary
 from megatron.trainer.arguments.flags.parser import FLAGS, GROUPS, destinations
-from megatron.trainer.arguments.flags.specification import Flag, Role
+from megatron.trainer.arguments.flags.specification import Arguments, Flag, Role
 from megatron.trainer.arguments.rules import data, model, optimizer
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.from_flags import DEGREES, PricedFlags, read_priced
@@ -106,7 +105,7 @@ class Job:
 
     # --- configurations
 
-    def namespace(self, configuration: Configuration, **others: object) -> argparse.Namespace:
+    def namespace(self, configuration: Configuration, **others: object) -> Arguments:
         """What the program's parser makes of the job and a configuration; `others`: values by destination.
 
         A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
@@ -117,7 +116,7 @@ class Job:
             flags["--rank-topology"] = "topology.yaml"
         values = {_DESTINATIONS[name]: value for name, value in flags.items()}
         given = tuple(sorted({*self._whole.given, *values}))
-        return argparse.Namespace(**{**vars(self._whole), **values, **others, "given": given})
+        return Arguments(**{**vars(self._whole), **values, **others, "given": given})
 
     def arguments(self, configuration: Configuration) -> TrainConfig:
         """What the program's rules make of a configuration. Raises ValueError where they refuse it."""
@@ -227,12 +226,12 @@ class Job:
         groups = [group for group in GROUPS if group.title in titles]
         return [flag for group in groups for flag in group.flags if flag.dest in self._given.given]
 
-    def _parsed(self, argv: Sequence[str]) -> argparse.Namespace:
+    def _parsed(self, argv: Sequence[str]) -> Arguments:
         program, defaults = SEARCHED[self.architecture]
         return parse_args(list(argv), prog=program, defaults=defaults)
 
     @cached_property
-    def _given(self) -> argparse.Namespace:
+    def _given(self) -> Arguments:
         return self._parsed(self.argv)
 
     @cached_property
@@ -241,13 +240,13 @@ class Job:
         args = self.namespace(_SMALLEST, rampup_batch_size=None, step_batch_size_schedule=None)
         return self._checked(args, world_size=1)
 
-    def _checked(self, args: argparse.Namespace, *, world_size: int) -> TrainConfig:
+    def _checked(self, args: Arguments, *, world_size: int) -> TrainConfig:
         validate_args(args, world_size=world_size)
         resolve_platform(args, self.platform)
         return TrainConfig.of(args, padded_vocab_size=padded_vocabulary(args, assumed_vocabulary(args)))
 
     @cached_property
-    def _whole(self) -> argparse.Namespace:
+    def _whole(self) -> Arguments:
         """The remaining flags, with what a run requires and the user has not given."""
         return self._parsed([*self.argv, *self._stand_ins])
 
@@ -299,12 +298,12 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _given_flags(args: argparse.Namespace) -> list[Flag]:
+def _given_flags(args: Arguments) -> list[Flag]:
     """The flags that the command line named, in the order of docs/flags.md."""
     return [flag for flag in FLAGS if flag.dest in args.given]
 
 
-def _written(flag: Flag, args: argparse.Namespace) -> tuple[str, ...]:
+def _written(flag: Flag, args: Arguments) -> tuple[str, ...]:
     """A flag that was given, as argv."""
     if flag.stores is not None:
         return (flag.name,)

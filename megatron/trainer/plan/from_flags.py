@@ -3,7 +3,6 @@ sequences or experts), and to the run's programs, proved. Without torch, so that
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -38,7 +37,7 @@ from megatron.trainer.arguments.flags.config import (
     num_replicas,
 )
 from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
-from megatron.trainer.arguments.flags.specification import Flag
+from megatron.trainer.arguments.flags.specification import Arguments, Flag
 from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
 from megatron.trainer.arguments.rules.stages import stage_of_further_layers
@@ -71,7 +70,7 @@ class PricedFlags:
     overlaps_experts: bool = False
 
 
-def read_priced(given: argparse.Namespace, flags: Sequence[Flag], *, has_experts: bool) -> PricedFlags:
+def read_priced(given: Arguments, flags: Sequence[Flag], *, has_experts: bool) -> PricedFlags:
     """What the priced ones among the parsed flags ask for. `has_experts`: the model has experts.
 
     Raises:
@@ -198,7 +197,7 @@ def activation_setting(args: TrainConfig) -> ActivationSetting:
     )
 
 
-def gathers_keys(args: TrainConfig | argparse.Namespace) -> bool:
+def gathers_keys(args: TrainConfig | Arguments) -> bool:
     """Whether ranks that share sequences gather keys and values."""
     return args.cp_comm_type[0] == GATHER
 

@@ -10,7 +10,6 @@ is ready; when all are ready, all begin. A process that fails or dies ends the p
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import multiprocessing
@@ -36,6 +35,7 @@ from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import StagePosition
 from megatron.processes import MARK, end_marked, mark_of
 from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.plan.command import SEARCHED
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ class StagePlan:
     num_batches: int
     num_warmup: int
 
-    def arguments(self) -> argparse.Namespace:
+    def arguments(self) -> Arguments:
         """The parsed flags of a run with this stage. Raises ValueError for invalid flags."""
         from megatron.trainer.arguments import parse_args
 
@@ -379,7 +379,7 @@ def training_program(architecture: str) -> TrainingProgram:
     return importlib.import_module(f"megatron.trainer.programs.{name}").program()
 
 
-def prepare(parsed: argparse.Namespace, store: object | None) -> TrainConfig:
+def prepare(parsed: Arguments, store: object | None) -> TrainConfig:
     """Complete the configuration, and join a job through `store`; None if this process is a rank already.
 
     Raises ValueError for invalid arguments.

@@ -7,7 +7,6 @@ another configuration (`dataclasses.replace`).
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.schedules import PLACEMENTS, PRESETS, PipelineSchedule, ProgramSchedule
 from megatron.planner.memory.architecture import Decoder
 from megatron.trainer.arguments.flags import experts, files, model, parallel, refusals, training
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.flags.values import BatchSizes
 
 
@@ -107,7 +107,7 @@ class TrainConfig(
         vars(self).update(values)  # a search makes thousands; a statement for each field takes fifty times as long
 
     @classmethod
-    def of(cls, args: argparse.Namespace, **derived: Any) -> TrainConfig:
+    def of(cls, args: Arguments, **derived: Any) -> TrainConfig:
         """The configuration that parsed and validated arguments make, with further values."""
         return cls(**{**_LATER, **vars(args), **derived})
 
@@ -120,7 +120,7 @@ _LATER = {each.name: each.default for each in fields(Derived) if each.default is
 # --- the optimizer's state --------------------------------------------------------------------------------------------
 
 
-def cuts_optimizer_state(args: TrainConfig | argparse.Namespace) -> bool:
+def cuts_optimizer_state(args: object) -> bool:
     """Whether a run has megatron.core's distributed optimizer, which cuts the state of a parameter.
 
     With Muon replicas own whole parameters instead. `args` may be those of a checkpoint, which may lack some.
@@ -131,17 +131,17 @@ def cuts_optimizer_state(args: TrainConfig | argparse.Namespace) -> bool:
 # --- replicas ---------------------------------------------------------------------------------------------------------
 
 
-def num_replicas(args: TrainConfig | argparse.Namespace) -> int:
+def num_replicas(args: TrainConfig | Arguments) -> int:
     """The ranks with the same weights, whose gradients are reduced: data x context parallel size."""
     return args.data_parallel_size * args.context_parallel_size
 
 
-def expert_tensor_size(args: TrainConfig | argparse.Namespace) -> int:
+def expert_tensor_size(args: TrainConfig | Arguments) -> int:
     """The tensor ranks that cut each expert."""
     return args.expert_tensor_parallel_size or args.tensor_model_parallel_size
 
 
-def num_expert_replicas(args: TrainConfig | argparse.Namespace) -> int:
+def num_expert_replicas(args: TrainConfig | Arguments) -> int:
     """The ranks with the same experts."""
     ranks = num_replicas(args) * args.tensor_model_parallel_size
     return ranks // (expert_tensor_size(args) * args.expert_model_parallel_size)
@@ -199,7 +199,7 @@ def choice_of(args: TrainConfig) -> PipelineChoice:
     )  # fmt: skip
 
 
-def edge_length(args: TrainConfig | argparse.Namespace) -> int:
+def edge_length(args: TrainConfig | Arguments) -> int:
     """Tokens of the tensor that stages send each other: of a T5 the encoder's and, behind them, the decoder's and the
     rows of the tables of distances."""
     if args.architecture != "t5":
@@ -208,12 +208,12 @@ def edge_length(args: TrainConfig | argparse.Namespace) -> int:
     return args.seq_length + args.decoder_seq_length + parts * rows_of_distances(args)
 
 
-def rows_of_distances(args: TrainConfig | argparse.Namespace) -> int:
+def rows_of_distances(args: TrainConfig | Arguments) -> int:
     """How many vectors of the hidden size hold a T5's two tables of distances, which each stage of a chain sends on."""
     return decoder_of(args).distance_rows(args.num_attention_heads, args.hidden_size)
 
 
-def decoder_of(args: TrainConfig | argparse.Namespace) -> Decoder:
+def decoder_of(args: TrainConfig | Arguments) -> Decoder:
     """The decoder of a T5, as the planner knows it."""
     has_distances = args.position_embedding_type == "relative"
     return Decoder(
@@ -224,22 +224,22 @@ def decoder_of(args: TrainConfig | argparse.Namespace) -> Decoder:
     )
 
 
-def has_output_bias(args: TrainConfig | argparse.Namespace) -> bool:
+def has_output_bias(args: TrainConfig | Arguments) -> bool:
     """Whether the logits of a T5 have a bias: megatron.core's have one where the output layer is the embedding."""
     return not args.untie_embeddings_and_output_weights and not args.scaled_tied_head
 
 
-def runs_of_sample(args: TrainConfig | argparse.Namespace) -> int:
+def runs_of_sample(args: TrainConfig | Arguments) -> int:
     """The most runs of words that are taken out of a sample of a T5, for each of which an extra id stands."""
     return max(1, int(args.mask_prob * (args.encoder_seq_length - 2)))
 
 
-def is_gated(args: TrainConfig | argparse.Namespace) -> bool:
+def is_gated(args: TrainConfig | Arguments) -> bool:
     """Whether an MLP multiplies two products of its input."""
     return args.swiglu or args.quick_geglu or args.gated_gelu
 
 
-def flag_of_program(args: TrainConfig | argparse.Namespace) -> str:
+def flag_of_program(args: TrainConfig | Arguments) -> str:
     """The flag that a run's program comes from, for messages."""
     return f"{'--pipeline-program' if args.made_program is None else '--pipeline-schedule'} {args.pipeline_program}"
 

@@ -22,6 +22,7 @@ TOKENIZER_TYPES = (
     "PretrainedFromHF",
     "SFTTokenizer",
 )
+_SAMPLES = Role.LOCATION | Role.SOURCE | Role.ORDER
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -35,7 +36,7 @@ class Data:
         "many as there are.",
         nargs="*",
         metavar="PREFIX",
-        roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
+        roles=_SAMPLES,
     )
     split: str | None = option(
         None,
@@ -48,7 +49,7 @@ class Data:
         aliases=("--train-data",),
         nargs="*",
         metavar="PREFIX",
-        roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
+        roles=_SAMPLES,
     )
     valid_data_path: list[str] | None = option(
         None,
@@ -67,21 +68,15 @@ class Data:
         roles=Role.LOCATION | Role.SOURCE,
     )
     data_args_path: str | None = option(
-        None,
-        "File that holds the value of --data-path.",
-        metavar="FILE",
-        roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
+        None, "File that holds the value of --data-path.", metavar="FILE", roles=_SAMPLES
     )
     per_split_data_args_path: str | None = option(
-        None,
-        "JSON file with keys train, valid and test, each a value of --data-path.",
-        metavar="FILE",
-        roles=Role.LOCATION | Role.SOURCE | Role.ORDER,
+        None, "JSON file with keys train, valid and test, each a value of --data-path.", metavar="FILE", roles=_SAMPLES
     )
     data_cache_path: str | None = option(
         None, "Where sample indices are kept. Default: beside the data.", metavar="DIR"
     )
-    mock_data: bool = switch("Synthetic samples, no files.", roles=Role.LOCATION | Role.SOURCE | Role.ORDER)
+    mock_data: bool = switch("Synthetic samples, no files.", roles=_SAMPLES)
     num_workers: int = option(2, "Processes that load samples on each rank that needs them.")
     num_dataset_builder_threads: int = option(1, "Threads that build datasets of a blend.")
     dataloader_type: str = option(

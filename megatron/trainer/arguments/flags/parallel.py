@@ -9,6 +9,7 @@ from megatron.trainer.arguments.flags.specification import Group, Role, negation
 
 AUTO = "auto"
 """The value of --pipeline-schedule for a program that is made when the job starts."""
+_DEGREE, _PREDICTION = Role.CONFIGURATION | Role.DEGREES, Role.CONFIGURATION | Role.PREDICTION
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -106,23 +107,23 @@ class Pipeline:
         "that are done. stage: all that each stage has done. uniform: the same number on every stage, so that "
         "numbers do not depend on the stages. docs/provisional.md.",
         choices=("off", "stage", "uniform"),
-        roles=Role.CONFIGURATION | Role.PREDICTION,
+        roles=_PREDICTION,
     )
     pipeline_2bw_provisional_microbatches: int | None = option(
         None,
         "With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1. 0: "
         "none, --2bw-error-feedback.",
-        roles=Role.CONFIGURATION | Role.PREDICTION,
+        roles=_PREDICTION,
     )
     pipeline_2bw_error_feedback: bool = switch(
         "With 2bw: compute a batch at the weights before with their last update taken once more, in the place of the "
         "one that is missing (docs/error_feedback.md).",
-        roles=Role.CONFIGURATION | Role.PREDICTION,
+        roles=_PREDICTION,
     )
     pipeline_2bw_provisional_reduce: bool = switch(
         "With --2bw-provisional and replicas: predict from the mean over the replicas, for one more reduction of "
         "the gradients in each batch, which nothing hides on the first stage.",
-        roles=Role.CONFIGURATION | Role.PREDICTION,
+        roles=_PREDICTION,
     )
     l2l_update: str = option(
         "auto",
@@ -162,14 +163,10 @@ PIPELINE = Group.of(Pipeline, "pipeline", Role.CONFIGURATION)
 class Distributed:
     """Degrees of parallelism. Data parallel size = world size / (tensor x context x pipeline)."""
 
-    tensor_model_parallel_size: int = option(
-        1, "Ranks that share each layer (t).", roles=Role.CONFIGURATION | Role.DEGREES
-    )
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages (p).", roles=Role.CONFIGURATION | Role.DEGREES)
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer (t).", roles=_DEGREE)
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages (p).", roles=_DEGREE)
     context_parallel_size: int = option(
-        1,
-        "Ranks that share the sequences of a microbatch (cp). docs/context_parallel.md.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        1, "Ranks that share the sequences of a microbatch (cp). docs/context_parallel.md.", roles=_DEGREE
     )
     cp_comm_type: list[str] = option(
         ["p2p"],
@@ -180,20 +177,18 @@ class Distributed:
         roles=Role.NONE,
     )
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None,
-        "Layers of each stage where a rank has several (v); v follows from it.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        None, "Layers of each stage where a rank has several (v); v follows from it.", roles=_DEGREE
     )
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
         "Stages of each rank (v): its share of the layers is cut into v parts, dealt out in turn. zbv has 2.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        roles=_DEGREE,
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,
         "Microbatches that a rank takes through one of its stages before it turns to the next; at least the "
         "pipeline parallel size, which is the default.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        roles=_DEGREE,
     )
     pipeline_model_parallel_layout: str | None = option(
         None,
@@ -202,7 +197,7 @@ class Distributed:
         "The schedule says which rank has which stages; interleaved deals them out in turn. For example "
         "'Et|(tt|)*2tL'.",
         metavar="LAYOUT",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        roles=_DEGREE,
     )
     num_layer_list: str | None = option(
         None,
@@ -214,20 +209,18 @@ class Distributed:
         None,
         "Layers on the first rank of the pipeline; the others share the rest. Where a schedule does not deal out "
         "its stages in turn: in the first stage.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        roles=_DEGREE,
     )
     decoder_last_pipeline_num_layers: int | None = option(
         None,
         "Layers on the last rank of the pipeline; the others share the rest. Where a schedule does not deal out "
         "its stages in turn: in the last stage.",
-        roles=Role.CONFIGURATION | Role.DEGREES,
+        roles=_DEGREE,
     )
     account_for_embedding_in_pipeline_split: bool = switch(
-        "Count the embedding as a layer when splitting.", roles=Role.CONFIGURATION | Role.DEGREES
+        "Count the embedding as a layer when splitting.", roles=_DEGREE
     )
-    account_for_loss_in_pipeline_split: bool = switch(
-        "Count the loss as a layer when splitting.", roles=Role.CONFIGURATION | Role.DEGREES
-    )
+    account_for_loss_in_pipeline_split: bool = switch("Count the loss as a layer when splitting.", roles=_DEGREE)
     sequence_parallel: bool = switch(
         "Split activations along the sequence between tensor parallel ranks.", roles=Role.CONFIGURATION
     )

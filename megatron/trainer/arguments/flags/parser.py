@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from megatron.documents.flag_files import FlagFileParser, in_one
 from megatron.trainer.arguments.flags import experts, files, model, parallel, refusals, training
-from megatron.trainer.arguments.flags.specification import Flag, Group, Role
+from megatron.trainer.arguments.flags.specification import Arguments, Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
     model.MODEL,
@@ -129,9 +129,7 @@ def _shared_parser(prog: str) -> FlagFileParser:
     return build_parser(prog)
 
 
-def fill_defaults(
-    namespace: argparse.Namespace, groups: Sequence[Group], preferred: dict | None = None
-) -> argparse.Namespace:
+def fill_defaults(namespace: Arguments, groups: Sequence[Group], preferred: dict | None = None) -> Arguments:
     """Record which destinations were given (`given`), then fill the rest with `preferred` values and defaults."""
     namespace.given = tuple(sorted(set(vars(namespace)) - {"unknown", "unread"}))
     for name, value in (preferred or {}).items():
@@ -145,7 +143,7 @@ def fill_defaults(
     return namespace
 
 
-def refuse(namespace: argparse.Namespace, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
+def refuse(namespace: Arguments, groups: Sequence[Group], accepts: Role = Role.NONE) -> None:
     """Raise ValueError, in one message, for what is wrong with single flags (`unknown`, of `parse_known`) and for
     refused flags whose value asks for something. Refused flags are dropped from `args`, but for those whose role is in
     `accepts`."""
@@ -170,11 +168,11 @@ def shown(flag: Flag, value: object) -> str:
     return f"{flag.name} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> Arguments:
     """Parse all of `argv`. The namespace's `unknown` holds a sentence for each invalid value, for each unknown flag
     (with the known flag that it misspells), for each that is Megatron-LM's alone and refused, and for each value
     without a flag; its `unread` a sentence for each that is Megatron-LM's alone and has no effect."""
-    namespace, extra, mistakes = parser.parse_all(argv)
+    namespace, extra, mistakes = parser.parse_all(argv, Arguments())
     known = [word for action in parser._actions for word in action.option_strings]
     refused = {word for flag in FLAGS if flag.refused for word in flag.names}
     namespace.unknown, namespace.unread = mistakes, []
@@ -195,7 +193,7 @@ def parse_known(parser: FlagFileParser, argv: Sequence[str] | None) -> argparse.
     return namespace
 
 
-def _judge(flag: refusals.Elsewhere, values: list[str], namespace: argparse.Namespace) -> None:
+def _judge(flag: refusals.Elsewhere, values: list[str], namespace: Arguments) -> None:
     """A sentence about a flag that only Megatron-LM knows, among the mistakes or among the notes (`unread`)."""
     try:
         asks = flag.asks(values)
@@ -215,7 +213,7 @@ def parse_args(
     prog: str = "pretrain_gpt.py",
     defaults: dict | None = None,
     accepts: Role = Role.NONE,
-) -> argparse.Namespace:
+) -> Arguments:
     """Parse a command line into one namespace with Megatron-LM's names.
 
     Args:

@@ -22,6 +22,13 @@ from typing import Any, get_args
 _PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 
 
+class Arguments(argparse.Namespace):
+    """The values of a training program's flags by destination, as parsed, while the rules check and complete them.
+
+    `TrainConfig` (config.py) is what they become, where every value has a type.
+    """
+
+
 class Role(enum.Flag):
     """What code that treats flags in groups knows of a flag.
 

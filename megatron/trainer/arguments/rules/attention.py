@@ -1,16 +1,15 @@
 """Rules of attention other than the usual: latents (MLA), windows, sinks, YaRN, and clamped gates."""
 
-import argparse
 from collections.abc import Iterator
 
 from megatron.planner.memory.architecture import Latents, Windows
 from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN, layers_with_windows, window_of
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 _FLAGS = {flag.dest: flag for flag in ATTENTION.flags}
 
 
-def attention(args: argparse.Namespace) -> Iterator[str]:
+def attention(args: Arguments) -> Iterator[str]:
     """Check the flags, and make numbers of `window_size` and `window_attn_skip_freq`."""
     _latents(args)
     _yarn(args)
@@ -23,7 +22,7 @@ def attention(args: argparse.Namespace) -> Iterator[str]:
     yield from _gates(args)
 
 
-def _latents(args: argparse.Namespace) -> None:
+def _latents(args: Arguments) -> None:
     if not args.multi_latent_attention:
         if lone := _given(args, OF_LATENTS):
             raise ValueError(f"{lone} is given, and --multi-latent-attention is not; give both, or neither")
@@ -65,7 +64,7 @@ def _latents(args: argparse.Namespace) -> None:
             )
 
 
-def _yarn(args: argparse.Namespace) -> None:
+def _yarn(args: Arguments) -> None:
     for name in OF_YARN:  # Megatron-LM's checkpoints leave some to megatron.core
         if getattr(args, name) is None:
             setattr(args, name, _FLAGS[name].default)
@@ -93,7 +92,7 @@ def _yarn(args: argparse.Namespace) -> None:
         )
 
 
-def _windows(args: argparse.Namespace) -> None:
+def _windows(args: Arguments) -> None:
     if isinstance(args.window_attn_skip_freq, str):
         args.window_attn_skip_freq = layers_with_windows(args.window_attn_skip_freq)
     if isinstance(args.window_size, str):
@@ -131,7 +130,7 @@ def _windows(args: argparse.Namespace) -> None:
         )
 
 
-def _gates(args: argparse.Namespace) -> Iterator[str]:
+def _gates(args: Arguments) -> Iterator[str]:
     asked = [name for name in ("glu_linear_offset", "activation_func_clamp_value") if name in args.given]
     if not asked or (args.glu_linear_offset == 0 and args.activation_func_clamp_value is None):
         return
@@ -142,12 +141,12 @@ def _gates(args: argparse.Namespace) -> Iterator[str]:
         yield f"bias_swiglu_fusion is off: its kernel knows no {name_of(asked[0])}"
 
 
-def uses_yarn(args: argparse.Namespace) -> bool:
+def uses_yarn(args: Arguments) -> bool:
     """Whether positions are rotated by YaRN."""
     return args.position_embedding_type == "yarn" or (args.multi_latent_attention and args.rope_type == "yarn")
 
 
-def latents_of(args: argparse.Namespace) -> Latents | None:
+def latents_of(args: Arguments) -> Latents | None:
     """The latents of the flags, as the planner has them."""
     if not args.multi_latent_attention:
         return None
@@ -160,7 +159,7 @@ def latents_of(args: argparse.Namespace) -> Latents | None:
     )
 
 
-def windows_of(args: argparse.Namespace) -> Windows | None:
+def windows_of(args: Arguments) -> Windows | None:
     """The windows of the flags. Layers count from 1: with a number n, every n-th has no window."""
     if args.window_size is None:
         return None
@@ -170,7 +169,7 @@ def windows_of(args: argparse.Namespace) -> Windows | None:
     return Windows(before=args.window_size[0], share=sum(map(bool, pattern)) / args.num_layers)
 
 
-def _given(args: argparse.Namespace, names: tuple[str, ...]) -> str | None:
+def _given(args: Arguments, names: tuple[str, ...]) -> str | None:
     """The first of the flags that the command line gave, if it gave one, and not its default."""
     found = (name for name in names if name in args.given and getattr(args, name) != _FLAGS[name].default)
     return next((_FLAGS[name].name for name in found), None)

@@ -1,14 +1,14 @@
 """Rules of context parallelism: what ranks that share the sequences of a microbatch may train, and how."""
 
-import argparse
 from collections.abc import Callable, Iterator
 
 from megatron.planner.job.refusals import GATHER, HEADS, KNOWN_TO_ENGINE, RING
+from megatron.trainer.arguments.flags.specification import Arguments
 
 EXCHANGES = (RING, GATHER, HEADS)
 
 
-def context(args: argparse.Namespace) -> None:
+def context(args: Arguments) -> None:
     """Check the flags of context parallelism. After the rules of heads, before those of schedules."""
     kinds = args.cp_comm_type
     if len({*kinds}) > 1 or kinds[0] not in EXCHANGES:
@@ -23,22 +23,22 @@ def context(args: argparse.Namespace) -> None:
             raise ValueError(f"--context-parallel-size {args.context_parallel_size}{reason}")
 
 
-def _queries(args: argparse.Namespace) -> int:
+def _queries(args: Arguments) -> int:
     """The fewest heads of a tensor rank, of queries or of keys."""
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     return min(groups, args.num_attention_heads) // args.tensor_model_parallel_size
 
 
-def _positions(args: argparse.Namespace) -> str:
+def _positions(args: Arguments) -> str:
     return args.rope_type if args.multi_latent_attention else args.position_embedding_type
 
 
-def _channels(args: argparse.Namespace) -> int:
+def _channels(args: Arguments) -> int:
     """The channels of a head of which `--rotary-percent` are rotated."""
     return args.qk_pos_emb_head_dim if args.multi_latent_attention else args.kv_channels
 
 
-def _refusals(args: argparse.Namespace, size: int) -> Iterator[tuple[bool, str]]:
+def _refusals(args: Arguments, size: int) -> Iterator[tuple[bool, str]]:
     """(whether the flags ask for it, the reason and the remedy behind the flag's name)."""
     tokens, queries, channels = args.seq_length // size, _queries(args), _channels(args)
     longest = args.yarn_original_max_position_embeddings
@@ -82,7 +82,7 @@ def _refusals(args: argparse.Namespace, size: int) -> Iterator[tuple[bool, str]]
     )
 
 
-def context_of_engine(args: argparse.Namespace) -> None:
+def context_of_engine(args: Arguments) -> None:
     """Check that Transformer Engine's attention shares sequences as the flags say; they are for its layers."""
     kind = args.cp_comm_type[0]
     for what, is_asked in _OF_ENGINE.items():
@@ -94,7 +94,7 @@ def context_of_engine(args: argparse.Namespace) -> None:
             )
 
 
-_OF_ENGINE: dict[str, Callable[[argparse.Namespace], bool]] = {
+_OF_ENGINE: dict[str, Callable[[Arguments], bool]] = {
     "windows": lambda args: args.window_size is not None,
     "sinks": lambda args: args.softmax_type != "vanilla",
     "latents": lambda args: args.multi_latent_attention,

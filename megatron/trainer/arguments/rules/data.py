@@ -1,14 +1,14 @@
 """Rules about what is read: the data of language models, and the tokenizer."""
 
-import argparse
 import re
 
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.rules.programs import refuse_values
 from megatron.trainer.files.indexed_files import notes_on_weights
 
 
-def data(args: argparse.Namespace) -> list[str]:
+def data(args: Arguments) -> list[str]:
     """Check the flags of the data; returns notes on prefixes that get a weight of 0."""
     if args.dataloader_type != "single":
         raise ValueError(
@@ -20,7 +20,7 @@ def data(args: argparse.Namespace) -> list[str]:
     return notes_on_weights(args)
 
 
-def _blends(args: argparse.Namespace) -> None:
+def _blends(args: Arguments) -> None:
     per_split = [name for name in ("train_data_path", "valid_data_path", "test_data_path") if getattr(args, name)]
     sources = [name for name in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(args, name)]
     sources += ["train_data_path"] if per_split else []
@@ -49,7 +49,7 @@ _REFUSALS_OF_CONVERSATIONS = {
 }  # fmt: skip
 
 
-def conversations(args: argparse.Namespace) -> None:
+def conversations(args: Arguments) -> None:
     """Check that flags fit sequences of several conversations."""
     if not args.sft:
         if args.tokenizer_type == "SFTTokenizer":
@@ -79,7 +79,7 @@ def split_shares(text: str) -> tuple[float, ...]:
     return (*map(float, shares), *(0.0,) * (3 - len(shares)))
 
 
-def text(args: argparse.Namespace) -> None:
+def text(args: Arguments) -> None:
     """Require a tokenizer of programs that read text."""
     rows, t = args.padded_vocab_size, args.tensor_model_parallel_size
     if "padded_vocab_size" in args.given and rows % t:
@@ -90,7 +90,7 @@ def text(args: argparse.Namespace) -> None:
         tokenizer(args)
 
 
-def tokenizer(args: argparse.Namespace) -> None:
+def tokenizer(args: Arguments) -> None:
     """Require what a tokenizer needs, also of the tools that read text, which have no model."""
     if args.patch_tokenizer_type is not None and args.tokenizer_type is None:
         args.tokenizer_type = "HuggingFaceTokenizer"

@@ -1,16 +1,14 @@
 """Rules of mixtures of experts: what a router may choose from, and with what experts are trained."""
 
-import argparse
-
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size, num_replicas
 from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 DISPATCHERS = ("allgather", ALL_TO_ALL, FLEX)
 
 
-def experts(args: argparse.Namespace) -> None:
+def experts(args: Arguments) -> None:
     """Check the flags of experts, and make a pattern of `moe_layer_freq`. Without experts they ask for nothing."""
     args.num_experts = args.num_experts or None
     if args.num_experts is None:
@@ -33,12 +31,12 @@ def experts(args: argparse.Namespace) -> None:
         raise ValueError("--elastic-pipeline: layers with experts are not moved to another pipeline; leave it out")
 
 
-def _is_neutral(args: argparse.Namespace, name: str) -> bool:
+def _is_neutral(args: Arguments, name: str) -> bool:
     """Whether the flag asks for nothing: scripts for models without experts give degrees of 1."""
     return name in ("expert_model_parallel_size", "expert_tensor_parallel_size") and getattr(args, name) == 1
 
 
-def counted_tokens(args: argparse.Namespace) -> None:
+def counted_tokens(args: Arguments) -> None:
     """Refuse routers that count over a batch where batches are not counted. After the rules of schedules."""
     if args.num_experts is None:
         return
@@ -60,7 +58,7 @@ def counted_tokens(args: argparse.Namespace) -> None:
         )
 
 
-def moved_activations(args: argparse.Namespace) -> None:
+def moved_activations(args: Arguments) -> None:
     """Refuse to move saved activations whose sizes depend on what a router chooses. After the rules of schedules."""
     if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
         raise ValueError(
@@ -69,7 +67,7 @@ def moved_activations(args: argparse.Namespace) -> None:
         )
 
 
-def _layers(args: argparse.Namespace) -> None:
+def _layers(args: Arguments) -> None:
     if isinstance(args.moe_layer_freq, str):
         args.moe_layer_freq = layers_with_experts(args.moe_layer_freq)
     pattern = args.moe_layer_freq
@@ -90,7 +88,7 @@ def _layers(args: argparse.Namespace) -> None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
 
 
-def _router(args: argparse.Namespace) -> None:
+def _router(args: Arguments) -> None:
     count, topk = args.num_experts, args.moe_router_topk
     groups, group_topk = args.moe_router_num_groups, args.moe_router_group_topk
     if topk > count:
@@ -118,7 +116,7 @@ def _router(args: argparse.Namespace) -> None:
         raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
 
 
-def _losses(args: argparse.Namespace) -> None:
+def _losses(args: Arguments) -> None:
     kinds, factors = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     for kind in kinds:
         if kind not in LOSSES:
@@ -142,7 +140,7 @@ def _losses(args: argparse.Namespace) -> None:
         )
 
 
-def _shared_out(args: argparse.Namespace) -> None:
+def _shared_out(args: Arguments) -> None:
     """Check that ranks may share out experts."""
     ep, t, cut = args.expert_model_parallel_size, args.tensor_model_parallel_size, expert_tensor_size(args)
     if args.num_experts % ep:
@@ -166,7 +164,7 @@ def _shared_out(args: argparse.Namespace) -> None:
         )
 
 
-def _parallel(args: argparse.Namespace) -> None:
+def _parallel(args: Arguments) -> None:
     t = args.tensor_model_parallel_size
     _shared_out(args)
     if args.moe_enable_deepep and args.moe_token_dispatcher_type != FLEX:

@@ -1,15 +1,14 @@
 """Rules of FP8: which products can be in FP8, and what scales of earlier microbatches do not follow."""
 
-import argparse
-
 from megatron.planner.job.refusals import undivided_in_fp8
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size
+from megatron.trainer.arguments.flags.specification import Arguments
 from megatron.trainer.arguments.flags.training import FP8_RECIPES
 from megatron.trainer.arguments.rules.attention import latents_of
 from megatron.trainer.arguments.rules.stages import layer_split
 
 
-def fp8(args: argparse.Namespace) -> None:
+def fp8(args: Arguments) -> None:
     """Refuse what does not go with FP8. After the rules of schedules and stages."""
     if args.fp8 is None:
         if args.moe_router_padding_for_quantization:
@@ -34,7 +33,7 @@ def fp8(args: argparse.Namespace) -> None:
     _sizes(args, flag)
 
 
-def _pipeline(args: argparse.Namespace, flag: str) -> None:
+def _pipeline(args: Arguments, flag: str) -> None:
     """Refuse what moves or counts activations, which would take weights in FP8 for them, and what moves layers."""
     choice = choice_of(args)
     for name, is_asked, reason in (
@@ -59,7 +58,7 @@ def _pipeline(args: argparse.Namespace, flag: str) -> None:
             )
 
 
-def _layers_in_bf16(args: argparse.Namespace) -> None:
+def _layers_in_bf16(args: Arguments) -> None:
     if not args.first_last_layers_bf16:
         return
     if args.fp8_recipe == "delayed":
@@ -77,7 +76,7 @@ def _layers_in_bf16(args: argparse.Namespace) -> None:
             )
 
 
-def _sizes(args: argparse.Namespace, flag: str) -> None:
+def _sizes(args: Arguments, flag: str) -> None:
     """Refuse sizes that Transformer Engine does not multiply in FP8."""
     t, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
     latents = latents_of(args)

@@ -1,6 +1,5 @@
 """Rules about training that freezes layers: `--freeze-training`."""
 
-import argparse
 import math
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,14 +10,14 @@ from megatron.elastic.freezing import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.flags.training import FREEZING
 from megatron.trainer.arguments.rules.schedule import behind_frozen
 
 _OF_BOTH = ("freeze_interval", "freeze_start", "freeze_training", "elastic_pipeline")
 
 
-def flags(args: argparse.Namespace) -> None:
+def flags(args: Arguments) -> None:
     """Check that the flags of freezing fit together.
 
     Fills `changes`: whether the pipeline may change while it trains; `arrangement`, and `frozen_stages`: the pipeline's
@@ -57,7 +56,7 @@ def flags(args: argparse.Namespace) -> None:
     _embeddings_and_weights(args, asked)
 
 
-def _without_effect(args: argparse.Namespace) -> None:
+def _without_effect(args: Arguments) -> None:
     """Raise ValueError for a flag that nothing would read."""
     if args.freeze_schedule is not None and args.freeze_rule == "gradients":
         raise ValueError(
@@ -73,7 +72,7 @@ def _without_effect(args: argparse.Namespace) -> None:
             )
 
 
-def _cache(args: argparse.Namespace) -> None:
+def _cache(args: Arguments) -> None:
     """Refuse what an activation cache cannot hold."""
     if args.architecture not in CLASSIFIERS:
         raise ValueError(
@@ -85,7 +84,7 @@ def _cache(args: argparse.Namespace) -> None:
         raise ValueError("--activation-cache is empty; name a folder or leave the flag out")
 
 
-def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
+def _sizes(args: Arguments) -> tuple[int, ...]:
     """The sizes that --elastic-schedule lists."""
     text, most = args.elastic_schedule, args.pipeline_model_parallel_size
     num_ranks = most * args.data_parallel_size
@@ -99,7 +98,7 @@ def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
     return sizes
 
 
-def _micro_batch_sizes(args: argparse.Namespace) -> tuple[int, ...]:
+def _micro_batch_sizes(args: Arguments) -> tuple[int, ...]:
     """The sizes that --elastic-micro-batch-size lists."""
     return _numbers("--elastic-micro-batch-size", args.elastic_micro_batch_size, "samples; give such as 2,4,8", least=1)
 
@@ -113,7 +112,7 @@ def _numbers(flag: str, text: str, what: str, *, least: float = -math.inf) -> tu
     raise ValueError(f"{flag} {text} is no list of numbers of {what}")
 
 
-def _grows(args: argparse.Namespace) -> None:
+def _grows(args: Arguments) -> None:
     """Check what a growing batch requires."""
     if args.train_samples is None:
         raise ValueError(
@@ -127,7 +126,7 @@ def _grows(args: argparse.Namespace) -> None:
         )
 
 
-def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
+def _embeddings_and_weights(args: Arguments, asked: str) -> None:
     """Refuse what cannot be combined with freezing, in the words of its flags."""
     preset = choice_of(args)
     name = preset.flag
@@ -149,7 +148,7 @@ def _embeddings_and_weights(args: argparse.Namespace, asked: str) -> None:
             raise ValueError(f"{asked}: {what} {why}; use flush, gpipe, bpipe or 2bw without it")
 
 
-def make_rule(args: argparse.Namespace) -> FreezeRule:
+def make_rule(args: Arguments) -> FreezeRule:
     """The rule that `args` ask for. Raises ValueError for settings that it cannot use."""
     text = args.freeze_schedule
     counts = () if text is None else _numbers("--freeze-schedule", text, "layers; give such as 0,4,6")
@@ -160,7 +159,7 @@ def make_rule(args: argparse.Namespace) -> FreezeRule:
         raise ValueError(f"{flag}: {error}") from error
 
 
-def schedules(args: argparse.Namespace) -> None:
+def schedules(args: Arguments) -> None:
     """Check that the schedule accepts every batch size of the run wherever the frozen prefix ends, and that the listed
     numbers of ranks and microbatch sizes divide each batch."""
     if args.elastic_pipeline and args.decrease_batch_size_if_needed:
@@ -180,7 +179,7 @@ def schedules(args: argparse.Namespace) -> None:
         raise ValueError(f"--freeze-training: {error}") from error
 
 
-def intervals(args: argparse.Namespace) -> list[str]:
+def intervals(args: Arguments) -> list[str]:
     """Returns a note on a run that ends before anything can change."""
     if not args.changes or args.skip_train:
         return []
@@ -199,7 +198,7 @@ def of_interval(numbers: tuple[int, ...], interval: int) -> int:
     return numbers[min(interval, len(numbers)) - 1]
 
 
-def _lists_by_hand(args: argparse.Namespace) -> None:
+def _lists_by_hand(args: Arguments) -> None:
     """Check the lists of --elastic-schedule and --elastic-micro-batch-size."""
     pipelines, microbatches = args.elastic_schedule, args.elastic_micro_batch_size
     num_ranks = args.pipeline_model_parallel_size * args.data_parallel_size

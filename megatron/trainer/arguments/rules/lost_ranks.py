@@ -1,11 +1,11 @@
 """Rules of runs that go on without the ranks that they lose: `--go-on-without-lost-ranks`."""
 
-import argparse
 from collections.abc import Callable
 
 from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.specification import Arguments
 
-_Row = tuple[Callable[[argparse.Namespace], object], str, str]
+_Row = tuple[Callable[[Arguments], object], str, str]
 """Whether the row applies, what the flags ask for, and why a run with it cannot go on without a rank."""
 
 _REFUSED: tuple[_Row, ...] = (
@@ -38,7 +38,7 @@ _REFUSED: tuple[_Row, ...] = (
 )  # fmt: skip
 
 
-def lost_ranks(args: argparse.Namespace) -> None:
+def lost_ranks(args: Arguments) -> None:
     """Refuse what a run cannot have that goes on without lost ranks."""
     if args.redundant_optimizer and not args.use_distributed_optimizer:
         raise ValueError(
@@ -54,6 +54,6 @@ def lost_ranks(args: argparse.Namespace) -> None:
         raise ValueError(f"--go-on-without-lost-ranks: {reason}; leave one of the two out")
 
 
-def refusal(args: argparse.Namespace) -> str | None:
+def refusal(args: Arguments) -> str | None:
     """Return why a run of `args` cannot go on without a lost rank; None if it can."""
     return next((f"a run with {what} {why}" for applies, what, why in _REFUSED if applies(args)), None)

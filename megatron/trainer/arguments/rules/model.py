@@ -1,10 +1,8 @@
 """Rules about the network's shape, precision, recomputation, and where the ranks go."""
 
-import argparse
-
 from megatron.planner.job.configuration import layout_text
 from megatron.trainer.arguments.flags.parser import PROGRAMS
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.rules.ranges import ranges
 
 REQUIRED = (
@@ -31,7 +29,7 @@ _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sf
 """Flags that a HybridModel is not built with."""
 
 
-def hybrid(args: argparse.Namespace) -> None:
+def hybrid(args: Arguments) -> None:
     """--hybrid-layer-pattern gives the number of layers, and with `|` those of each stage, as layers of a GPT."""
     pattern = args.hybrid_layer_pattern = args.hybrid_layer_pattern or None
     if pattern is None:
@@ -72,13 +70,13 @@ def hybrid(args: argparse.Namespace) -> None:
         args.pipeline_model_parallel_layout = layout_text([len(stage) // 2 for stage in stages])
 
 
-def required(args: argparse.Namespace) -> None:
+def required(args: Arguments) -> None:
     missing = [name_of(name) for name in REQUIRED if getattr(args, name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed")
 
 
-def degrees(args: argparse.Namespace) -> None:
+def degrees(args: Arguments) -> None:
     t, p, c = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     if args.world_size % (t * p * c):
         shared = f" x context parallel size {c}" if c > 1 else ""
@@ -90,12 +88,12 @@ def degrees(args: argparse.Namespace) -> None:
     args.transformer_pipeline_model_parallel_size = p
 
 
-def placement(args: argparse.Namespace) -> None:
+def placement(args: Arguments) -> None:
     if args.rank_mapping == "optimized" and args.rank_topology is None:
         raise ValueError("--rank-mapping optimized needs --rank-topology, a file with the nodes and their bandwidths")
 
 
-def heads(args: argparse.Namespace) -> None:
+def heads(args: Arguments) -> None:
     if args.kv_channels is None:
         if args.hidden_size % args.num_attention_heads:
             raise ValueError(
@@ -133,7 +131,7 @@ def _groups_over_ranks(groups: int, channels: int, t: int) -> None:
         )
 
 
-def feed_forward(args: argparse.Namespace) -> None:
+def feed_forward(args: Arguments) -> None:
     kinds = [
         name_of(name) for name in ("swiglu", "squared_relu", "quick_geglu", "gated_gelu", "relu") if getattr(args, name)
     ]
@@ -150,7 +148,7 @@ def feed_forward(args: argparse.Namespace) -> None:
         )
 
 
-def attention(args: argparse.Namespace) -> None:
+def attention(args: Arguments) -> None:
     if args.use_flash_attn:
         if args.attention_backend not in ("auto", "flash"):
             raise ValueError(f"--use-flash-attn and --attention-backend {args.attention_backend} exclude each other")
@@ -161,7 +159,7 @@ def attention(args: argparse.Namespace) -> None:
         )
 
 
-def positions(args: argparse.Namespace) -> None:
+def positions(args: Arguments) -> None:
     if args.use_rotary_position_embeddings:
         if args.position_embedding_type != "rope" and "position_embedding_type" in args.given:
             raise ValueError(
@@ -186,7 +184,7 @@ def positions(args: argparse.Namespace) -> None:
     args.encoder_seq_length = args.seq_length
 
 
-def residual(args: argparse.Namespace) -> None:
+def residual(args: Arguments) -> None:
     """Check what --residual-from-norm goes with: stacks of one kind of layer."""
     if not args.residual_from_norm:
         return
@@ -199,7 +197,7 @@ def residual(args: argparse.Namespace) -> None:
         raise ValueError(f"--residual-from-norm is not computed with {' and '.join(given)}; leave it out")
 
 
-def sequence_parallel(args: argparse.Namespace) -> list[str]:
+def sequence_parallel(args: Arguments) -> list[str]:
     t = args.tensor_model_parallel_size
     if args.sequence_parallel and t == 1:
         args.sequence_parallel = False
@@ -215,7 +213,7 @@ def sequence_parallel(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def precision(args: argparse.Namespace) -> None:
+def precision(args: Arguments) -> None:
     if args.fp16 and args.bf16:
         raise ValueError("--fp16 and --bf16 exclude each other; keep one")
     if args.loss_scale is not None and not args.fp16:
@@ -241,7 +239,7 @@ def precision(args: argparse.Namespace) -> None:
         args.check_for_nan_in_loss_and_grad = False  # to a dynamic loss scale an overflow is a signal, not an error
 
 
-def recompute(args: argparse.Namespace) -> None:
+def recompute(args: Arguments) -> None:
     if args.checkpoint_activations:
         names = ("recompute_activations", "recompute_granularity", "recompute_method", "recompute_num_layers")
         if newer := [name_of(name) for name in names if name in args.given]:
@@ -275,7 +273,7 @@ def recompute(args: argparse.Namespace) -> None:
         raise ValueError("--pipeline-recompute and --recompute-granularity full do the same; keep one")
 
 
-def multi_token(args: argparse.Namespace) -> None:
+def multi_token(args: Arguments) -> None:
     """Check the flags of multi-token prediction. 0 layers are none."""
     args.mtp_num_layers = args.mtp_num_layers or None
     if args.mtp_num_layers is None:

@@ -1,15 +1,15 @@
 """Rules of steps that do not wait for the norm of all gradients: `--optimistic-steps`."""
 
-import argparse
 from collections.abc import Callable
 
 from megatron.trainer.arguments.flags.config import choice_of
+from megatron.trainer.arguments.flags.specification import Arguments
 
-_Row = tuple[Callable[[argparse.Namespace], object], Callable[[argparse.Namespace], str], str]
+_Row = tuple[Callable[[Arguments], object], Callable[[Arguments], str], str]
 """Whether the row applies, what the flags ask for, and why optimistic steps do not go with it."""
 
 
-def _named(what: str) -> Callable[[argparse.Namespace], str]:
+def _named(what: str) -> Callable[[Arguments], str]:
     return lambda args: what
 
 
@@ -44,7 +44,7 @@ _REFUSED: tuple[_Row, ...] = (
 )  # fmt: skip
 
 
-def optimistic_steps(args: argparse.Namespace) -> None:
+def optimistic_steps(args: Arguments) -> None:
     """Refuse what optimistic steps do not go with."""
     if not args.optimistic_steps:
         return

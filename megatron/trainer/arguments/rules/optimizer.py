@@ -1,12 +1,10 @@
 """Rules about the optimizer: which state may be shared out, what tensor ranks may share, decay and learning rate."""
 
-import argparse
-
 from megatron.trainer.arguments.flags.config import choice_of
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 
-def optimizer(args: argparse.Namespace) -> None:
+def optimizer(args: Arguments) -> None:
     if args.start_weight_decay is not None or args.end_weight_decay is not None:
         if args.start_weight_decay is None or args.end_weight_decay is None:
             raise ValueError("--start-weight-decay and --end-weight-decay belong together")
@@ -32,7 +30,7 @@ def optimizer(args: argparse.Namespace) -> None:
     _precision_aware(args)
 
 
-def learning_rate(args: argparse.Namespace) -> None:
+def learning_rate(args: Arguments) -> None:
     if args.skip_train:
         args.lr = args.lr or 0.0
     if args.lr is None:
@@ -72,7 +70,7 @@ def learning_rate(args: argparse.Namespace) -> None:
         )
 
 
-def _whole_tensors(args: argparse.Namespace) -> None:
+def _whole_tensors(args: Arguments) -> None:
     """Refuse shards for optimizers but Adam. The length of LAMB's step depends on the norm of the whole tensor."""
     if args.optimizer == "sgd" and args.use_distributed_optimizer:
         raise ValueError(
@@ -112,7 +110,7 @@ def _whole_tensors(args: argparse.Namespace) -> None:
             )
 
 
-def _precision_aware(args: argparse.Namespace) -> None:
+def _precision_aware(args: Arguments) -> None:
     """Refuse types that the optimizer does not keep, and what does not step them."""
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         value = getattr(args, name)
@@ -142,7 +140,7 @@ def _precision_aware(args: argparse.Namespace) -> None:
             raise ValueError(f"--use-precision-aware-optimizer does not go with {name}; {remedy}")
 
 
-def _whole_parameters(args: argparse.Namespace) -> None:
+def _whole_parameters(args: Arguments) -> None:
     """Refuse what is not built where replicas own whole parameters."""
     for name, (is_asked, reason) in {
         "--overlap-param-gather": (args.overlap_param_gather, "replicas exchange weights at the end of STEP"),
@@ -156,7 +154,7 @@ def _whole_parameters(args: argparse.Namespace) -> None:
             )
 
 
-def _matrices_of_tensor_ranks(args: argparse.Namespace) -> None:
+def _matrices_of_tensor_ranks(args: Arguments) -> None:
     """Refuse where Muon cannot have a matrix that tensor ranks share."""
     tensor, groups = args.tensor_model_parallel_size, args.num_query_groups if args.group_query_attention else None
     if args.pipeline_schedule == "l2l" and tensor > 1 and args.muon_tp_mode == "duplicated":

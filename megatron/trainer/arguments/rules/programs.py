@@ -4,7 +4,6 @@
 refused by name.
 """
 
-import argparse
 from collections.abc import Mapping
 
 from megatron.trainer.arguments.flags import experts, model
@@ -12,7 +11,7 @@ from megatron.trainer.arguments.flags import files as file_flags
 from megatron.trainer.arguments.flags.config import choice_of, runs_of_sample
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.files import text_files
 
 # --- which program a flag belongs to ----------------------------------------------------------------------------------
@@ -37,7 +36,7 @@ ONLY_OF = {
 """Destination -> the architectures to which it belongs, where these are not all."""
 
 
-def owners(args: argparse.Namespace) -> None:
+def owners(args: Arguments) -> None:
     """Check that flags belong to the architecture of the program."""
     for group, _, programs in _OWNERS:
         for each in group.flags:
@@ -45,7 +44,7 @@ def owners(args: argparse.Namespace) -> None:
                 raise ValueError(f"{each.name} belongs to {programs}; leave it out")
 
 
-def refuse_values(args: argparse.Namespace, refusals: Refusals) -> None:
+def refuse_values(args: Arguments, refusals: Refusals) -> None:
     """Raise ValueError for the first value that asks for what the program does not have."""
     named = {each.dest: each for each in FLAGS}
     for name, (neutral, reason) in refusals.items():
@@ -76,7 +75,7 @@ _REFUSALS_OF_BERT: Refusals = {
 }
 
 
-def bert(args: argparse.Namespace) -> None:
+def bert(args: Arguments) -> None:
     """Check that flags fit a BERT and its samples."""
     if args.architecture != "bert":
         return
@@ -116,7 +115,7 @@ _REFUSALS_OF_VIT: Refusals = {
 }
 
 
-def image_shape(args: argparse.Namespace) -> list[str]:
+def image_shape(args: Arguments) -> list[str]:
     """Fills `seq_length` and `max_position_embeddings` of a ViT, and the number of its classes."""
     if args.architecture != "vit":
         return []
@@ -139,7 +138,7 @@ def image_shape(args: argparse.Namespace) -> list[str]:
     return notes
 
 
-def classifier(args: argparse.Namespace) -> None:
+def classifier(args: Arguments) -> None:
     """Check that flags fit a classifier. Its model has no output layer, so no weights are tied."""
     if args.architecture not in CLASSIFIERS:
         return
@@ -159,7 +158,7 @@ def classifier(args: argparse.Namespace) -> None:
     args.untie_embeddings_and_output_weights = True
 
 
-def data_paths(args: argparse.Namespace) -> dict[str, list[str]]:
+def data_paths(args: Arguments) -> dict[str, list[str]]:
     """Files and folders by what they are for: "train", "valid" and "test", each maybe empty."""
     if args.data_path:
         named = [[path] for path in args.data_path]
@@ -167,7 +166,7 @@ def data_paths(args: argparse.Namespace) -> dict[str, list[str]]:
     return {name: list(getattr(args, f"{name}_data_path") or ()) for name in _SPLITS}
 
 
-def sources(args: argparse.Namespace) -> None:
+def sources(args: Arguments) -> None:
     """Check that the data are named once. Fills `class_names` and `num_classes` from a text classifier's data."""
     if args.architecture not in CLASSIFIERS:
         return
@@ -186,7 +185,7 @@ def sources(args: argparse.Namespace) -> None:
         _classes_of_texts(args)
 
 
-def _classes_of_texts(args: argparse.Namespace) -> None:
+def _classes_of_texts(args: Arguments) -> None:
     paths = data_paths(args)["train"]
     if args.dry_run is not None and args.num_classes is not None and text_files.missing(paths):
         return
@@ -202,7 +201,7 @@ def _classes_of_texts(args: argparse.Namespace) -> None:
         raise ValueError(f"{' '.join(paths)} has one class, {args.class_names[0]}, so there is nothing to tell apart")
 
 
-def num_samples(args: argparse.Namespace, split: str) -> int:
+def num_samples(args: Arguments, split: str) -> int:
     """Samples in the files of "train", "valid" or "test". Raises ValueError where they cannot be read or have none."""
     paths = data_paths(args)[split]
     found = _files(args).count(paths) if paths else 0
@@ -211,7 +210,7 @@ def num_samples(args: argparse.Namespace, split: str) -> int:
     return found
 
 
-def evaluations(args: argparse.Namespace) -> None:
+def evaluations(args: Arguments) -> None:
     """Without --eval-iters an evaluation takes all samples once; with --epochs one follows each epoch, unless
     --eval-interval is given."""
     if args.architecture not in CLASSIFIERS:
@@ -225,7 +224,7 @@ def evaluations(args: argparse.Namespace) -> None:
         args.eval_interval = -(-num_samples(args, "train") // args.global_batch_size)
 
 
-def _files(args: argparse.Namespace):
+def _files(args: Arguments):
     """The module that reads the samples."""
     if args.architecture != "vit":
         return text_files
@@ -244,7 +243,7 @@ _INSTEAD = {
 _NEEDED_OF_T5 = ("encoder_num_layers", "encoder_seq_length", "decoder_seq_length")
 
 
-def t5_shape(args: argparse.Namespace) -> None:
+def t5_shape(args: Arguments) -> None:
     """Fill `num_layers` (of both stacks) and `seq_length` (the encoder's) of a T5, for all that asks for either."""
     if args.architecture != "t5":
         return
@@ -283,7 +282,7 @@ _SHORTEST = 3
 """Tokens of the encoder: two that megatron.core leaves free, and one of text."""
 
 
-def _unpriced_t5(args: argparse.Namespace) -> None:
+def _unpriced_t5(args: Arguments) -> None:
     """Refuse what asks for times of layers, which the planner knows of models of one stack only."""
     if args.rank_mapping == "optimized":
         raise ValueError(
@@ -298,7 +297,7 @@ def _unpriced_t5(args: argparse.Namespace) -> None:
         raise ValueError("--optimizer muon does not know the matrices of a T5's cross-attention; use adam or sgd")
 
 
-def t5(args: argparse.Namespace) -> None:
+def t5(args: Arguments) -> None:
     """Check that flags fit a T5 and its samples."""
     if args.architecture != "t5":
         return

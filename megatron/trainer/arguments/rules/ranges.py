@@ -6,13 +6,12 @@ ends in an assertion deep inside a library.
 Solution: one table of ranges, in which every number among the flags stands once, as a test checks.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.pipeline.schedules.compatibility import FEWEST_ON_DEVICE
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 _YEAR = 365 * 24 * 60  # minutes
 
@@ -93,7 +92,7 @@ RANGES = (
 )
 
 
-def ranges(args: argparse.Namespace) -> None:
+def ranges(args: Arguments) -> None:
     """Check that every number is in its range."""
     for allowed in RANGES:
         for name in allowed.arguments:

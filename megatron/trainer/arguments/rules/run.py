@@ -1,11 +1,9 @@
 """Rules about the run: batches and length, checkpoints, logging and dry runs."""
 
-import argparse
-
 from megatron.planner.job.devices import device_gib
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.flags.values import BatchSizes, parse_steps
 from megatron.trainer.arguments.rules.optimizer import learning_rate, optimizer
 from megatron.trainer.arguments.rules.programs import num_samples as num_classified
@@ -15,14 +13,14 @@ _PATHS = ("save", "load", "pretrained_checkpoint", "load_hf", "pipeline_timeline
           "data_cache_path", "dry_run_json")  # fmt: skip
 
 
-def paths(args: argparse.Namespace) -> None:
+def paths(args: Arguments) -> None:
     """Refuse an empty path (of an unset shell variable): it names no place, and does not leave the flag out."""
     for name in _PATHS:
         if getattr(args, name) == "":
             raise ValueError(f"{name_of(name)} is empty; name a path or leave the flag out")
 
 
-def length(args: argparse.Namespace) -> None:
+def length(args: Arguments) -> None:
     named = [name_of(name) for name in ("train_iters", "train_samples", "epochs") if getattr(args, name) is not None]
     if len(named) > 1:
         raise ValueError(f"{' and '.join(named)} exclude each other; keep one")
@@ -31,7 +29,7 @@ def length(args: argparse.Namespace) -> None:
         raise ValueError(f"{epochs}--train-iters or --train-samples is needed")
 
 
-def batches(args: argparse.Namespace) -> list[str]:
+def batches(args: Arguments) -> list[str]:
     """Fills `global_batch_size`, `batch_sizes` and, from `--train-samples` or `--epochs`, `train_iters`."""
     per_microbatch = args.micro_batch_size * args.data_parallel_size
     steps = _batch_size_steps(args)
@@ -61,14 +59,14 @@ def batches(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def _iterations_of_epochs(args: argparse.Namespace) -> int:
+def _iterations_of_epochs(args: Arguments) -> int:
     """The number of batches until the last epoch has taken every sample; the last batch is filled up."""
     num_samples = args.epochs * num_classified(args, "train")
     whole = args.batch_sizes.iterations_for(num_samples)
     return whole + (args.batch_sizes.samples_after(whole) < num_samples)
 
 
-def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
+def _batch_size_steps(args: Arguments) -> tuple[tuple[int, int], ...]:
     """The steps of --step-batch-size-schedule; its last size is the global batch size."""
     if args.step_batch_size_schedule is None:
         return ()
@@ -86,12 +84,12 @@ def _batch_size_steps(args: argparse.Namespace) -> tuple[tuple[int, int], ...]:
     return steps
 
 
-def loss(args: argparse.Namespace) -> None:
+def loss(args: Arguments) -> None:
     if args.eval_iters and args.eval_interval is None:
         raise ValueError("--eval-iters needs --eval-interval")
 
 
-def checkpoint(args: argparse.Namespace) -> list[str]:
+def checkpoint(args: Arguments) -> list[str]:
     if args.ckpt_format != "torch_dist":
         raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
     if args.async_save and args.save is None:
@@ -109,7 +107,7 @@ def checkpoint(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def logging(args: argparse.Namespace) -> None:
+def logging(args: Arguments) -> None:
     if args.wandb_project and not args.wandb_exp_name:
         raise ValueError("--wandb-project needs --wandb-exp-name")
     if args.profile and args.profile_step_end <= args.profile_step_start:
@@ -120,7 +118,7 @@ def logging(args: argparse.Namespace) -> None:
         raise ValueError("--log-progress needs --save")
 
 
-def dry_run(args: argparse.Namespace) -> None:
+def dry_run(args: Arguments) -> None:
     if args.dry_run is None:
         for name in ("dry_run_gpus_per_node", "dry_run_gpu", "dry_run_host_memory", "assume_packages", "dry_run_json"):
             if name in args.given:

@@ -1,7 +1,6 @@
 """Rules of the pipeline's schedule: the program of `--pipeline-program`, weights that live on the host
 (`--pipeline-schedule l2l`), and what a schedule requires of batches, stages and weights."""
 
-import argparse
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,7 +14,7 @@ from megatron.planner.memory.schedule_demand import representative_sizes
 from megatron.trainer.arguments.flags.config import TrainConfig, choice_of, flag_of_program, num_replicas
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
 from megatron.trainer.arguments.flags.parallel import AUTO
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.rules.stages import tied_stage
 
 # --- a program from a file --------------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ _REMEDIES = {
 }
 
 
-def pipeline_program(args: argparse.Namespace) -> list[str]:
+def pipeline_program(args: Arguments) -> list[str]:
     """Fills `program`: the schedule of the file, or None; and `pipeline_program_sha256`, its hash."""
     args.program = args.pipeline_program_sha256 = None
     if args.pipeline_schedule == AUTO:
@@ -89,7 +88,7 @@ def pipeline_program(args: argparse.Namespace) -> list[str]:
     return _notes(args, schedule)
 
 
-def refuse_what_a_program_says(args: argparse.Namespace) -> None:
+def refuse_what_a_program_says(args: Arguments) -> None:
     """Raise ValueError for a flag about something that the program of the run says itself, or never does."""
     for name, what in _SAYS_ITSELF.items():
         if name in args.given and getattr(args, name) not in (False, None, "off"):
@@ -98,7 +97,7 @@ def refuse_what_a_program_says(args: argparse.Namespace) -> None:
             raise ValueError(f"{given}: the program of {flag_of_program(args)} {what}; leave one of the two out")
 
 
-def made_or_read(args: argparse.Namespace | TrainConfig) -> ProgramSchedule:
+def made_or_read(args: Arguments | TrainConfig) -> ProgramSchedule:
     """The schedule of the program that was made for the job, or else of the job's file. Raises ValueError."""
     ties = not args.untie_embeddings_and_output_weights and args.architecture not in CLASSIFIERS
     ties = ties or bool(args.mtp_num_layers)
@@ -120,7 +119,7 @@ def made_or_read(args: argparse.Namespace | TrainConfig) -> ProgramSchedule:
         raise ValueError(f"{flag} {error}") from error
 
 
-def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: str) -> None:
+def _require_ranks(args: Arguments, schedule: ProgramSchedule, named: str) -> None:
     p = args.pipeline_model_parallel_size
     if schedule.num_ranks != p:
         raise ValueError(
@@ -129,7 +128,7 @@ def _require_ranks(args: argparse.Namespace, schedule: ProgramSchedule, named: s
         )
 
 
-def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
+def _notes(args: Arguments, schedule: ProgramSchedule) -> list[str]:
     """Notes on how the rows of a program continue, which the user may have meant otherwise."""
     fill, period = schedule.repetition.num_fill, schedule.repetition.num_period
     which = "all batches" if period == 1 else f"every {period} batches"
@@ -141,7 +140,7 @@ def _notes(args: argparse.Namespace, schedule: ProgramSchedule) -> list[str]:
 # --- weights on the host ----------------------------------------------------------------------------------------------
 
 
-def residency_of(args: argparse.Namespace) -> Residency | None:
+def residency_of(args: Arguments) -> Residency | None:
     """How the weights live on the host, as `args` ask; None where they live on the device."""
     if choice_of(args).residency is None:
         return None
@@ -151,7 +150,7 @@ def residency_of(args: argparse.Namespace) -> Residency | None:
     return Residency(args.l2l_resident_stages, update, args.l2l_stash)
 
 
-def relay(args: argparse.Namespace) -> None:
+def relay(args: Arguments) -> None:
     """Refuse what the relay excludes, and its flags where there is no relay."""
     schedule = choice_of(args).flag
     if choice_of(args).residency is None:
@@ -199,7 +198,7 @@ def relay(args: argparse.Namespace) -> None:
             raise ValueError(f"{name} does not go with {schedule}: it {reason}; leave it out")
 
 
-def _waits_for(args: argparse.Namespace) -> str | None:
+def _waits_for(args: Arguments) -> str | None:
     """The flag for which an update has to know the gradients of all stages, if there is one."""
     if args.clip_grad > 0:
         return f"--clip-grad {args.clip_grad:g}"
@@ -214,7 +213,7 @@ _NOTHING_MOVES = "has nothing to move with these stages and batches: saved activ
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
 
-def schedule(args: argparse.Namespace) -> list[str]:
+def schedule(args: Arguments) -> list[str]:
     """Check that the schedule accepts every batch size of the run. Fills `schedule` (a `Schedule`) and
     `moves_activations`."""
     if args.made_program is None and (lone := [each for each in OF_AUTO if each in args.given]):
@@ -255,7 +254,7 @@ def schedule(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def _stages_of_ranks(args: argparse.Namespace) -> None:
+def _stages_of_ranks(args: Arguments) -> None:
     """Check that the order fits the number of stages on a rank. Several stages without a named schedule select
     `interleaved`, as in Megatron-LM."""
     v, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_virtual_pipeline_stage
@@ -280,7 +279,7 @@ def _stages_of_ranks(args: argparse.Namespace) -> None:
         )
 
 
-def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
+def settled_schedule(args: Arguments | TrainConfig) -> tuple[Schedule | ProgramSchedule, bool]:
     """The schedule, for the layers that are frozen now, and whether it moves activations. Raises ValueError where it
     does not accept a batch size of the run."""
     sizes = set(args.batch_sizes.all_num_microbatches())
@@ -290,7 +289,7 @@ def settled_schedule(args: argparse.Namespace | TrainConfig) -> tuple[Schedule |
     return found, found.swaps or any(found.evicting_ranks((num_microbatches,)) for num_microbatches in sizes)
 
 
-def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
+def _schedule_of_flags(args: Arguments) -> Schedule | ProgramSchedule:
     if args.program is not None:
         return args.program
     num_virtual_stages = args.virtual_pipeline_model_parallel_size or 1
@@ -319,7 +318,7 @@ def _schedule_of_flags(args: argparse.Namespace) -> Schedule | ProgramSchedule:
     )
 
 
-def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
+def behind_frozen(args: Arguments, stages: Stages) -> Schedule:
     """The schedule that `args` ask for where some of the `stages` are frozen."""
     return Schedule.preset(
         args.pipeline_schedule,
@@ -333,7 +332,7 @@ def behind_frozen(args: argparse.Namespace, stages: Stages) -> Schedule:
     )
 
 
-def shares_embedding(args: argparse.Namespace) -> bool:
+def shares_embedding(args: Arguments) -> bool:
     """Whether the first and the last stage, where these are two, have copies of one embedding: it is the output layer,
     or layers of multi-token prediction look tokens up."""
     return not args.untie_embeddings_and_output_weights or args.mtp_num_layers is not None
@@ -352,7 +351,7 @@ def _interleaves_batches(schedule: Schedule | ProgramSchedule, num_microbatches:
     return schedule.interleaves_batches((sizes or (num_microbatches,)) * 3)
 
 
-def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
+def _predictions(args: Arguments, weights: WeightPolicy) -> None:
     """Check what predicted weights require, and what they exclude."""
     take_error_feedback(args)
     require_predictions(args, weights, choice_of(args).name)
@@ -366,7 +365,7 @@ def _predictions(args: argparse.Namespace, weights: WeightPolicy) -> None:
         raise ValueError(f"{reason}; leave one of them out")
 
 
-def _updates_alone(args: argparse.Namespace) -> None:
+def _updates_alone(args: Arguments) -> None:
     """Refuse what stages that update independently exclude."""
     if args.clip_grad > 0:
         raise ValueError(

@@ -1,12 +1,11 @@
 """Rules about the cut of the layers into stages: how many stages a rank has, and how many layers each stage has."""
 
-import argparse
 from collections import Counter
 
 from megatron.documents import counted
 from megatron.planner.job.configuration import even_layers, layout_text
 from megatron.trainer.arguments.flags.config import choice_of, flag_of_program
-from megatron.trainer.arguments.flags.specification import name_of
+from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 _WAYS = (
     "num_layers_per_virtual_pipeline_stage",
@@ -15,7 +14,7 @@ _WAYS = (
 )
 
 
-def layer_list(args: argparse.Namespace) -> None:
+def layer_list(args: Arguments) -> None:
     """Write --num-layer-list as a layout."""
     text = args.num_layer_list
     if text is None:
@@ -27,7 +26,7 @@ def layer_list(args: argparse.Namespace) -> None:
     args.pipeline_model_parallel_layout = layout_text([int(each) for each in text.split(",")])
 
 
-def virtual_stages(args: argparse.Namespace) -> None:
+def virtual_stages(args: Arguments) -> None:
     """Fills `virtual_pipeline_model_parallel_size`: stages of each rank, None for one, as in Megatron-LM.
 
     Where weights live on the host, a stage has one layer unless the flags say otherwise; where a schedule is for one
@@ -57,7 +56,7 @@ def virtual_stages(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = num_stages if num_stages > 1 else None
 
 
-def _stages_of_program(args: argparse.Namespace) -> None:
+def _stages_of_program(args: Arguments) -> None:
     """The program says which rank has which stages; where ranks have different numbers, the most counts."""
     schedule = args.program
     if args.pipeline_model_parallel_layout is not None:
@@ -72,7 +71,7 @@ def _stages_of_program(args: argparse.Namespace) -> None:
     args.virtual_pipeline_model_parallel_size = most if most > 1 else None
 
 
-def _stages_of_equal_layers(args: argparse.Namespace) -> int:
+def _stages_of_equal_layers(args: Arguments) -> int:
     size = args.num_layers_per_virtual_pipeline_stage
     if args.decoder_first_pipeline_num_layers is not None or args.decoder_last_pipeline_num_layers is not None:
         raise ValueError(
@@ -93,7 +92,7 @@ def _stages_of_equal_layers(args: argparse.Namespace) -> int:
     return per_rank // size
 
 
-def _layout(args: argparse.Namespace):
+def _layout(args: Arguments):
     """What megatron.core reads from --pipeline-model-parallel-layout."""
     from megatron import backend  # imports torch, which no other flag needs to be understood
 
@@ -109,7 +108,7 @@ def _layout(args: argparse.Namespace):
     )
 
 
-def stage_of_further_layers(args: argparse.Namespace) -> int | None:
+def stage_of_further_layers(args: Arguments) -> int | None:
     """The stage with the layers of multi-token prediction, counted from the end: -1, or -2 where the layout of a model
     leaves the loss to a stage of its own; None if there are no such layers."""
     if args.mtp_num_layers is None:
@@ -123,13 +122,13 @@ def stage_of_further_layers(args: argparse.Namespace) -> int | None:
     )
 
 
-def tied_stage(args: argparse.Namespace) -> int | None:
+def tied_stage(args: Arguments) -> int | None:
     """The stage that shares the first one's embedding, where that is not the last."""
     stage = stage_of_further_layers(args)
     return None if stage in (None, -1) else num_stages(args) + stage
 
 
-def further_layers(args: argparse.Namespace) -> None:
+def further_layers(args: Arguments) -> None:
     """Check that the layers of multi-token prediction are where the stage with the loss takes them."""
     stage, program = stage_of_further_layers(args), args.program
     if program is not None and program.tied_embeddings:
@@ -154,11 +153,11 @@ def further_layers(args: argparse.Namespace) -> None:
         )
 
 
-def _stages_in_layout(args: argparse.Namespace) -> int:
+def _stages_in_layout(args: Arguments) -> int:
     return _layout(args).virtual_pipeline_model_parallel_size
 
 
-def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
+def layer_split(args: Arguments) -> tuple[int, int | None]:
     """(ranks, stages on each, None for one) over which megatron.core splits the layers.
 
     Where stages are dealt out in turn, those of the pipeline, as in Megatron-LM. Under another placement, a rank for
@@ -171,14 +170,14 @@ def layer_split(args: argparse.Namespace) -> tuple[int, int | None]:
     return (p, v) if is_megatrons else (num_stages(args), None)
 
 
-def num_stages(args: argparse.Namespace) -> int:
+def num_stages(args: Arguments) -> int:
     """Stages of the whole pipeline."""
     if args.program is not None:
         return args.program.num_stages
     return args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
 
 
-def layout_of(args: argparse.Namespace) -> str | None:
+def layout_of(args: Arguments) -> str | None:
     """The layout of the layers: as given, or of stages that are as equal as can be; None where all are equal, or
     megatron.core knows the cut by other flags."""
     if args.pipeline_model_parallel_layout is not None:
@@ -189,7 +188,7 @@ def layout_of(args: argparse.Namespace) -> str | None:
     return layout_text(_as_equal_as_can_be(args), args.mtp_num_layers or 0)
 
 
-def _as_equal_as_can_be(args: argparse.Namespace) -> list[int]:
+def _as_equal_as_can_be(args: Arguments) -> list[int]:
     """How many layers each stage has, in the order of the stages, where flags give neither a layout nor the ends."""
     counts = [*even_layers(_counted_layers(args), num_stages(args))]
     counts[0] -= args.account_for_embedding_in_pipeline_split
@@ -197,7 +196,7 @@ def _as_equal_as_can_be(args: argparse.Namespace) -> list[int]:
     return counts
 
 
-def layers(args: argparse.Namespace) -> list[str]:
+def layers(args: Arguments) -> list[str]:
     """Check that every stage has layers, and that those of ends with layers of their own number come out even. Returns
     a note where stages have unequal numbers."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
@@ -218,7 +217,7 @@ def layers(args: argparse.Namespace) -> list[str]:
     return []
 
 
-def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | None) -> None:
+def _ends_of_their_own(args: Arguments, first: int | None, last: int | None) -> None:
     (p, _), num_layers = layer_split(args), args.num_layers
     if p == 1:
         raise ValueError(
@@ -237,7 +236,7 @@ def _ends_of_their_own(args: argparse.Namespace, first: int | None, last: int | 
         _check_virtual(args, count, f"the {which} rank{'s' * (which == 'other')}")
 
 
-def _equal_stages(args: argparse.Namespace) -> list[str]:
+def _equal_stages(args: Arguments) -> list[str]:
     stages = num_stages(args)
     if _counted_layers(args) < stages:
         raise ValueError(
@@ -253,7 +252,7 @@ def _equal_stages(args: argparse.Namespace) -> list[str]:
     return [f"{_said(args)} on {stages} stages: {', '.join(parts)}, --pipeline-model-parallel-layout {layout}"]
 
 
-def _said(args: argparse.Namespace) -> str:
+def _said(args: Arguments) -> str:
     """The number of layers as the user gave it."""
     if args.architecture == "t5":
         return (
@@ -263,12 +262,12 @@ def _said(args: argparse.Namespace) -> str:
     return f"--num-layers {args.num_layers}"
 
 
-def _counted_layers(args: argparse.Namespace) -> int:
+def _counted_layers(args: Arguments) -> int:
     """The number of layers, with the embedding and the loss where they count as layers."""
     return args.num_layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
 
 
-def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> None:
+def _check_virtual(args: Arguments, count: int | None, where: str) -> None:
     _, v = layer_split(args)
     if count is not None and v is not None and count % v:
         raise ValueError(
@@ -277,7 +276,7 @@ def _check_virtual(args: argparse.Namespace, count: int | None, where: str) -> N
         )
 
 
-def recomputed_chunks(args: argparse.Namespace) -> None:
+def recomputed_chunks(args: Arguments) -> None:
     """Check that the chunks that megatron.core recomputes divide a stage: it takes every chunk as equally long, and
     would look for layers that a shorter last chunk does not have."""
     if args.recompute_method != "uniform" or args.recompute_num_layers == 1:
@@ -296,7 +295,7 @@ def recomputed_chunks(args: argparse.Namespace) -> None:
             )
 
 
-def _layers_of_stages(args: argparse.Namespace) -> set[int]:
+def _layers_of_stages(args: Arguments) -> set[int]:
     """How many layers stages have."""
     if args.pipeline_model_parallel_layout is not None:
         layout = _layout(args)

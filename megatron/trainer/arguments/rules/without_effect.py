@@ -8,13 +8,13 @@ what would compute other numbers than asked for is refused by other rules. A fla
 its default or by asking for less (`--no-rope-fusion` without rope), is not noted. The table is a part of docs/flags.md.
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.planner.job.software import FLEX
 from megatron.trainer.arguments.flags.config import cuts_optimizer_state
 from megatron.trainer.arguments.flags.parser import FLAGS, shown
+from megatron.trainer.arguments.flags.specification import Arguments
 
 FLAG_OF = {each.dest: each for each in FLAGS}
 
@@ -24,7 +24,7 @@ class Idle:
     """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: when that is so."""
 
     names: str
-    holds: Callable[[argparse.Namespace], bool]
+    holds: Callable[[Arguments], bool]
     reason: str
 
 
@@ -32,23 +32,23 @@ def _about(subject: str, names: str, value: str | None = None) -> Idle:
     """The row of flags about the value `value` of the flag `subject`, or about any value of it."""
     said = FLAG_OF[subject].name if value is None else shown(FLAG_OF[subject], value)
 
-    def is_other(args: argparse.Namespace) -> bool:
+    def is_other(args: Arguments) -> bool:
         given = getattr(args, subject)
         return not given if value is None else given != value
 
     return Idle(names, is_other, f"it is about {said}")
 
 
-def _steps(args: argparse.Namespace) -> int:
+def _steps(args: Arguments) -> int:
     """The iterations of the training."""
     return 0 if args.skip_train else args.train_iters
 
 
-def _warms_up(args: argparse.Namespace) -> bool:
+def _warms_up(args: Arguments) -> bool:
     return bool(args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction)
 
 
-def _records(args: argparse.Namespace) -> bool:
+def _records(args: Arguments) -> bool:
     return bool(args.tensorboard_dir or args.wandb_project)
 
 
@@ -247,7 +247,7 @@ ROWS = (
 )
 
 
-def without_effect(args: argparse.Namespace) -> list[str]:
+def without_effect(args: Arguments) -> list[str]:
     """Notes on the flags that were given and have no effect."""
     given = set(args.given)
     return [
