@@ -10,7 +10,12 @@ from megatron.planner.memory.parameters import stage_parameters
 from megatron.planner.time.work import LayerWork
 from megatron.trainer.plan import from_flags
 from megatron.trainer.report.metrics import flops_per_sample
+from tests.planner.counted_operations import counted_operations
+from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.t5_command_line import t5_arguments
+from tests.trainer.run.text_helper import text_arguments
+from tests.trainer.run.vision_helper import vision_arguments
 
 _LATENT = (
     "--multi-latent-attention --kv-lora-rank 512 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 "
@@ -79,7 +84,14 @@ def test_what_a_window_leaves(before):
 )
 def test_operations_of_a_run_are_those_of_its_architecture(flags):
     args = replace(arguments(flags), padded_vocab_size=256)
-    assert flops_per_sample(args) == pytest.approx(from_flags.architecture(args).operations(1))
+    assert flops_per_sample(args) == pytest.approx(counted_operations(args))
+
+
+@pytest.mark.parametrize("model", [bert_arguments, t5_arguments, vision_arguments, text_arguments])
+def test_operations_of_other_models(model):
+    """A BERT with its heads, a T5, and classifiers of images and of texts."""
+    args = replace(model("--eval-iters 1"), padded_vocab_size=256)
+    assert flops_per_sample(args) == pytest.approx(counted_operations(args))
 
 
 def test_work_of_the_core():

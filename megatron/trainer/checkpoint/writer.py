@@ -265,7 +265,7 @@ def _has_replicas() -> bool:
 def _without_arguments(common_state: dict) -> dict:
     """The part of the common state that must be equal on all ranks.
 
-    Arguments are left out, since they contain ranks and paths; those of rank 0 are stored.
+    The arguments are left out, since they contain ranks and paths; the arguments of rank 0 are stored.
     """
     return {name: value for name, value in common_state.items() if name != "args"}
 

@@ -12,7 +12,6 @@ from megatron.pipeline.schedules import PipelineSchedule
 from megatron.pipeline.simulate.costs import Costs
 from megatron.planner import (
     ActivationSetting,
-    Architecture,
     Cluster,
     Configuration,
     Demand,
@@ -23,24 +22,20 @@ from megatron.planner import (
 )
 from megatron.planner.job.refusals import GATHER, RING
 from megatron.planner.job.software import ALL_TO_ALL, FLEX, Software, has_flash_attention
-from megatron.planner.memory.architecture import ExpertDegrees, Experts, FurtherLayers
+from megatron.planner.memory.architecture import ExpertDegrees
 from megatron.planner.memory.hosted import Hosting
 from megatron.planner.memory.muon import MuonSetting
 from megatron.planner.time.first_principles import FirstPrinciples
+from megatron.trainer.arguments.architecture import architecture
 from megatron.trainer.arguments.flags.config import (
     TrainConfig,
     choice_of,
-    decoder_of,
     expert_tensor_size,
-    is_gated,
     num_expert_replicas,
     num_replicas,
 )
-from megatron.trainer.arguments.flags.model import CLASSIFIERS, NUM_TOKEN_TYPES
 from megatron.trainer.arguments.flags.specification import Arguments, Flag
-from megatron.trainer.arguments.rules.attention import latents_of, windows_of
 from megatron.trainer.arguments.rules.experts import DISPATCHERS
-from megatron.trainer.arguments.rules.stages import stage_of_further_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -113,63 +108,6 @@ def read_priced(given: Arguments, flags: Sequence[Flag], *, has_experts: bool) -
 # --- the planner's records --------------------------------------------------------------------------------------------
 
 _FP32, _HALF = 4, 2
-
-
-def architecture(args: TrainConfig) -> Architecture:
-    """The model's shape; `args.padded_vocab_size` is set."""
-    is_bert, is_classifier = args.architecture == "bert", args.architecture in CLASSIFIERS
-    has_types = args.architecture in ("bert", "bert-classify") and args.bert_binary_head
-    return Architecture(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        kv_channels=args.kv_channels,
-        sequence_length=args.seq_length,
-        vocabulary_size=args.padded_vocab_size,
-        patch_elements=args.patch_dim**2 * args.num_channels if args.architecture == "vit" else 0,
-        class_token=args.architecture == "vit" and args.vision_class_token,
-        num_classes=args.num_classes if is_classifier else 0,
-        pooler=args.architecture == "bert-classify",
-        num_token_types=NUM_TOKEN_TYPES if has_types else 0,
-        masked_head=is_bert,
-        binary_head=is_bert and args.bert_binary_head,
-        num_positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
-        tied_embeddings=not args.untie_embeddings_and_output_weights,
-        gated=is_gated(args),
-        relu=args.relu,
-        linear_biases=args.add_bias_linear,
-        qkv_bias=args.add_qkv_bias,
-        norm_vectors=2 if args.normalization == "LayerNorm" else 1,
-        qk_norm=args.qk_layernorm,
-        hidden_dropout=args.hidden_dropout > 0,
-        attention_dropout=args.attention_dropout > 0,
-        experts=None if args.num_experts is None else experts(args),
-        decoder=decoder_of(args) if args.architecture == "t5" else None,
-        latents=latents_of(args),
-        sinks=args.softmax_type == "learnable",
-        windows=windows_of(args),
-        further=None if args.mtp_num_layers is None else further_layers(args),
-    )
-
-
-def further_layers(args: TrainConfig) -> FurtherLayers:
-    """The layers of multi-token prediction."""
-    return FurtherLayers(count=args.mtp_num_layers, stage=stage_of_further_layers(args))
-
-
-def experts(args: TrainConfig) -> Experts:
-    """The experts of the model's layers."""
-    pattern = args.moe_layer_freq
-    return Experts(
-        count=args.num_experts,
-        topk=args.moe_router_topk,
-        ffn_hidden_size=args.moe_ffn_hidden_size,
-        shared_ffn_hidden_size=args.moe_shared_expert_intermediate_size or 0,
-        layers=pattern if isinstance(pattern, int) else tuple(pattern),
-        capacity_factor=args.moe_expert_capacity_factor,
-    )
 
 
 def activation_setting(args: TrainConfig) -> ActivationSetting:

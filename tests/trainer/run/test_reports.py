@@ -1,6 +1,5 @@
 """What a run prints and records."""
 
-import argparse
 import importlib.machinery
 import importlib.util
 import json
@@ -373,12 +372,8 @@ def test_without_the_package_the_run_goes_on(tmp_path, monkeypatch, capsys, flag
 def test_flops_of_gpt3():
     """The 175B model's count agrees with the closed form 72 b s l h^2 (1 + s/6h + V/12lh) (Korthikanti et al. 2022)."""
     layers, hidden, sequence, vocab = 96, 12288, 2048, 51200
-    args = argparse.Namespace(
-        num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=96, kv_channels=128,
-        group_query_attention=False, num_query_groups=1, seq_length=sequence, swiglu=False, quick_geglu=False,
-        gated_gelu=False, padded_vocab_size=vocab, architecture="gpt", multi_latent_attention=False, window_size=None,
-        num_experts=None, mtp_num_layers=None,
-    )  # fmt: skip
+    flags = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads 96 --seq-length {sequence}"
+    args = replace(arguments(f"{flags} --max-position-embeddings {sequence}"), padded_vocab_size=vocab)
     closed = 72 * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab / (12 * layers * hidden))
     assert flops_per_sample(args) == pytest.approx(closed, rel=1e-9)
 
