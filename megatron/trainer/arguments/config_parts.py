@@ -114,7 +114,7 @@ class Number(Part):
 
 @dataclass(frozen=True)
 class Only(Part):
-    """A key that may have some values alone, the first of which is written.
+    """A key of which only some values can be used; the first of them is written.
 
     Attributes:
         absent: it may be missing, which means the first value.

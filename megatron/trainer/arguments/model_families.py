@@ -111,7 +111,7 @@ _ROUTER = ("router_aux_loss_coef", "output_router_logits")
 _NO_ATTENTION_BIAS = Only("attention_bias", (False,), _NO_BIAS)
 
 
-def _deepseek(model: str, *parts: Part, no_effect: tuple[str, ...] = (), **fixed: object) -> Family:
+def _deepseek(model: str, *parts: Part, **fixed: object) -> Family:
     return Family(
         model=model,
         parts=(
@@ -135,7 +135,7 @@ def _deepseek(model: str, *parts: Part, no_effect: tuple[str, ...] = (), **fixed
             **_LIKE_LLAMA, "multi_latent_attention": True, "qk_layernorm": True, "moe_router_dtype": "fp32", **fixed,
         },
         free=(*_FREE, "kv_channels", "moe_router_dtype", "mtp_num_layers"),
-        no_effect=("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits", *no_effect),
+        no_effect=("aux_loss_alpha", "seq_aux", "ep_size", "output_router_logits"),
     )  # fmt: skip
 
 

@@ -43,9 +43,9 @@ class Row:
         names: there, with `{layer}`, the layer `{before}` it, the `{last}` one, and `{expert}`.
         first: the names of the first layer, where they are others.
         where: the models that have it.
-        has_experts: the layers that have it: those with experts, or those without; None: all.
+        has_experts: True if only layers with experts have it, False if only layers without; None: all layers.
         stacked: the tensors of all experts of a layer are one there.
-        copies: what each layer of multi-token prediction has besides, and is the same there.
+        copies: names there of copies of the tensor, of which each layer of multi-token prediction has one.
     """
 
     key: str

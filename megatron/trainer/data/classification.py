@@ -16,9 +16,10 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.tokenizers.base_tokenizer import MegatronTokenizerBase
+from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.rules.programs import data_paths
-from megatron.trainer.data.datasets import Datasets, num_samples
+from megatron.trainer.data.datasets import Datasets, needs_some, num_samples
 from megatron.trainer.data.masked import check_tokenizer
 from megatron.trainer.data.microbatches import Field
 from megatron.trainer.files import image_files, text_files
@@ -160,10 +161,7 @@ def _digest(*arrays: numpy.ndarray) -> str:
 
 def _reads(args: TrainConfig, fields: Sequence[Field]) -> bool:
     """Whether this rank reads data: it is the first of its tensor group, and one of its stages needs a field."""
-    stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-    if args.elastic_pipeline or args.activation_cache is not None:  # any rank may get the first or the last stage later
-        return parallel_state.get_tensor_model_parallel_rank() == 0
-    needed = any(field.is_needed(stage, args.schedule.num_stages) for stage in stages for field in fields)
+    needed = args.activation_cache is not None or needs_some(args, fields)  # with it any rank may get the first stage
     return needed and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
@@ -182,18 +180,12 @@ def _read_alike(
         ValueError: on every rank, if a rank cannot read or ranks find different data: first and last stage read by
             themselves, so inputs and labels would not match.
     """
-    found: list[_Samples | None] = [None] * len(paths)
-    problem = None
-    try:
+    with agreed():
         found = [read(each) if each else None for each in paths]
-    except ValueError as error:
-        problem = str(error)
-    own = problem, [None if each is None else each.digest for each in found]
-    gathered: list[tuple[str | None, list[str | None]]] = [own] * torch.distributed.get_world_size()
+    own = [None if each is None else each.digest for each in found]
+    gathered: list[list[str | None]] = [own] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, own)
-    if (first := next((each for each, _ in gathered if each), None)) is not None:
-        raise ValueError(first)
-    readers = [(rank, digests) for rank, (_, digests) in enumerate(gathered) if any(digests)]
+    readers = [(rank, digests) for rank, digests in enumerate(gathered) if any(digests)]
     for rank, digests in readers:
         if digests != readers[0][1]:
             raise ValueError(

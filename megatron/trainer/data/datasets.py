@@ -5,7 +5,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.documents.files import problem_with_directory
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.start_up import dataset_helpers
 from megatron.trainer.arguments.flags.config import TrainConfig
-from megatron.trainer.data.microbatches import gpt_fields
+from megatron.trainer.data.microbatches import Field, gpt_fields
 from megatron.trainer.files.indexed_files import BinReader, blends, check_indexed_dataset, damaged_index_cache
 
 SPLITS = ("training", "validation", "test")
@@ -69,6 +69,14 @@ class Datasets:
     notes: tuple[str, ...] = ()
 
 
+def needs_some(args: TrainConfig, fields: Sequence[Field]) -> bool:
+    """Whether a stage of this rank needs one of the fields, or may need it after a change of the pipeline."""
+    stages = args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
+    return args.elastic_pipeline or any(
+        field.is_needed(stage, args.schedule.num_stages) for stage in stages for field in fields
+    )
+
+
 def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datasets:
     """The three datasets of a GPT, as `build_blended` returns them."""
     if args.mock_data:
@@ -77,12 +85,7 @@ def build_datasets(args: TrainConfig, tokenizer: MegatronTokenizerBase) -> Datas
         args,
         MockGPTDataset if args.mock_data else GPTDataset,
         GPTDatasetConfig,
-        reads=args.elastic_pipeline  # any rank may get the first or the last stage later
-        or any(
-            field.is_needed(stage, args.schedule.num_stages)
-            for stage in args.schedule.stages_of(parallel_state.get_pipeline_model_parallel_rank())
-            for field in gpt_fields(args)
-        ),
+        reads=needs_some(args, gpt_fields(args)),
         num_elements=lambda contents: contents.num_sequences,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,

@@ -87,10 +87,11 @@ def gpt_fields(args: TrainConfig) -> tuple[Field, ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class MicrobatchSampler:
     """A sampler that yields the sample numbers of the microbatches that a replica, or a copy of a stage, takes.
 
-    Args:
+    Attributes:
         num_samples: length of the dataset.
         consumed_samples: number of samples that were consumed before, over all replicas.
         micro_batch_size: samples of a microbatch.
@@ -100,19 +101,12 @@ class MicrobatchSampler:
         repeats: start over at the end of the dataset, without end.
     """
 
-    def __init__(
-        self,
-        *,
-        num_samples: int,
-        consumed_samples: int,
-        micro_batch_size: int,
-        num_replicas: int,
-        share: Share,
-        repeats: bool = False,
-    ) -> None:
-        self.num_samples, self.consumed_samples = num_samples, consumed_samples
-        self.micro_batch_size, self.num_replicas, self.share = micro_batch_size, num_replicas, share
-        self.repeats = repeats
+    num_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    num_replicas: int
+    share: Share
+    repeats: bool = False
 
     def __iter__(self) -> Iterator[list[int]]:
         size, end, stride = self.micro_batch_size, self.num_samples, self.micro_batch_size * self.num_replicas

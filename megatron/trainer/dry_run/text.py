@@ -25,12 +25,16 @@ _MOST_NODES = 16  # that are shown
 
 @dataclass(frozen=True, kw_only=True)
 class HostedRun:
-    """Attributes:
-    hosting: how.
-    node_bytes: of the memory of each node that has ranks.
-    verdict, largest: for the memory of --dry-run-host-memory; None where it was not given, or not a layer fits.
-    seconds: of an iteration, by the planner; lanes: of each lane, what it is busy for on the rank where it is longest;
-        empty where no GPU was named.
+    """What a dry run finds about weights that live on the host.
+
+    Attributes:
+        hosting: how the weights live there.
+        node_bytes: bytes of host memory that each node with ranks needs.
+        verdict, largest: the verdict on --dry-run-host-memory, and the largest model for it; None if the flag was not
+            given. `largest` is also None if not even a layer on each rank fits.
+        seconds: the planner's seconds of an iteration; None if no GPU was named.
+        lanes: for each lane, the seconds that it is busy on the rank where it is busy longest; empty if no GPU was
+            named.
     """
 
     hosting: Hosting
@@ -43,8 +47,13 @@ class HostedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """A job that was checked. `report` is of its largest batches; `verdict`, of the pipeline at first, is None where no
-    GPU was named, `hosted` where weights live on the device, `lost` without replicas.
+    """A job that was checked.
+
+    Attributes:
+        report: the proof of its largest batches.
+        verdict: the verdict on the pipeline with which it begins; None if no GPU was named.
+        hosted: the findings about weights on the host; None if weights live on the device.
+        lost: what lost ranks come to; None without replicas.
     """
 
     args: TrainConfig

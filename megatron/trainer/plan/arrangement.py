@@ -363,27 +363,21 @@ def _describe_mapping(args: TrainConfig, mapping: Mapping, degrees: Degrees, slo
             )
         return lines
     if args.rank_mapping == "pair-adjacent":
-        return [
-            first,
-            f"note: --rank-mapping pair-adjacent brings pairs together, between which "
-            f"{choice_of(args).flag} moves no activations",
-        ]
+        flag = choice_of(args).flag
+        note = f"note: --rank-mapping pair-adjacent brings pairs together, between which {flag} moves no activations"
+        return [first, note]
     return [first]
 
 
 def _judge_bandwidth(args: TrainConfig, mapping: Mapping, degrees: Degrees, topology: Topology) -> list[str]:
-    cut = cut_model(args)
+    cut, teraflops = cut_model(args), topology.teraflops_per_gpu
     transfers = pair_transfers(mapping, degrees, topology, cut.moved_bytes, evictors(args))
     if not transfers:
         return []
-    forward = None
-    if topology.teraflops_per_gpu is not None:
-        forward = cut.forward_seconds(teraflops=topology.teraflops_per_gpu)
+    forward = None if teraflops is None else cut.forward_seconds(teraflops=teraflops)
     is_late = forward is not None and not fits_under_forward(transfers, forward)
-    text = describe_need(transfers, forward_seconds=forward)
-    if is_late:
-        return [f"warning: compute will wait for pairs: {text}"]
-    return [f"pairs: {text}"]
+    head = "warning: compute will wait for pairs" if is_late else "pairs"
+    return [f"{head}: {describe_need(transfers, forward_seconds=forward)}"]
 
 
 def _advice_without_hosts(args: TrainConfig) -> list[str]:

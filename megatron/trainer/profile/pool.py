@@ -21,12 +21,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
@@ -85,7 +86,7 @@ class Pool:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             MARK: self._mark,
         }
-        with _environment(environment):
+        with mock.patch.dict(os.environ, environment):
             for index in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, index, size), daemon=True)
@@ -156,19 +157,6 @@ class Pool:
                     raise MeasuringError(f"process {index}: {value}")
                 results[index] = value
         return [results[index] for index in range(count)]
-
-
-def _environment(values: dict[str, str]) -> ExitStack:
-    """Set environment variables within a block, for processes started in it; its end restores the old values."""
-    stack = ExitStack()
-    for name, value in values.items():
-        before = os.environ.get(name)
-        os.environ[name] = value
-        if before is None:
-            stack.callback(os.environ.pop, name, None)
-        else:
-            stack.callback(os.environ.__setitem__, name, before)
-    return stack
 
 
 def _serve(connection: Connection, local_rank: int, local_size: int) -> None:
@@ -317,28 +305,26 @@ class TransferPlan:
     num_warmup: int
 
     def time_transfers(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
-        from megatron.trainer.profile.measurements import time_transfers
-
-        return self._time(time_transfers, 2, store, start)
+        return self._time("time_transfers", store, start)
 
     def time_all_reduces(self, *, store: object, start: Callable[[], None]) -> dict[int, list[float]]:
-        from megatron.trainer.profile.measurements import time_all_reduces
+        return self._time("time_all_reduces", store, start)
 
-        return self._time(time_all_reduces, int(os.environ["WORLD_SIZE"]), store, start)
-
-    def _time(self, measure: Callable, world_size: int, store: object, start: Callable) -> dict[int, list[float]]:
+    def _time(self, measurement: str, store: object, start: Callable) -> dict[int, list[float]]:
         import torch
 
         from megatron import backend
+        from megatron.trainer.profile import measurements
         from megatron.trainer.start_up import initialize
 
-        rank, _, local_rank = initialize.environment_ranks()
+        rank, world_size, local_rank = initialize.environment_ranks()
         if backend.is_cuda():
             torch.cuda.set_device(local_rank)
         torch.distributed.init_process_group(
             backend.process_group_backend(), store=store, rank=rank, world_size=world_size
         )
         start()
+        measure = getattr(measurements, measurement)
         return measure(self.sizes, num_iterations=self.num_iterations, num_warmup=self.num_warmup)
 
 

@@ -65,8 +65,7 @@ class Reporter:
             with self._shown.attempt():
                 self._board = _tensorboard(args)
         if self.writes and args.wandb_project and "wandb" not in missing:
-            wandb = f"--wandb-project {args.wandb_project}"
-            with ByProduct(wandb, consequence="without it", failures=(Exception,)).attempt():
+            with ByProduct(self._published.name, consequence="without it", failures=(Exception,)).attempt():
                 self._wandb = _weights_and_biases(args)
 
     def take_over(self) -> None:

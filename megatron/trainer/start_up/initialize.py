@@ -236,10 +236,14 @@ def left_in_order() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank needs of its host. Attributes:
-    host: its name; available: bytes that are to be had there.
-    part: pipeline, tensor and expert rank; replicas on a host share one store.
-    store, stash: bytes of weights, gradients and optimizer state, and of inputs, which are each rank's own.
+    """The memory that a rank needs on its host.
+
+    Attributes:
+        host: the name of the host.
+        available: bytes that are available there.
+        part: pipeline, tensor and expert rank. Replicas with the same part on a host share one store.
+        store: bytes of weights, gradients and optimizer state.
+        stash: bytes of inputs, which each rank keeps for itself.
     """
 
     host: str

@@ -131,9 +131,9 @@ def setup_model_and_optimizer(
     Args:
         rank, layers: another pipeline rank than that of the process groups, and other numbers of layers of the stages
             than the flags give.
-        draws: with weights drawn from the seed; without, they are anything, for whoever brings them from elsewhere.
-        locally: what surrounds, as often on each rank, what needs no other rank, so that one that fails there (it may
-            have too little memory) can tell the others.
+        draws: draw the weights from the seed; if False, the weights are undefined, and the caller loads others.
+        locally: a context manager around each step that needs no other rank, equally often on each rank. A rank that
+            fails there, for example for lack of memory, can tell the others.
 
     Raises ValueError for what the user can mend.
     """

@@ -1,8 +1,8 @@
 """The configuration of a run: the value of every flag, and what follows from them, checked and completed.
 
-`parse_args` makes a namespace of a command line, and the rules of this folder complete it. `TrainConfig.of` then ends
-that: behind it every value has a name and a type, none changes, and a function that computes another value returns
-another configuration (`dataclasses.replace`).
+`parse_args` makes `Arguments` of a command line, and the rules of this folder complete them. `TrainConfig.of` then
+makes the configuration, in which every value has a name and a type. It never changes: a function that computes another
+value returns another configuration (`dataclasses.replace`).
 """
 
 from __future__ import annotations
