@@ -13,10 +13,10 @@ from pathlib import Path
 from megatron.documents.faults import nearest, shown
 from megatron.documents.files import read_document
 from megatron.trainer.arguments.config_parts import Facts, present
-from megatron.trainer.arguments.flags.experts import layers_with_experts
-from megatron.trainer.arguments.flags.model import layers_with_windows, window_of
+from megatron.trainer.arguments.flags.experts import pattern_of_layers
+from megatron.trainer.arguments.flags.model import window_of
 from megatron.trainer.arguments.flags.parser import FLAGS, PROGRAMS, destinations
-from megatron.trainer.arguments.flags.specification import Arguments, Flag, Role
+from megatron.trainer.arguments.flags.specification import Arguments, Flag, Role, name_of
 from megatron.trainer.arguments.model_families import FAMILIES, NO_EFFECT, NOT_COMPUTED, Family
 
 QUANTIZATION = "quantization_config"
@@ -119,7 +119,7 @@ def _plain(name: str, value: object, num_layers: int | None = None) -> object:
     if name in ("moe_layer_freq", "window_attn_skip_freq"):
         is_window = name.startswith("window")
         if isinstance(value, str):
-            value = layers_with_windows(value) if is_window else layers_with_experts(value)
+            value = pattern_of_layers(value, name_of(name))
         if isinstance(value, int) and value > 1 and num_layers is not None:
             value = [int((layer + is_window) % value == 0) ^ is_window for layer in range(num_layers)]
         if isinstance(value, list) and value and all(each == 1 for each in value):

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.model import NUM_TOKEN_TYPES
 from megatron.trainer.models.bert import bert_layer_spec
-from megatron.trainer.models.core_config import rotary_embedding
+from megatron.trainer.models.core_config import positions_of, rotary_embedding
 from megatron.trainer.models.gpt import layer_spec, layer_stream
 from megatron.trainer.ranks import set_seeds
 from megatron.trainer.report.metrics import CLASS_LOSS
@@ -190,12 +190,8 @@ class BertClassifier(_Classifier):
         return self.classification_head(self.pooler(hidden, 0)) if self.post_process else hidden
 
     def _embedded(self, text: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(text.size(1), device=text.device).expand_as(text)
-        return self.embedding(
-            input_ids=text,
-            position_ids=positions,
-            tokentype_ids=torch.zeros_like(text) if self.has_token_types else None,
-        )
+        types = torch.zeros_like(text) if self.has_token_types else None
+        return self.embedding(input_ids=text, position_ids=positions_of(text), tokentype_ids=types)
 
 
 def attention_mask(padding_mask: torch.Tensor, *, masks_rows: bool) -> torch.Tensor:

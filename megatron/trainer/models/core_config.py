@@ -246,3 +246,8 @@ def rotary_embedding(args: TrainConfig, config: TransformerConfig) -> RotaryEmbe
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         use_cpu_initialization=config.use_cpu_initialization,
     )
+
+
+def positions_of(tokens: torch.Tensor) -> torch.Tensor:
+    """The places of tokens in their samples: int64 [b, s], for token ids [b, s]."""
+    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)

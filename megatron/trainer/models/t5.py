@@ -48,7 +48,7 @@ from megatron.core.utils import scaled_init_method_normal
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import StageLayout
 from megatron.trainer.arguments.flags.config import TrainConfig, has_output_bias, rows_of_distances
 from megatron.trainer.models.context_parallel import mixed_into_attention
-from megatron.trainer.models.core_config import rotary_embedding
+from megatron.trainer.models.core_config import positions_of, rotary_embedding
 from megatron.trainer.models.gpt import layer_stream, seeded_spec
 from megatron.trainer.ranks import set_seeds
 
@@ -181,7 +181,7 @@ class T5Stage(LanguageModule):
 
         The call of `forward` passes by the hook that seeds dropout, so that the decoder's mask is not the encoder's.
         """
-        source, target = ((tokens, _positions(tokens)) for tokens in (encoder_tokens, decoder_tokens))
+        source, target = ((tokens, positions_of(tokens)) for tokens in (encoder_tokens, decoder_tokens))
         return self.embedding(*source), self.embedding.forward(*target)
 
     def _rotated(self, stack: int) -> Tensor | None:
@@ -284,10 +284,6 @@ def _masks_of_engine(encoder_padding: Tensor, decoder_padding: Tensor) -> tuple:
     return T5MaskedWordPieceDataset.config_attention_mask(
         encoder_padding, decoder_padding, encoder_padding < 0.5, decoder_padding < 0.5, use_local=False
     )
-
-
-def _positions(tokens: Tensor) -> Tensor:
-    return torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
 
 
 # --- the two stacks of a stage ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from megatron.planner import Configuration, Recompute
 from megatron.planner.memory.architecture import Experts
 from megatron.trainer.arguments import Platform
-from megatron.trainer.arguments.flags.experts import layers_with_experts
+from megatron.trainer.arguments.flags.experts import pattern_of_layers
 from megatron.trainer.models.core_config import transformer_config
 from megatron.trainer.plan import from_flags
 from megatron.trainer.plan.command import Job
@@ -164,7 +164,7 @@ def test_refusals(flags, reason):
     [("2", 2), ("[0]+[1]*3", [0, 1, 1, 1]), ("([1]*2+[0])*2", [1, 1, 0, 1, 1, 0]), (" [1, 0] ", [1, 0])],
 )
 def test_patterns_of_layers(text, expected):
-    assert layers_with_experts(text) == expected
+    assert pattern_of_layers(text, "--moe-layer-freq") == expected
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_patterns_of_layers(text, expected):
 )
 def test_what_is_no_pattern(text):
     with pytest.raises(ValueError, match="is no pattern; give a number, or lists"):
-        layers_with_experts(text)
+        pattern_of_layers(text, "--moe-layer-freq")

@@ -9,11 +9,6 @@ LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none")
 """The kinds of load balancing that are trained."""
 
 
-def layers_with_experts(text: str) -> int | list[int]:
-    """What `--moe-layer-freq` says: every n-th layer, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError."""
-    return pattern_of_layers(text, "--moe-layer-freq")
-
-
 def has_experts(pattern: int | list[int], num_layers: int) -> list[bool]:
     """Whether each layer has experts, by the value of `--moe-layer-freq`."""
     if isinstance(pattern, int):
@@ -22,7 +17,10 @@ def has_experts(pattern: int | list[int], num_layers: int) -> list[bool]:
 
 
 def pattern_of_layers(text: str, flag: str) -> int | list[int]:
-    """A number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`. Raises ValueError that names the flag."""
+    """What `--moe-layer-freq` and `--window-attn-skip-freq` say: a number, or a list of 1 and 0 as `([0]*1+[1]*3)*2`.
+
+    Raises ValueError that names the flag.
+    """
     try:
         found = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError):

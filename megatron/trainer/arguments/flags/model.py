@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from megatron.trainer.arguments.flags.experts import pattern_of_layers
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 
 
@@ -210,11 +209,6 @@ def window_of(text: str) -> tuple[int, int]:
     except ValueError:
         raise ValueError(f"--window-size {text} is not two whole numbers; write for example 127,0") from None
     return left, right
-
-
-def layers_with_windows(text: str) -> int | list[int]:
-    """What `--window-attn-skip-freq` says, as `layers_with_experts` reads such patterns. Raises ValueError."""
-    return pattern_of_layers(text, "--window-attn-skip-freq")
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from megatron.planner.memory.architecture import Latents, Windows
-from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN, layers_with_windows, window_of
+from megatron.trainer.arguments.flags.experts import pattern_of_layers
+from megatron.trainer.arguments.flags.model import ATTENTION, OF_LATENTS, OF_YARN, window_of
 from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 _FLAGS = {flag.dest: flag for flag in ATTENTION.flags}
@@ -94,7 +95,7 @@ def _yarn(args: Arguments) -> None:
 
 def _windows(args: Arguments) -> None:
     if isinstance(args.window_attn_skip_freq, str):
-        args.window_attn_skip_freq = layers_with_windows(args.window_attn_skip_freq)
+        args.window_attn_skip_freq = pattern_of_layers(args.window_attn_skip_freq, "--window-attn-skip-freq")
     if isinstance(args.window_size, str):
         args.window_size = window_of(args.window_size)
     pattern = args.window_attn_skip_freq

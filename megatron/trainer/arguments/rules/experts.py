@@ -2,7 +2,7 @@
 
 from megatron.planner.job.software import ALL_TO_ALL, FLEX
 from megatron.trainer.arguments.flags.config import choice_of, expert_tensor_size, num_replicas
-from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, layers_with_experts
+from megatron.trainer.arguments.flags.experts import EXPERTS, LOSSES, pattern_of_layers
 from megatron.trainer.arguments.flags.specification import Arguments, name_of
 
 DISPATCHERS = ("allgather", ALL_TO_ALL, FLEX)
@@ -69,7 +69,7 @@ def moved_activations(args: Arguments) -> None:
 
 def _layers(args: Arguments) -> None:
     if isinstance(args.moe_layer_freq, str):
-        args.moe_layer_freq = layers_with_experts(args.moe_layer_freq)
+        args.moe_layer_freq = pattern_of_layers(args.moe_layer_freq, "--moe-layer-freq")
     pattern = args.moe_layer_freq
     if isinstance(pattern, int) and pattern < 1:
         raise ValueError(f"--moe-layer-freq {pattern} is below 1; give 1 or more")
