@@ -32,30 +32,11 @@ from megatron.trainer.arguments.rules import (
 __all__ = ["Platform", "build_parser", "notes_on_overridden", "parse_args", "resolve_platform", "validate_args"]
 
 RULES: tuple[Callable[[Arguments], Iterable[str] | None], ...] = (
-    *programs.FIRST,
-    hugging_face.load_hf,
-    programs.t5_shape,
-    *model.RULES,
-    attention.attention,
-    experts.experts,
-    context.context,
-    schedule.pipeline_program,
-    *stages.RULES,
-    *programs.RULES,
-    programs.t5,
-    freezing.flags,
-    optimistic.optimistic_steps,
-    *run.RULES,
-    lost_ranks.lost_ranks,
-    experts.counted_tokens,
-    experts.moved_activations,
-    fp8.fp8,
-    *data.RULES,
-    freezing.schedules,
-    freezing.intervals,
-    *programs.LAST,
-    *without_effect.RULES,
-)
+    *programs.FIRST, hugging_face.load_hf, programs.t5_shape, *model.RULES, attention.attention, experts.experts,
+    context.context, schedule.pipeline_program, *stages.RULES, *programs.RULES, programs.t5, freezing.flags,
+    optimistic.optimistic_steps, *run.RULES, lost_ranks.lost_ranks, experts.counted_tokens, experts.moved_activations,
+    fp8.fp8, *data.RULES, freezing.schedules, freezing.intervals, *programs.LAST, *without_effect.RULES,
+)  # fmt: skip
 
 
 def validate_args(args: Arguments, *, world_size: int, rank: int = 0) -> list[str]:

@@ -52,14 +52,8 @@ unpickling.install()
 INDEX_FILE = ".metadata"
 CHECKSUMS_ENTRY = "has_checksums"
 _BESIDE_WEIGHTS = (
-    "optimizer.",
-    "chained_",
-    "rng_state",
-    "rerun_state",
-    OLDER_VERSIONS,
-    PREDICTED_VERSION,
-    UPCOMING_VERSION,
-)
+    "optimizer.", "chained_", "rng_state", "rerun_state", OLDER_VERSIONS, PREDICTED_VERSION, UPCOMING_VERSION,
+)  # fmt: skip
 
 
 @contextmanager

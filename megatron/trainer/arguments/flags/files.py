@@ -9,19 +9,10 @@ from megatron.trainer.files.conversations import PROMPT_FORMATS
 
 
 TOKENIZER_TYPES = (
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "HuggingFaceTokenizer",
-    "TikTokenizer",
-    "ByteLevelTokenizer",
-    "NullTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "PretrainedFromHF",
-    "SFTTokenizer",
-)
+    "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer",
+    "HuggingFaceTokenizer", "TikTokenizer", "ByteLevelTokenizer", "NullTokenizer", "BertWordPieceLowerCase",
+    "BertWordPieceCase", "PretrainedFromHF", "SFTTokenizer",
+)  # fmt: skip
 _SAMPLES = Role.LOCATION | Role.SOURCE | Role.ORDER
 
 

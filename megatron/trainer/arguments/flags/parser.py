@@ -19,32 +19,12 @@ from megatron.trainer.arguments.flags import experts, files, model, parallel, re
 from megatron.trainer.arguments.flags.specification import Arguments, Flag, Group, Role
 
 GROUPS: tuple[Group, ...] = (
-    model.MODEL,
-    model.ATTENTION,
-    model.MULTI_TOKEN,
-    experts.EXPERTS,
-    parallel.PIPELINE,
-    parallel.DISTRIBUTED,
-    training.FREEZING,
-    training.BATCH,
-    training.REGULARIZATION,
-    training.LEARNING_RATE,
-    training.PRECISION,
-    training.EIGHT_BITS,
-    training.RECOMPUTE,
-    files.DATA,
-    files.CONVERSATIONS,
-    files.TOKENIZER,
-    model.BERT,
-    model.T5,
-    model.CLASSIFICATION,
-    model.VISION,
-    files.CHECKPOINT,
-    files.LOGGING,
-    files.DRY_RUN,
-    refusals.IGNORED,
+    model.MODEL, model.ATTENTION, model.MULTI_TOKEN, experts.EXPERTS, parallel.PIPELINE, parallel.DISTRIBUTED,
+    training.FREEZING, training.BATCH, training.REGULARIZATION, training.LEARNING_RATE, training.PRECISION,
+    training.EIGHT_BITS, training.RECOMPUTE, files.DATA, files.CONVERSATIONS, files.TOKENIZER, model.BERT, model.T5,
+    model.CLASSIFICATION, model.VISION, files.CHECKPOINT, files.LOGGING, files.DRY_RUN, refusals.IGNORED,
     refusals.REFUSED,
-)
+)  # fmt: skip
 PROGRAMS: dict[str, tuple[str, dict]] = {
     "gpt": ("pretrain_gpt.py", {}),
     "bert": ("pretrain_bert.py", {"architecture": "bert", "tokenizer_type": "BertWordPieceLowerCase"}),

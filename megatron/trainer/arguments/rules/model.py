@@ -6,13 +6,8 @@ from megatron.trainer.arguments.flags.specification import Arguments, name_of
 from megatron.trainer.arguments.rules.ranges import ranges
 
 REQUIRED = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "max_position_embeddings",
-    "micro_batch_size",
-)
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "micro_batch_size",
+)  # fmt: skip
 
 
 _OTHER_LAYERS = {
@@ -299,18 +294,6 @@ def multi_token(args: Arguments) -> None:
 
 
 RULES = (
-    hybrid,
-    required,
-    ranges,
-    degrees,
-    placement,
-    heads,
-    feed_forward,
-    attention,
-    positions,
-    sequence_parallel,
-    precision,
-    recompute,
-    multi_token,
-    residual,
-)
+    hybrid, required, ranges, degrees, placement, heads, feed_forward, attention, positions, sequence_parallel,
+    precision, recompute, multi_token, residual,
+)  # fmt: skip
