@@ -249,11 +249,9 @@ def recompute(args: Arguments) -> None:
     if args.recompute_granularity == "full":
         if args.recompute_method is None or args.recompute_num_layers is None:
             raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
-        if args.recompute_modules:
-            raise ValueError("--recompute-modules needs --recompute-granularity selective")
     elif args.recompute_method is not None or args.recompute_num_layers is not None:
         raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
-    if args.recompute_modules and args.recompute_granularity is None:
+    if args.recompute_modules and args.recompute_granularity != "selective":
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
     if args.recompute_granularity == "selective":
         args.recompute_modules = args.recompute_modules or ["core_attn"]

@@ -84,11 +84,6 @@ def _batch_size_steps(args: Arguments) -> tuple[tuple[int, int], ...]:
     return steps
 
 
-def loss(args: Arguments) -> None:
-    if args.eval_iters and args.eval_interval is None:
-        raise ValueError("--eval-iters needs --eval-interval")
-
-
 def checkpoint(args: Arguments) -> list[str]:
     if args.ckpt_format != "torch_dist":
         raise ValueError(f"--ckpt-format {args.ckpt_format} is not supported; use torch_dist")
@@ -136,4 +131,4 @@ def dry_run(args: Arguments) -> None:
             raise ValueError(f"--dry-run-gpu: {error}") from error
 
 
-RULES = (paths, length, batches, relay, schedule, optimizer, learning_rate, loss, checkpoint, logging, dry_run)
+RULES = (paths, length, batches, relay, schedule, optimizer, learning_rate, checkpoint, logging, dry_run)
