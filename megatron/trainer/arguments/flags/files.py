@@ -1,6 +1,7 @@
 """Flags of what a run reads and writes: data, tokenizer, checkpoints and reports; and flags of a dry run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.trainer.arguments.flags.specification import Group, Role, negation, option, switch
 from megatron.trainer.files.conversations import PROMPT_FORMATS
@@ -14,6 +15,11 @@ TOKENIZER_TYPES = (
     "BertWordPieceCase", "PretrainedFromHF", "SFTTokenizer",
 )  # fmt: skip
 _SAMPLES = Role.LOCATION | Role.SOURCE | Role.ORDER
+
+
+def _only_for(split: str, alias: str, roles: Role) -> Any:
+    text = f"Like --data-path, for {split} only."
+    return option(None, text, aliases=(alias,), nargs="*", metavar="PREFIX", roles=roles)
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -34,30 +40,9 @@ class Data:
         "Shares of training, validation and test in --data-path. Default: 969, 30, 1.",
         roles=Role.LOCATION | Role.ORDER,
     )
-    train_data_path: list[str] | None = option(
-        None,
-        "Like --data-path, for training only.",
-        aliases=("--train-data",),
-        nargs="*",
-        metavar="PREFIX",
-        roles=_SAMPLES,
-    )
-    valid_data_path: list[str] | None = option(
-        None,
-        "Like --data-path, for validation only.",
-        aliases=("--valid-data",),
-        nargs="*",
-        metavar="PREFIX",
-        roles=Role.LOCATION | Role.SOURCE,
-    )
-    test_data_path: list[str] | None = option(
-        None,
-        "Like --data-path, for test only.",
-        aliases=("--test-data",),
-        nargs="*",
-        metavar="PREFIX",
-        roles=Role.LOCATION | Role.SOURCE,
-    )
+    train_data_path: list[str] | None = _only_for("training", "--train-data", _SAMPLES)
+    valid_data_path: list[str] | None = _only_for("validation", "--valid-data", Role.LOCATION | Role.SOURCE)
+    test_data_path: list[str] | None = _only_for("test", "--test-data", Role.LOCATION | Role.SOURCE)
     data_args_path: str | None = option(
         None, "File that holds the value of --data-path.", metavar="FILE", roles=_SAMPLES
     )
