@@ -55,8 +55,8 @@ def _records(wanted: str) -> tuple[Flag, ...]:
 
 
 def _record(what: str, reason: str, name: str, words: Sequence[str]) -> Flag:
-    """The record of a flag with the kind of its value, its default and further values that ask for nothing; without
-    words a switch."""
+    """The record of a flag. `words`: the kind of its value, its default, and further values that ask for nothing; a
+    switch has no words."""
     kind, *values = words or [""]
     read, takes_several = _KINDS.get(kind.removesuffix("+"), str), kind.endswith("+")
     default, *neutral = [None if each == "-" else read(each) for each in values] or [None]
