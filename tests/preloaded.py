@@ -9,6 +9,7 @@ backend.install()
 import pytest  # noqa: F401 - the modules of cases import it
 import torch._dynamo  # the first optimizer would import it
 import torch.export  # noqa: F401 - the first capture would
+import transformers.trainer_utils  # noqa: F401 - the first run of fine-tuning would, with peft and accelerate: 1 s
 
 import megatron.core.tokenizers.text  # the first tokenizer would, and with it all of transformers: 1 s
 import megatron.finetuning.job  # the first fine-tuned model would
