@@ -22,11 +22,36 @@ from tests.turns import Turns
 
 TURNS = pytest.StashKey[Turns]()
 
+TOGETHER = {
+    "tests/finetuning/": "models that are captured once in a process",
+    "tests/pipeline/runtime/stages/megatron/test_engine.py": "Transformer Engine",
+    "tests/trainer/run/test_conversations.py": "Transformer Engine",
+    "tests/trainer/run/test_engine.py": "Transformer Engine",
+    "tests/trainer/run/test_fp8.py": "Transformer Engine",
+}
+"""Files or folders whose tests one process runs: each further one would make what they need anew."""
+
 
 def pytest_configure(config):
     load_profile(full=config.option.markexpr.startswith("full"))
     if hasattr(config, "workerinput"):  # of pytest-xdist: the processes' temporary directories lie in one
         config.stash[TURNS] = Turns(Path(config.option.basetemp).parent)
+
+
+def unit_of(test: str) -> str:
+    """The part of the suite that one process runs: a file, or what stands in `TOGETHER`."""
+    return next((unit for place, unit in TOGETHER.items() if test.startswith(place)), test.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return unit_of(nodeid)
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit starts
