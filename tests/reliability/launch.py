@@ -22,6 +22,8 @@ from megatron.processes import Job as MarkedJob
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
+FORKING_LAUNCHER = REPOSITORY / "tests" / "trainer" / "run" / "forking_launcher.py"
+
 # 4 layers of width 32: an iteration takes milliseconds. The learning rate does not depend on the number of iterations.
 TINY = [
     word
@@ -141,11 +143,14 @@ def training_command(
     model: Sequence[str] = (*TINY, *SYNTHETIC),
     program: Path = REPOSITORY / "pretrain_gpt.py",
     has_launcher: bool = True,
+    forks: bool = False,
 ) -> list[str]:
     """torchrun with that many ranks, all of them pipeline stages unless the flags say otherwise; or the program itself,
-    as one rank."""
+    as one rank. `forks`: tools/launch.py instead, which forks them (forking_launcher.py)."""
     degrees = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", str(world_size)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    if forks:
+        launcher = [str(FORKING_LAUNCHER), "--nproc-per-node", str(world_size)]
     launcher = launcher if has_launcher else []
     return [
         sys.executable, *launcher, str(program), *model, *degrees, *map(str, flags),

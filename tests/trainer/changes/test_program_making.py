@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 
@@ -338,15 +339,15 @@ def test_a_killed_job_goes_on_with_its_program(tmp_path, weights, named):
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     command = launch.training_command(
         2, *flags, *auto, *weights.split(), "--save", saved, "--load", saved, "--save-interval", "10",
-        "--metrics-file", metrics,
+        "--metrics-file", metrics, forks=True,
     )  # fmt: skip
 
     def killed(extra: list[str], condition: Callable[[], bool], later: int) -> launch.Outcome:
         with launch.Job([*command, *extra], directory=tmp_path) as job:
             job.wait_until(condition)
             launch.wait_for_iteration(job, metrics, max(launch.metrics(metrics)) + later)
-            for process in job.workers().values():
-                launch.kill(process, signal.SIGKILL)
+            for rank in psutil.Process(job.process.pid).children():
+                launch.kill(rank.pid, signal.SIGKILL)
             outcome = job.wait()
         assert outcome.status != 0 and not outcome.leftovers
         return outcome

@@ -64,7 +64,7 @@ def command(
     num_ranks: int, flags: str, *, program: Path = PROGRAM, forks: bool = True, max_restarts: int = 0
 ) -> list[str]:
     """The job as a user starts it, but for ranks that are forked from a launcher that has imported torch (`forks`)."""
-    launcher = Path(__file__).with_name("forking_launcher.py") if forks else ROOT / "tools" / "launch.py"
+    launcher = launch.FORKING_LAUNCHER if forks else ROOT / "tools" / "launch.py"
     launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     if max_restarts:
         launcher += ["--max-restarts", str(max_restarts)]

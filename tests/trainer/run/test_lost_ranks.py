@@ -90,7 +90,7 @@ def test_a_job_that_cannot_go_on_ends(tmp_path, replicas, lost, flags, sentence)
     slow without any rank, it does not begin."""
     losses = [[rank, "forward", 2, "SIGKILL"] for rank in lost]
     shape = f"--global-batch-size {2 * replicas} --train-iters 1000 --pipeline-model-parallel-size 2"
-    job = run(tmp_path, 2 * replicas, f"{shape} {flags}", losses, forks=False)
+    job = run(tmp_path, 2 * replicas, f"{shape} {flags}", losses, forks=bool(lost))
     job.outcome.assert_failed_clearly(sentence)
 
 
