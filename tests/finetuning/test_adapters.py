@@ -55,7 +55,7 @@ def run(folder: Path, name: str, *argv: object, task: str, ranks: int, dropout: 
     return outcome
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "schedule", "ranks", "accumulation"),
     [
@@ -175,6 +175,7 @@ def test_another_model_under_a_saved_adapter_is_refused(folder):
         run(folder, "on-other", *argv, "--model_name_or_path", folder / "other", task=CLASSES, ranks=1)
 
 
+@pytest.mark.full
 def test_a_new_adapter_begins_alike_everywhere(folder):
     """With dropout, ftpipe's stages on two ranks and on one: the same bits, and a head that is trained whole."""
     argv = ["--lora_r", 4, "--lora_dropout", 0.1, "--use_dora", "--target_modules", "query", "dense"]

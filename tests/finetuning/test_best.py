@@ -100,7 +100,7 @@ def test_the_best_is_the_model(tmp_path):
     same(again, found)
 
 
-@pytest.mark.parametrize(("schedule", "stop_at"), [("flush", 3), ("2bw", 2)])
+@pytest.mark.parametrize(("schedule", "stop_at"), [("2bw", 2), pytest.param("flush", 3, marks=pytest.mark.full)])
 def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
     """The run saves without it, for a launcher soon kills; the run that goes on evaluates first. So both together have
     the losses, the evaluations, the best checkpoint and the model of a run that nobody stopped.

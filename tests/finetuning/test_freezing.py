@@ -130,8 +130,8 @@ def changes(found):
 
 @pytest.mark.parametrize(
     ("schedule", "ranks", "by_layers"),
-    [("flush", 1, False), ("gpipe", 2, False), ("flush", 2, True), ("2bw", 2, True),
-     pytest.param("l2l", 1, True, marks=pytest.mark.full)],
+    [("gpipe", 2, False), ("2bw", 2, True), pytest.param("flush", 1, False, marks=pytest.mark.full),
+     pytest.param("flush", 2, True, marks=pytest.mark.full), pytest.param("l2l", 1, True, marks=pytest.mark.full)],
 )  # fmt: skip
 def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ranks, by_layers):
     """Frozen layers are a part of a stage, or the first stage."""
@@ -188,7 +188,7 @@ def test_a_relay_that_freezes_and_thaws_has_the_bits_of_flush(folder):
         assert torch.equal(each, relay.weights[name]) and torch.equal(each, rest.weights[name]), name
 
 
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+@pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.full)])
 def test_layers_train_again_when_validation_falls(folder, schedule):
     """A tolerance below 0 that no evaluation meets: the first one with frozen layers ends freezing."""
     argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, "--do_train",
@@ -219,7 +219,9 @@ def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, sched
     )
 
 
-@pytest.mark.parametrize(("schedule", "precision"), [("flush", []), ("2bw", ["--bf16"])])
+@pytest.mark.parametrize(
+    ("schedule", "precision"), [("2bw", ["--bf16"]), pytest.param("flush", [], marks=pytest.mark.full)]
+)
 def test_a_run_resumed_with_frozen_layers_is_the_run(folder, schedule, precision):
     argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, *precision,
             "--save_steps", 5]  # fmt: skip
@@ -253,7 +255,7 @@ def resumable(folder, name, argv, **options):
                        dropout=0.1, **options)  # fmt: skip
 
 
-@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+@pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.full)])
 def test_replicas_freeze_as_one_pipeline(folder, schedule):
     """Two pipelines with two microbatches a batch each, and one with four. Of 20 rows the second batch has a microbatch
     for the first replica alone. A layer freezes and trains again; in between the replicas go on from the checkpoint of

@@ -85,13 +85,13 @@ def validation(folder: Path, task: str) -> list:
     return ["--validation_file", tiny.data_file(folder, task, num_samples=7, seed=5)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("task", "ranks", "settings", "argv"),
     [
+        ("chat", 2, PENALISED, ["--pipeline_schedule", "flush", "--packing"]),
         ("text-to-text", 2, {}, ["--pipeline_schedule", "flush"]),
         ("text-to-text", 1, PENALISED, ["--pipeline_schedule", "l2l"]),
-        ("chat", 2, PENALISED, ["--pipeline_schedule", "flush", "--packing"]),
         ("chat", 2, {}, ["--pipeline_schedule", "2bw", "--gradient_accumulation_steps", 3, *TRAINS]),
         ("chat", 2, {}, ["--data_parallel_size", 2]),
         ("chat", 1, {}, ["--pipeline_schedule", "l2l", "--adapter_name_or_path"]),

@@ -29,11 +29,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("task", "schedule", "ranks", "argv"),
     [
+        ("chat", "2bw", (0, 1), ["--gradient_accumulation_steps", 2, "--dataloader_drop_last"]),
+        (CLASSES, "flush", (0,), ["--gradient_accumulation_steps", 2]),
         ("text-to-text", "flush", (0, 1, 0, 1), ["--gradient_accumulation_steps", 2]),
         ("text-to-text", "ftpipe", (0, 1, 0, 1), []),
-        ("chat", "2bw", (0, 1), ["--gradient_accumulation_steps", 2, "--dataloader_drop_last"]),
         ("chat", "l2l", None, ["--gradient_accumulation_steps", 2]),
-        (CLASSES, "flush", (0,), ["--gradient_accumulation_steps", 2]),
         ("token-classification", "flush", (0, 1), ["--gradient_accumulation_steps", 2]),
     ],
 )

@@ -31,13 +31,14 @@ def saved(folder):
 @pytest.mark.parametrize(
     ("name", "argv", "ranks"),
     [
-        ("flush", ["--pipeline_schedule", "flush", "--lr_scheduler_type", "cosine", "--bf16"], (0,)),
+        pytest.param("flush", ["--pipeline_schedule", "flush", "--lr_scheduler_type", "cosine", "--bf16"], (0,),
+                     marks=pytest.mark.full),
         ("2bw", ["--pipeline_schedule", "2bw", "--warmup_ratio", 0.5, "--gradient_accumulation_steps", 2,
                  "--dataloader_drop_last"], (0, 1)),
         pytest.param("ftpipe", ["--weight_prediction"], (0, 1, 0, 1), marks=pytest.mark.full),
         ("l2l", ["--pipeline_schedule", "l2l"], None),
-        ("frozen", ["--pipeline_schedule", "flush", "--freeze_training", "--freeze_interval", 2, "--freeze_schedule",
-                    "1"], (0, 1)),
+        pytest.param("frozen", ["--pipeline_schedule", "flush", "--freeze_training", "--freeze_interval", 2,
+                                "--freeze_schedule", "1"], (0, 1), marks=pytest.mark.full),
     ],
 )  # fmt: skip
 def test_a_longer_run_has_the_rates_of_its_own_schedule(folder, name, argv, ranks):
@@ -78,7 +79,9 @@ def test_flags_that_a_checkpoint_decides_are_refused(folder, saved, argv, found)
         run(folder, "other", *flags, *argv, "--max_steps", 6, "--resume", checkpoint, ranks=1)
 
 
-@pytest.mark.parametrize("cache", [[], ["--data_cache", "CACHE"]], ids=["memory", "files"])
+@pytest.mark.parametrize(
+    "cache", [pytest.param([], marks=pytest.mark.full), ["--data_cache", "CACHE"]], ids=["memory", "files"]
+)
 def test_another_file_with_as_many_rows_is_refused(folder, saved, cache):
     """A row in the middle of a file of several MiB is another one, as long. A copy of the first file is taken."""
     file, copy, other = (folder / f"{name}.jsonl" for name in ("own", "copy", "other"))

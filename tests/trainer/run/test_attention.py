@@ -61,7 +61,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=3)
+@table(("ranks", "flags", "cut", "tolerance"), CUTS, usual=1)
 def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     """Losses and weights are those of one rank; sinks are drawn alike on tensor ranks."""
     results, expected = train(ranks, f"{flags} {cut}"), on_one_rank(flags)

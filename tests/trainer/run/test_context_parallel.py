@@ -94,7 +94,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table(("ranks", "flags", "cut"), CUTS, usual=3)
+@table(("ranks", "flags", "cut"), CUTS, usual=1)
 def test_numbers_do_not_depend_on_the_cut(data, ranks, flags, cut):
     """Losses, norms, validation losses and weights are those of one rank with whole sequences."""
     check(train(ranks, f"{SMOOTH} {flags} {data} {cut}"), on_one_rank(f"{flags} {data}"))

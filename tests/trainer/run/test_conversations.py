@@ -216,7 +216,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@table(("of", "ranks", "model", "cut"), RUNS, usual=4)
+@table(("of", "ranks", "model", "cut"), RUNS, usual=3)
 def test_training_equals_a_loop_over_conversations(of, ranks, model, cut):
     """Losses, norms and weights after every batch, in whatever layers and cuts."""
     results = of(ranks, f"{SFT} {model} {cut} {data()}")

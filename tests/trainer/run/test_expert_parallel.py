@@ -114,7 +114,7 @@ def test_every_bit_of_a_checkpoint_arrives_at_other_degrees(tmp_path, ranks, wri
         assert not [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)], read
 
 
-@table(("writers", "written", "readers", "read"), RESUMED, usual=2)
+@table(("writers", "written", "readers", "read"), RESUMED, usual=1)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, written, readers, read):
     """Weights and moments of experts, in both versions of 2bw: losses are those of a run that was not stopped."""
     whole = train(writers, f"{FLAGS} {written}")
@@ -150,7 +150,7 @@ SAME = {  # flags of both, ranks and flags of the run that shares experts out, a
 }
 
 
-@table(("flags", "ranks", "cut"), SAME, usual=2)
+@table(("flags", "ranks", "cut"), SAME, usual=1)
 def test_numbers_are_those_of_one_rank(start, flags, ranks, cut):
     """Losses of tokens and of routers, and the weights of all experts."""
     of_one = flags.replace("provisional-microbatches 1", "provisional-microbatches 2")  # as many as of both replicas

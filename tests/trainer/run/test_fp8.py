@@ -37,7 +37,7 @@ RUNS = {
 }
 
 
-@table("model, layout", RUNS, usual=2)
+@table("model, layout", RUNS, usual=1)
 def test_pipelines_equal_one_process(model, layout):
     """Bit-equal."""
     expected = of_engine(1, f"{EXACT} {model}")

@@ -87,7 +87,7 @@ SAME_BITS = {
 }  # fmt: skip
 
 
-@table("flags, num_ranks, cut, alone", SAME_BITS, usual=2)
+@table("flags, num_ranks, cut, alone", SAME_BITS, usual=1)
 def test_one_result_however_the_job_is_cut(flags, num_ranks, cut, alone):
     """Bit for bit: a matrix lies on one rank, whatever the schedule."""
     expected = joined_weights(train(1, f"{flags} {P1} {alone}"))

@@ -195,7 +195,7 @@ CUTS = {
 }  # fmt: skip
 
 
-@table("flags, writers, source, readers, target, exact", CUTS, usual=1)
+@table("flags, writers, source, readers, target, exact", CUTS, usual=0)
 def test_checkpoints_go_on_elsewhere(saved, flags, writers, source, readers, target, exact):  # noqa: F811
     """With owners, without them, and in other schedules."""
     check_cut(saved, flags, writers, source, readers, target, exact=exact)

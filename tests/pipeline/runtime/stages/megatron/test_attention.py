@@ -86,8 +86,7 @@ TABLE = {
     "sinks, zb-h1": Row(SINKS | FLUSH | {"schedule": "zb-h1"}, layouts=(TWO,)),
 }  # fmt: skip
 USUAL = {
-    "latents, 2bw", "latents, 2bw, tensor ranks", "latents, 2bw, experts, recomputed parts", "latents, zb-h1",
-    "sinks, 2bw, sequence parallel",
+    "latents, 2bw", "latents, 2bw, tensor ranks", "latents, zb-h1", "sinks, 2bw, sequence parallel",
 }  # fmt: skip
 
 

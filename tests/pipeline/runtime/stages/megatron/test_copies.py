@@ -23,7 +23,6 @@ SHARED = ((2, 1),)  # of three replicas: its microbatches are shared by two peer
 
 ROWS = {
     "flush, clipped, dropout": (LAST, 2, {**OF_TWO, "clip": 0.5, "dropout": 0.1}, CLOSE),
-    "2bw, all ranks, from the start": ((), 0, {**OF_TWO, "schedule": "2bw", "clip": 0.5}, CLOSE),
     "flush, all ranks, tied shards": (
         (),
         0,
@@ -33,10 +32,11 @@ ROWS = {
     "2bw, SGD": (LAST, 2, {**OF_TWO, "schedule": "2bw", "optimizer": "sgd"}, CLOSE),
     "2bw, FP16": (LAST, 2, {**OF_TWO, **FP16, "batches": (4,) * 6, "overflow_batches": (3,)}, None),
     "flush, per token": (LAST, 1, {**OF_TWO, "per_token": True, "masked": True, "clip": 0.01}, CLOSE),
-    "2bw, shared, tied": (SHARED, 1, {**OF_THREE, "schedule": "2bw", "tied": True, "clip": 0.5}, CLOSE),
     "flush, shared, both stages": (((2, 1), (0, 0)), 1, {**OF_THREE, "clip": 0.5}, CLOSE),
 }
 MORE = {
+    "2bw, all ranks, from the start": ((), 0, {**OF_TWO, "schedule": "2bw", "clip": 0.5}, CLOSE),
+    "2bw, shared, tied": (SHARED, 1, {**OF_THREE, "schedule": "2bw", "tied": True, "clip": 0.5}, CLOSE),
     "tensor ranks": (LAST, 1, {**OF_TWO, "t": 2, "schedule": "2bw", "tied": True, "clip": 0.5}, SPREAD),
     "experts": (LAST, 1, {**OF_TWO, "experts": 4, "batches": (4,) * 4}, CLOSE),
 }

@@ -125,7 +125,7 @@ IN_FP8 = {
         ENGINE | fp8("tensorwise") | {"schedule": "pipedream", "batches": (1,) * 6}, layouts=TWO
     ),
 }  # fmt: skip
-USUAL = 4
+USUAL = 3
 
 
 @pytest.mark.parametrize(

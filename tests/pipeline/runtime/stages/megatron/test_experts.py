@@ -100,7 +100,7 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop that scales the routers' losses anew before each backward."""
@@ -109,7 +109,12 @@ def test_training_equals_one_process(outcomes, name, layout):
 
 @pytest.mark.parametrize(
     ("uniform", "router"),
-    [pytest.param(True, {}, marks=pytest.mark.full), (False, {}), (True, BIASED), (True, OVER_BATCHES)],
+    [
+        pytest.param(True, {}, marks=pytest.mark.full),
+        pytest.param(False, {}, marks=pytest.mark.full),
+        (True, BIASED),
+        (True, OVER_BATCHES),
+    ],
 )
 def test_predictions_equal_one_process(uniform, router):
     """Provisional weights of routers and experts are those of the plain loop."""

@@ -68,7 +68,7 @@ def outcomes():
     return Outcomes(TABLE)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "layout"), marked(TABLE, full=FULL), ids=str)
 def test_training_equals_one_process(outcomes, name, layout):
     """Losses, norms and weights are those of a plain loop that divides a batch's gradients by its number of tokens."""
