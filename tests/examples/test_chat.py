@@ -17,19 +17,18 @@ def test_the_answers_of_the_made_conversations(tmp_path):
     """500 conversations with right answers; the tokenizer's template marks each answer with its end, and no more."""
     import transformers
 
-    for name in ("a", "b"):
-        command = [sys.executable, str(ROOT / "examples" / "chats.py"), "--folder", str(tmp_path / name)]
-        subprocess.run([*command, "--layers", "1", "--hidden", "40"], check=True, capture_output=True, timeout=300)
-    files = [(tmp_path / folder / f"{part}.jsonl") for part in ("train", "validation") for folder in ("a", "b")]
-    train, again, validation, _ = (file.read_text() for file in files)
-    assert train == again and (len(train.splitlines()), len(validation.splitlines())) == (450, 50)
+    command = [sys.executable, str(ROOT / "examples" / "chats.py")]
+    for flags in (["--folder", tmp_path, "--layers", 1, "--hidden", 40], ["--chats", tmp_path / "again.jsonl"]):
+        subprocess.run([*command, *map(str, flags)], check=True, capture_output=True, timeout=300)
+    train, validation, again = ((tmp_path / f"{name}.jsonl").read_text() for name in ("train", "validation", "again"))
+    assert train + validation == again and (len(train.splitlines()), len(validation.splitlines())) == (450, 50)
     messages = json.loads(train.splitlines()[0])["messages"]
     pairs = {each["content"]: other["content"] for line in train.splitlines() for chat in [json.loads(line)["messages"]]
              for each, other in zip(chat[::2], chat[1::2], strict=True)}  # fmt: skip
     assert pairs["What is the day before Monday?"] == "Sunday" and pairs["What is 4 plus 3?"] == "7"
     args = tiny.parse_args(
-        ["--model_name_or_path", str(tmp_path / "a" / "model"), "--task", "chat", "--train_file", str(files[0]),
-         "--output_dir", "o", "--max_seq_length", "256"]
+        ["--model_name_or_path", str(tmp_path / "model"), "--task", "chat", "--output_dir", "o",
+         "--train_file", str(tmp_path / "train.jsonl"), "--max_seq_length", "256"]
     )  # fmt: skip
     from megatron.finetuning.samples import read_data
 

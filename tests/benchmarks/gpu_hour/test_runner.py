@@ -89,6 +89,7 @@ def test_failures_are_results_and_the_hour_goes_on(tmp_path, capsys):
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_a_hang_is_ended_with_stacks(tmp_path, capsys):
     """At its limit the stacks of all threads of a part and of its children are printed, none of them is left, and what
     it had written before is kept.
@@ -138,6 +139,7 @@ def test_a_call_ends_in_its_time(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.alone
+@pytest.mark.full
 def test_what_is_cut_off_twice_holds_up_nothing(tmp_path, monkeypatch):
     """A part that two calls have cut off comes behind those that were never begun, and before those that failed."""
     slow = part("slow", "note('slow'); time.sleep(100 if notes() < 3 else 0); write('x')".replace("notes()", COUNT))

@@ -202,6 +202,7 @@ def test_one_run_does_not_decide():
     assert elastic_figures.median_of_runs([[9.0, 9.0], [1.0, 1.2]]) == pytest.approx(1.1)
 
 
+@pytest.mark.full
 def test_ranks_without_a_pipeline_wait():
     """Two of three ranks are replicas, then one alone runs, then all three."""
     args = elastic.parse(["--stages", "3", "--layer-times", "1ms,1ms,1ms", "--microbatches", "4", "--batches", "3",

@@ -90,6 +90,7 @@ def test_2bw_is_late_by_one_version_and_drains_where_it_must(run, tmp_path):
     assert "warning" not in resumed
 
 
+@pytest.mark.full
 def test_predicted_weights_go_on_exactly_by_the_rows_of_a_file(run, tmp_path):
     """From a checkpoint, which has the prediction, too, under a program with the rows that the flags mean; evaluations
     and saves have changed nothing.

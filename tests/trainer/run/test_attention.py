@@ -81,7 +81,7 @@ RESUMED = {
 }
 
 
-@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=1)
+@table(("writers", "flags", "readers", "cut", "tolerance"), RESUMED, usual=0)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut, tolerance):
     """Weights and moments of latents and sinks, in both versions of 2bw."""
     whole = on_one_rank(flags)

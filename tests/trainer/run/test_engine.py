@@ -50,7 +50,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@table("model, layout", RUNS, usual=3)
+@table("model, layout", RUNS, usual=2)
 def test_training_equals_local_layers(model, layout):
     """Bit-equal, but where the loss is computed in another way, or tied gradients add up in another order. Predictions
     depend on the pipeline, so there the local layers have one, too.

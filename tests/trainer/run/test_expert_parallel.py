@@ -68,8 +68,8 @@ RESUMED = {  # ranks and flags of the writer and of the reader
 
 HELD = {  # of a run that SIGTERM ends: ranks and flags; ranks and flags of those that read and write again
     "shards": (4, f"{DEEP} {SHARED} {SHARDS}", (
-        (1, FLAT), (2, f"{FLAT} {SHARED}"), (4, f"{FLAT} {ALL} {SHARDS}"),
-        (4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"))),
+        (1, FLAT), (4, f"{FLAT} {SHARED} {WIDE} --expert-tensor-parallel-size 1"))),
+    "shards, others": (4, f"{DEEP} {SHARED} {SHARDS}", ((2, f"{FLAT} {SHARED}"), (4, f"{FLAT} {ALL} {SHARDS}"))),
     "bf16, one rank": (1, "--bf16", ((4, f"--bf16 {DEEP} {SHARED} {SHARDS}"), (2, f"--bf16 {FLAT} {SHARED}"))),
     "bf16, shards": (4, f"--bf16 {FLAT} {SHARED} {SHARDS}", ((1, "--bf16"), (4, f"--bf16 {FLAT} {ALL}"))),
     "plain": (2, f"{FLAT} {SHARED}", ((4, f"{FLAT} {ALL} {SHARDS}"), (2, f"{FLAT} {SHARDS}"))),

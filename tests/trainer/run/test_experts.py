@@ -74,6 +74,7 @@ def test_numbers_do_not_depend_on_the_cut(ranks, flags, cut, tolerance):
     check(train(ranks, f"{EXPERTS} {flags} {cut}"), on_one_rank(flags), tolerance)
 
 
+@pytest.mark.full
 def test_random_choices_do_not_depend_on_the_cut():
     """In training and in evaluations, which draw in their own microbatches."""
     flags = f"{EXPERTS} --moe-router-force-load-balancing --eval-iters 1 --eval-interval 3"

@@ -272,7 +272,8 @@ def on_hosts_of_their_own(*, flags):
         return train_case(flags)
 
 
-@pytest.mark.parametrize("more", ["", pytest.param(" --optimizer-kernel fused", marks=pytest.mark.full)])
+@pytest.mark.full  # the usual selection has `test_runs_keep_moments_in_bf16`
+@pytest.mark.parametrize("more", ["", " --optimizer-kernel fused"])
 def test_a_relay_keeps_moments_in_bf16(tmp_path, more):
     """On the host, of stages on one rank and two, and on replicas that share a store; from a checkpoint the same."""
     flags = f"{RELAYED}{more}"

@@ -23,7 +23,7 @@ def assert_steady(found):
     assert 0 < min(found[10:]) <= min(found[3:10]), found
 
 
-@pytest.mark.parametrize("preset", ["flush", "2bw"])
+@pytest.mark.parametrize("preset", [pytest.param("flush", marks=pytest.mark.full), "2bw"])
 @pytest.mark.parametrize("place", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_what_was_received_goes_with_its_backward(place, preset):
     """Two ranks that receive through host memory hold no more bytes after the last ten of twenty drains than after

@@ -164,6 +164,7 @@ def test_a_rank_that_is_killed_in_a_move_is_named_by_the_others(num_ranks, bad_r
 @pytest.mark.parametrize(
     ("num_ranks", "bad_rank"), [(4, 3), pytest.param(4, 0, marks=pytest.mark.full)], ids=["acceptor", "evictor"]
 )
+@pytest.mark.full
 def test_a_move_that_never_ends_names_who_waits_for_whom(num_ranks, bad_rank):
     """Where one end does not come to a move, the evictor's computation that needs it tells for which move of which rank
     it waits, and what that rank is doing.

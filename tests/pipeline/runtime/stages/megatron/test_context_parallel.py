@@ -153,6 +153,7 @@ def test_ranks_draw_masks_of_their_own():
     assert alone[0].shape[0] == 2 * first[0].shape[0]
 
 
+@pytest.mark.full
 def test_dropout_does_not_depend_on_the_pipeline():
     """Masks of ranks that share sequences are their own, so that p=1 is the reference, bit for bit."""
     case = Case(**TWO_BW | {"clip": 0.0, "dropout": 0.1, "recompute": True}, p=2)
