@@ -34,6 +34,7 @@ def assert_measured(rows: list[dict], num_repeats: int) -> None:
         assert min(row["measured"]) > 0
 
 
+@pytest.mark.full
 def test_emulated_stages_execute_the_program(tmp_path):
     """Two stages at tiny times: every contender has a time for each repeat, its ideal and a prediction that is not
     below it; on every rank what ran is the program; saved microbatches are the checker's."""

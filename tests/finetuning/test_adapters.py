@@ -203,6 +203,7 @@ def test_a_new_adapter_begins_alike_everywhere(folder):
     }
 
 
+@pytest.mark.full
 def test_no_gradient_of_frozen_tensors_travels(folder, tmp_path):
     """A T5's relative positions, which the first layer computes of frozen weights, go to all, and nothing returns."""
     argv = ["--lora_r", 2, "--target_modules", "q", "v"]

@@ -123,6 +123,7 @@ def test_a_stop_where_an_evaluation_is_due(tmp_path, schedule, stop_at):
     assert last[0] == last[1] and not last[0].owes_evaluation and last[0].best["checkpoint"] == "checkpoint-4"
 
 
+@pytest.mark.full
 def test_the_last_checkpoint_may_be_the_best(tmp_path):
     """It is written at the end, where no interval is due, right after the best evaluation."""
     validation = tiny.data_file(tmp_path, num_samples=9, seed=3)

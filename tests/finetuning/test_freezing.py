@@ -188,7 +188,8 @@ def test_a_relay_that_freezes_and_thaws_has_the_bits_of_flush(folder):
         assert torch.equal(each, relay.weights[name]) and torch.equal(each, rest.weights[name]), name
 
 
-@pytest.mark.parametrize("schedule", ["2bw", pytest.param("flush", marks=pytest.mark.full)])
+@pytest.mark.full  # replicas freeze layers, and let them train again, in the usual selection
+@pytest.mark.parametrize("schedule", ["2bw", "flush"])
 def test_layers_train_again_when_validation_falls(folder, schedule):
     """A tolerance below 0 that no evaluation meets: the first one with frozen layers ends freezing."""
     argv = [*COMMON, "--freeze_interval", 3, "--freeze_schedule", "1", "--pipeline_schedule", schedule, "--do_train",
@@ -199,7 +200,8 @@ def test_layers_train_again_when_validation_falls(folder, schedule):
     require_close(found, plain(folder, argv, {3: 1, 8: 0}.get, delay=int(schedule == "2bw")))
 
 
-@pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), pytest.param("l2l", 1, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("schedule", "ranks"), [("flush", 2), ("l2l", 1)])
 def test_the_norms_by_which_layers_freeze_are_those_of_one_process(folder, schedule, ranks):
     """Of the two batches since the last decision, over all ranks, of which each has a part of a layer."""
     argv = [*COMMON, "--freeze_interval", 3, "--pipeline_schedule", schedule, "--save_steps", 5]

@@ -169,6 +169,7 @@ def host_bytes(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.full
 def test_the_host_has_ten_bytes_a_parameter(folder):
     """Besides the gradient: weight, master and moments, of 2, 4 and twice 2 bytes, as planned but for the padding of
     small tensors."""

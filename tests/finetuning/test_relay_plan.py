@@ -69,7 +69,9 @@ def test_unpacking_takes_the_bytes_of_its_kernels(bits):
     assert found == pytest.approx(2 * count * UNPACKED[bits] / 1e9, rel=1e-3)
 
 
-@pytest.mark.parametrize(("resident", "first"), [(2, 0), (1, 2), pytest.param(1, 0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("resident", "first"), [(1, 2), *(pytest.param(each, 0, marks=pytest.mark.full) for each in (1, 2))]
+)
 def test_the_device_unpacks_each_fetch(llama, monkeypatch, resident, first):
     """Once for the forwards and, unless the layer stayed or lies before the first adapter, once for the backwards; a
     batch is longer by as much.

@@ -59,7 +59,6 @@ def test_two_replicas_train_what_one_process_trains(folder, task):
     assert files(folder / f"halves-{task}" / "checkpoint-2") == files(folder / f"rest-{task}" / "checkpoint-4")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("schedule", "ranks", "argv"),
     [
@@ -70,6 +69,7 @@ def test_two_replicas_train_what_one_process_trains(folder, task):
         ("pipedream", (0, 1), []),
     ],
 )
+@pytest.mark.full
 def test_a_microbatch_may_be_divided_among_replicas(folder, schedule, ranks, argv):
     """However stale weights are: replicas with microbatches of 3 rows train what one pipeline trains with 6."""
     argv = [*argv, "--pipeline_schedule", schedule, "--num_train_epochs", 2, "--learning_rate", 1e-3]

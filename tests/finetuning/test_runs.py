@@ -71,7 +71,8 @@ def test_two_ranks_train_what_one_process_trains(folder, task, schedule, argv):
     same(found, expected, exactly=False)
 
 
-@pytest.mark.parametrize("kind", ["paligemma", pytest.param("gemma3", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["paligemma", "gemma3"])
 def test_models_that_attend_by_the_types_of_tokens_train_what_one_process_trains(folder, kind):
     """Gemma 3 and PaliGemma: prompts of several lengths, so that padding differs, and a short last batch."""
     task = "image-text-to-text"

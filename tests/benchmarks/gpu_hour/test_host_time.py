@@ -21,6 +21,7 @@ def found() -> dict:
     return found
 
 
+@pytest.mark.full
 def test_the_executors_part_is_a_small_part_of_a_batch(found):
     """All figures are there; the executor's own time, of five instructions and some of a batch, is less than the
     whole."""
@@ -34,6 +35,7 @@ def test_the_executors_part_is_a_small_part_of_a_batch(found):
     assert min(figures["loop_host_wall_seconds_per_batch"]) > 0
 
 
+@pytest.mark.full
 def test_a_cpu_is_never_ahead(found):
     """Two forwards, two backwards and a step, none of them ahead of a CPU's work, which no call waits for."""
     figures = found["figures"]

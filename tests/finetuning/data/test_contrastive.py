@@ -18,6 +18,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("pairs")
 
 
+@pytest.mark.full
 def test_an_evaluation_has_the_microbatches_of_transformers(folder):
     """The written model on the same microbatches: the mean of its losses, and the partners that score best."""
     file = tiny.data_file(folder, TASK, num_samples=9)

@@ -36,6 +36,7 @@ def outcome(outcomes: list, text: str):
     return found
 
 
+@pytest.mark.full
 def test_a_fitted_run_is_predicted_without_it(rows):
     """Its error is that of a fit to the others; a run that was never fitted has that of the whole fit."""
     by_id = {row.entry.id: row for row in rows}

@@ -181,7 +181,8 @@ class Copied(MeasuredHere):
 
 
 @pytest.mark.parametrize(
-    ("moves", "virtual", "short"), [("host", "", 0.003), ("host", V, 0.0027), ("pair", "", 0.0035)]
+    ("moves", "virtual", "short"),
+    [("host", "", 0.003), pytest.param("host", V, 0.0027, marks=pytest.mark.full), ("pair", "", 0.0035)],
 )
 def test_activations_move_where_memory_asks_for_it(moves, virtual, short):
     """With slow links a rank should run far ahead, for which it has no room. What moves makes it faster, it keeps the
@@ -241,7 +242,7 @@ def test_what_moves_has_the_size_of_what_is_kept():
     assert sizes[0,][0] < sizes[()][0] and sizes[0,][1] == sizes[()][1]
 
 
-@pytest.mark.parametrize("virtual", ["", V])
+@pytest.mark.parametrize("virtual", ["", pytest.param(V, marks=pytest.mark.full)])
 def test_receives_that_stand_ahead_have_their_room(virtual):
     """With slow links receives stand several computations ahead. Where the limit leaves room to them, they do, and
     elsewhere they stand one computation ahead."""

@@ -110,6 +110,7 @@ def by_tensor_rank(gated: torch.Tensor) -> torch.Tensor:
         pytest.param(4, f"{P2} {TENSOR} --muon-tp-mode duplicated", id="gathered on a pipeline", marks=FULL),
     ],
 )
+@pytest.mark.full
 def test_other_degrees_differ_by_rounding(num_ranks, cut):
     """With the iteration in FP32; gradients are summed in another order, and rows of a gate stand in another."""
     flags = f"{UNCLIPPED} {IN_FP32} --swiglu {FLUSH}"

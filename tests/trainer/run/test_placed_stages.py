@@ -151,8 +151,8 @@ def test_checkpoints_load_wherever_the_stages_are(saved, model, writers, source,
     check_cut(saved, model, writers, source, readers, target, exact=exact, case="placed_case")
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(("model", "layout"), [(CLIPPED, f"{V} {SHARDED}"), (EXACT, V)])
+@pytest.mark.full
 def test_keys_are_those_of_one_process(saved, model, layout):  # noqa: F811
     """Tied or not, whoever holds the stages."""
     sharded = SHARDED if SHARDED in layout else ""

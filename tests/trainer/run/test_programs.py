@@ -183,6 +183,7 @@ def test_logs_and_checkpoints_carry_the_hash(tmp_path):
     assert f"was saved under program {hashes[1][:12]}; the run goes on with schedule flush" in said[2]
 
 
+@pytest.mark.full
 def test_a_synthesized_program_trains_what_one_process_trains(tmp_path):
     """Rows for a large head and little memory add up gradients as `flush` does. The file leaves to the run whether
     embeddings are tied and replicas reduce.

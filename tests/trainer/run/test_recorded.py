@@ -9,7 +9,6 @@ from tests.trainer.run import run_case
 from tests.trainer.run.run_case import data_flags
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -18,6 +17,7 @@ from tests.trainer.run.run_case import data_flags
         "--use-distributed-optimizer --bf16 --recompute-granularity selective",
     ],
 )
+@pytest.mark.full
 def test_training_is_in_order(flags):
     """The program's own data, model, step function and update: nothing is unordered, the computing thread waits for no
     kernel, and no group is used in a new way once the first receive has been posted.

@@ -138,6 +138,7 @@ FIRST = f"{PUBLISHED} --relu --scaled-tied-head"
 @pytest.mark.parametrize(
     "layers", ["--encoder-num-layers 6", pytest.param("--decoder-num-layers 6", marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_distances_of_any_cut_are_those_of_one_process(layers, stages, flags):
     """Bit for bit, tables of distances included, which the first stage trains for all: a stage in the middle has two
     layers of one stack."""
