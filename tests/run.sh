@@ -10,7 +10,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . tools/environment.sh
 
 # A test waits for processes that start and for ranks in turn, so two processes do not keep two cores busy; three do. They
-# share the usual selection, file by file (tests/turns.py: who runs alone); `-n 0`: one process does all.
+# share the usual selection, file by file (tests/conftest.py: which files stay together; tests/turns.py: who runs alone);
+# `-n 0`: one process does all.
 share=(-n 3 --dist loadfile --no-loadscope-reorder)
 selection="not full"
 name="the usual selection (everything: bash tests/run.sh --full)"

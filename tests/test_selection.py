@@ -1,4 +1,4 @@
-"""What the usual selection takes of a test's cases, and how faults are put into the code."""
+"""What the usual selection takes of a test's cases, who runs which files, and how faults are put into the code."""
 
 import ast
 import itertools
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import mutants
-from tests.conftest import sample
+from tests.conftest import TOGETHER, sample, unit_of
 
 
 class Case:
@@ -37,6 +37,15 @@ def test_a_sample_of_more_than_there_are_takes_all():
     cases = [Case(number, 5, a=number) for number in range(3)]
     sample(cases)
     assert not any("full" in case.marks for case in cases)
+
+
+def test_files_that_make_the_same_things_stay_together():
+    """Wherever they are; any other file is a unit of its own. What is named is there."""
+    assert all((mutants.ROOT / place).exists() for place in TOGETHER)
+    ours = "tests/finetuning/test_runs.py::test_a[b::c]", "tests/finetuning/data/test_tasks.py::test_d"
+    assert len({unit_of(test) for test in ours}) == 1
+    others = "tests/test_turns.py::test_a[b::c]", "tests/test_turns.py::test_d", "tests/test_docs.py::test_d"
+    assert [unit_of(test) for test in others] == ["tests/test_turns.py"] * 2 + ["tests/test_docs.py"]
 
 
 def test_the_list_of_mutants_is_that_of_this_code():
