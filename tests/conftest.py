@@ -24,6 +24,8 @@ TURNS = pytest.StashKey[Turns]()
 
 TOGETHER = {
     "tests/finetuning/": "models that are captured once in a process",
+    "tests/pipeline/program/test_new_word.py": "syntax trees of all sources",
+    "tests/test_imports.py": "syntax trees of all sources",
     "tests/pipeline/runtime/stages/megatron/test_engine.py": "Transformer Engine",
     "tests/trainer/run/test_conversations.py": "Transformer Engine",
     "tests/trainer/run/test_engine.py": "Transformer Engine",
