@@ -121,7 +121,7 @@ RESUMED = {
 }
 
 
-@table(("writers", "flags", "readers", "cut"), RESUMED, usual=0)
+@table(("writers", "flags", "readers", "cut"), RESUMED, usual=1)
 def test_a_checkpoint_goes_on_at_other_degrees(tmp_path, writers, flags, readers, cut):
     """Weights and moments, in both versions of 2bw."""
     train(writers, f"{SMOOTH} {TWO_BW} {flags} --save {tmp_path} --exit-interval 3")
