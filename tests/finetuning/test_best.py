@@ -152,6 +152,7 @@ def test_the_value_that_is_named_is_that_of_the_checkpoint():
     assert "loss was never a number" in Best("loss", greater=False).verdict()
 
 
+@pytest.mark.full
 def test_a_run_that_has_ended_early_does_not_go_on(tmp_path):
     """Patience was at its end in the last checkpoint. So a second start writes the same model, and trains nothing."""
     validation = tiny.data_file(tmp_path, num_samples=9, seed=3)

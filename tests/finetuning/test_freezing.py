@@ -146,7 +146,8 @@ def test_a_run_that_freezes_trains_what_one_process_trains(folder, schedule, ran
 REPLICAS = ["--l2l_stash", "device", "--data_parallel_size", 2]
 
 
-@pytest.mark.parametrize("flags", [["--max_grad_norm", 0], pytest.param(REPLICAS, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("flags", [["--max_grad_norm", 0], REPLICAS])
 def test_a_relay_of_two_ranks_freezes_layers(folder, flags):
     """Of four layers the last two are the last ones of their ranks and never freeze. Or two replicas share a rank's
     layers, of which all but the last freeze.
@@ -235,6 +236,7 @@ def test_a_run_resumed_with_frozen_layers_is_the_run(folder, schedule, precision
         assert torch.equal(each, rest.weights[name]), name
 
 
+@pytest.mark.full
 def test_an_evaluation_that_a_stop_left_out_lets_layers_train_again(folder):
     """A stop at batch 4, where an evaluation is due by which layers train again, and a freezing that it forestalls."""
     argv = [*COMMON, "--freeze_interval", 2, "--freeze_schedule", "1,1", "--pipeline_schedule", "flush", "--do_train",

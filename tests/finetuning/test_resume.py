@@ -36,7 +36,7 @@ def saved(folder):
         ("2bw", ["--pipeline_schedule", "2bw", "--warmup_ratio", 0.5, "--gradient_accumulation_steps", 2,
                  "--dataloader_drop_last"], (0, 1)),
         pytest.param("ftpipe", ["--weight_prediction"], (0, 1, 0, 1), marks=pytest.mark.full),
-        ("l2l", ["--pipeline_schedule", "l2l"], None),
+        pytest.param("l2l", ["--pipeline_schedule", "l2l"], None, marks=pytest.mark.full),
         pytest.param("frozen", ["--pipeline_schedule", "flush", "--freeze_training", "--freeze_interval", 2,
                                 "--freeze_schedule", "1"], (0, 1), marks=pytest.mark.full),
     ],
@@ -66,10 +66,10 @@ def test_a_longer_run_has_the_rates_of_its_own_schedule(folder, name, argv, rank
     ("argv", "found"),
     [
         (["--warmup_steps", 2], r"--warmup_steps \(1\) than this run's \(2\)"),
-        (["--warmup_ratio", 0.5], "--warmup_ratio"),
+        pytest.param(["--warmup_ratio", 0.5], "--warmup_ratio", marks=pytest.mark.full),
         (["--lr_scheduler_type", "cosine"], r"--lr_scheduler_type \(linear\) than this run's \(cosine\)"),
-        (["--max_grad_norm", 0.5], "--max_grad_norm"),
-        (["--text_column", "text"], "--text_column"),
+        pytest.param(["--max_grad_norm", 0.5], "--max_grad_norm", marks=pytest.mark.full),
+        pytest.param(["--text_column", "text"], "--text_column", marks=pytest.mark.full),
         (["--freeze_training", "--freeze_interval", 3], "was made without --freeze_training; leave it out"),
     ],
 )
