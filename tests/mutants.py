@@ -38,6 +38,7 @@ SUBJECTS = {
     "checker": ("megatron/pipeline/check", "megatron/pipeline/graph"),
     "executor": (
         "megatron/pipeline/runtime/executor.py",
+        "megatron/pipeline/runtime/steps.py",
         "megatron/pipeline/runtime/exchange.py",
         "megatron/pipeline/runtime/engine.py",
         "megatron/pipeline/runtime/transport",

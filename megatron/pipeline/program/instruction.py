@@ -245,35 +245,37 @@ WORDS: dict[Kind, Word] = {
         proof=Proof.SWAP, cost="swap_in", handler="_reload",
     ),
     Kind.REDUCE_GRAD: _UPDATE(
-        name="gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad", handler="_reduce_grad"
+        name="gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad",
+        handler="_steps.reduce_grad",
     ),
     Kind.REDUCE_EMBED: _UPDATE(
         name="tied embeddings reduced", lane=Lane.CHAIN, members=Members.ENDS, awaits=(Kind.STORE_GRAD,),
-        cost="reduce_embed", handler="_reduce_embed",
+        cost="reduce_embed", handler="_steps.reduce_embed",
     ),
     Kind.REDUCE_NORM: _UPDATE(
-        name="norm reduced", lane=Lane.CHAIN, members=Members.ALL, cost="reduce_norm", handler="_reduce_norm"
+        name="norm reduced", lane=Lane.CHAIN, members=Members.ALL, cost="reduce_norm", handler="_steps.reduce_norm"
     ),
     Kind.STEP: _UPDATE(
         name="optimizer step; makes weights Wn", lane=Lane.COMPUTE, frees_gradients=True, colour="red", sign="#",
-        cost="step", handler="_step",
+        cost="step", handler="_steps.step",
     ),
-    Kind.VALIDATE: _UPDATE(name="step validated", lane=Lane.COMPUTE, frees_gradients=True, handler="_validate"),
+    Kind.VALIDATE: _UPDATE(name="step validated", lane=Lane.COMPUTE, frees_gradients=True, handler="_steps.validate"),
     Kind.ROLLBACK: _UPDATE(name="step rolled back", lane=Lane.COMPUTE, handler="_roll_back"),
     Kind.HOLD: _PREDICTION(
-        name="gradients kept", lane=Lane.COMPUTE, keeps="gradients", colour="pale teal", cost="hold", handler="_hold"
+        name="gradients kept", lane=Lane.COMPUTE, keeps="gradients", colour="pale teal", cost="hold",
+        handler="_steps.hold",
     ),
     Kind.REDUCE_PARTIAL: _PREDICTION(
         name="partial gradients reduced", lane=Lane.CHAIN, members=Members.REPLICAS, cost="reduce_grad",
-        handler="_reduce_partial",
+        handler="_steps.reduce_partial",
     ),
     Kind.REDUCE_PARTIAL_EMBED: _PREDICTION(
         name="partial tied embeddings reduced", lane=Lane.CHAIN, members=Members.ENDS, keeps="tied_gradients",
-        cost="reduce_embed", handler="_reduce_partial_embed",
+        cost="reduce_embed", handler="_steps.reduce_partial_embed",
     ),
     Kind.PREDICT: _PREDICTION(
         name="prediction ~n of weights Wn", lane=Lane.COMPUTE, is_prediction=True, colour="teal", sign="~",
-        cost="predict", handler="_predict",
+        cost="predict", handler="_steps.predict",
     ),
     Kind.FETCH: _RESIDENCY(
         name="weights fetched", lane=Lane.H2D, awaits=(Kind.UPDATE,), colour="sky", cost="fetch", handler="_fetch"

@@ -1,6 +1,7 @@
 """The runtime: executes pipeline programs on real ranks.
 
-`engine.PipelineEngine` drives batches. `executor.Executor` executes the rows of a program. The rooms:
+`engine.PipelineEngine` drives batches. `executor.Executor` executes the rows of a program, and `steps.Steps` their
+reductions, steps and predictions. The rooms:
 
 - contract: the interfaces of stages and updates, their tensors, and traces of a run; all other rooms use them;
 - transport: tensors between ranks, and the lanes on which work runs beside the computation;

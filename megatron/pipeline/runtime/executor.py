@@ -1,22 +1,16 @@
 """The executor: runs one rank's row of a program under any schedule, on the stages of a chain or of another graph.
 
 A table gives the method of each instruction kind, and a loop calls these methods in the order of the row. Sends and
-receives are posted, and the instruction that needs a tensor waits for it. Reductions run on the chain thread, and STEP
-waits for them. Only the report and VALIDATE wait for a reduction that stands behind its STEP. Such a reduction runs on
-another thread: in the chain it would delay the next STEP until all ranks have reached it. A kind without a method is an
-error, raised before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions:
-saved microbatches, posted receives, and outputs for other stages (in its `Exchange`).
+receives are posted, and the instruction that needs a tensor waits for it. A kind without a method is an error, raised
+before the row starts. The executor knows no schedule. Between rows it keeps only results of instructions: saved
+microbatches, posted receives, outputs for other stages (in its `Exchange`), and batches in flight (in its `Steps`).
 
 A row ends at a VALIDATE that refuses the step; the caller has the words in place of the rest. ROLLBACK is one of them.
-
-Where weights are stale each stage steps by itself (FTPipe, Table 1), with its own update (`StagewiseUpdate`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter
 
@@ -41,15 +35,11 @@ from megatron.pipeline.runtime.contract.stage import (
     AnyStage,
     AnyUpdate,
     BatchInfo,
-    BatchReport,
     GraphStage,
     Microbatch,
     RelayUpdate,
     SplittingStage,
     Stage,
-    StageUpdate,
-    WeightUpdate,
-    take_losses,
 )
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.exchange import Exchange
@@ -57,18 +47,9 @@ from megatron.pipeline.runtime.failure.errors import annotate
 from megatron.pipeline.runtime.relay.activation_stash import ActivationStash
 from megatron.pipeline.runtime.relay.input_stash import InputStash
 from megatron.pipeline.runtime.relay.lanes import Lanes
+from megatron.pipeline.runtime.steps import Steps
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import Chain
-
-
-@dataclass(slots=True)
-class _Stepping:
-    """Stages that step together: all stages of the rank, or a single stage."""
-
-    update: WeightUpdate | StageUpdate
-    accumulating: int | None = None  # the batch that the last backward belonged to
-    with_backwards: set[int] = field(default_factory=set)  # batches whose first backward has started
-    with_forwards: int | None = None  # the batch of the last forward, where the stage steps alone
 
 
 class Executor:
@@ -93,7 +74,7 @@ class Executor:
         on_boundary: see `Exchange`.
 
     Attributes:
-        reports: batch -> its report, for the batches stepped so far. The caller removes them.
+        reports: as in `Steps`.
         current: the running instruction, None between rows.
         num_executed: number of instructions executed so far.
     """
@@ -121,22 +102,21 @@ class Executor:
         self._update = update
         self._steps_alone = weights.refreshes
         self._relays = isinstance(update, RelayUpdate)
-        of_rank = _Stepping(update)
-        self._stepping = {
-            each: _Stepping(update.of_stage(each)) if self._steps_alone else of_rank for each in self._stages
-        }
         self._channels = channels
-        self._chain = chain
-        self._late_chain = late_chain
         self._saved = saved
         self._transfers = transfers
         self._lanes = lanes
         self._stash = stash
-        self._newest = dict.fromkeys(self._stages, -1)  # the last version stepped to at each stage
         self._tracer = tracer
-        self._stop_requests = stop_requests
+        self._steps = Steps(
+            self._stages, update, chain, late_chain, saved, alone=self._steps_alone, lanes=lanes,
+            stop_requests=stop_requests, waited=self._waited,
+        )  # fmt: skip
+        self._microbatches, self.reports = self._steps.microbatches, self._steps.reports
+        self._begun, self._num_backwards = self._steps.begun, self._steps.num_backwards
+        self._stepping = self._steps.of_stage
         self._exchange = Exchange(
-            self._stages, graph, weights, channels, copies=copies, about=lambda index: self._microbatches[index],
+            self._stages, graph, weights, channels, copies=copies, about=self._microbatches.__getitem__,
             waited=self._waited, on_boundary=on_boundary,
         )  # fmt: skip
         self._frozen = self._exchange.most_unread
@@ -144,16 +124,7 @@ class Executor:
         self._take_output_grad = {index: self._exchange.taker(Kind.RECV_B, index) for index in self._stages}
         self._give_output = {index: self._exchange.giver(Kind.SEND_F, index) for index in self._stages}
         self._give_input_grad = {index: self._exchange.giver(Kind.SEND_B, index) for index in self._stages}
-        self._batches: dict[int, BatchInfo] = {}
-        self._microbatches: dict[int, Microbatch] = {}
-        self._with_forwards: set[int] = set()  # batches that have begun
-        self._num_backwards: Counter[int] = Counter()  # batch -> backwards that have ended
         self._splitting: set[int] = set()  # stages prepared for split backwards
-        self._before_predictions: set[int] = set()  # versions whose STEP is directly before a PREDICT
-        self._num_stepped: Counter[int] = Counter()  # version -> stages that have stepped to it, where each steps alone
-        self._is_refused = False  # what the last VALIDATE said
-        self._on_trial: list[Instruction] = []  # the forwards before a VALIDATE that refused the step
-        self.reports: dict[int, BatchReport] = {}
         self.current: Instruction | None = None
         self.num_executed = 0
         self._ready = 0.0
@@ -170,11 +141,8 @@ class Executor:
     def add_batch(self, info: BatchInfo, first_microbatch: int) -> None:
         """Announce a batch whose microbatches are in the following rows."""
         if info.index != EVALUATION_BATCH:
-            self._batches[info.index] = info
             self._exchange.begin_batch(info.index, range(first_microbatch, first_microbatch + info.num_microbatches))
-        for position in range(info.num_microbatches):
-            index = first_microbatch + position
-            self._microbatches[index] = Microbatch(index, info.index, position, info.num_microbatches)
+        self._steps.add_batch(info, first_microbatch)
 
     def run(self, row: Sequence[Instruction]) -> bool:
         """Execute a row of a training program. `annotate` marks an error with the instruction that raised it.
@@ -192,19 +160,16 @@ class Executor:
             self._run_part(row)
             return True
         on_trial, rest = row[: validates + 1], row[validates + 1 :]
-        for stage in self._stages.values():
-            stage.begin_trial()
+        self._steps.begin_trial(on_trial)
         self._run_part(on_trial)
-        if self._is_refused:
-            self._on_trial = [each for each in on_trial if each.kind is Kind.FORWARD]
+        if self._steps.is_refused:
             return False
-        for stage in self._stages.values():
-            stage.end_trial()
+        self._steps.end_trial()
         self._run_part(rest)
         return True
 
     def _run_part(self, row: Sequence[Instruction]) -> None:
-        self._before_predictions = {
+        self._steps.before_predictions = {
             step.version for step, after in pairwise(row) if step.kind is Kind.STEP and after.kind.row.is_prediction
         }
         self._run(self._resolve(row, self._training), tracer=self._tracer)
@@ -212,12 +177,12 @@ class Executor:
     def run_evaluation(self, row: Sequence[Instruction], num_microbatches: int) -> None:
         """Execute a row of forwards of the microbatches 0, 1, ... that save nothing. Call it only while drained."""
         self._update.begin_evaluation()
-        training_microbatches, self._microbatches = self._microbatches, {}
+        assert not self._microbatches, "an evaluation while batches are in flight"
+        self.add_batch(BatchInfo(EVALUATION_BATCH, num_microbatches, 0), 0)
         try:
-            self.add_batch(BatchInfo(EVALUATION_BATCH, num_microbatches, 0), 0)
             self._run(self._resolve(row, self._evaluation), tracer=None)
         finally:
-            self._microbatches = training_microbatches
+            self._microbatches.clear()
 
     def _announce_halves(self, row: Sequence[Instruction]) -> None:
         """Prepare each stage whose backwards the row splits, before its forwards and only once.
@@ -286,9 +251,8 @@ class Executor:
         microbatch = self._microbatches[instruction.microbatch]
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
-        if microbatch.batch not in self._with_forwards:
-            self._with_forwards.add(microbatch.batch)
-            self._update.begin_batch(self._batches[microbatch.batch])
+        if microbatch.batch not in self._begun:
+            self._steps.begin_batch(microbatch.batch)
         if index in self._frozen:
             self._infer(stage, microbatch, instruction)
             return
@@ -307,14 +271,11 @@ class Executor:
         if instruction.horizon:
             stage.load_ahead(instruction.version, instruction.horizon)
         elif instruction.unstepped:
-            self._require_whole(instruction, instruction.version)
+            self._steps.require_whole(instruction, instruction.version)
             stage.load_provisional(instruction.version, instruction.unstepped)
         else:
             stage.load_version(instruction.version)
-        stepping = self._stepping[instruction.stage]
-        if stepping.with_forwards != batch:
-            stepping.with_forwards = batch
-            stepping.update.begin_forward(self._batches[batch], instruction.version)
+        self._steps.begin_forward(instruction.stage, batch, instruction.version)
 
     def _forward_only(self, instruction: Instruction) -> None:
         stage = self._stages[instruction.stage]
@@ -327,15 +288,15 @@ class Executor:
         self._give_output[instruction.stage](instruction, output)
 
     def _recompute(self, instruction: Instruction) -> None:
-        stage = self._stages[instruction.stage]
+        stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
         self._wait_for_lanes(instruction)
-        self._bring_back(stage, instruction)
+        self._bring_back(stage, microbatch, instruction)
         stage.load_version(instruction.version)
-        stage.recompute(self._microbatches[instruction.microbatch])
+        stage.recompute(microbatch)
 
     def _backward(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._bring_back(stage, instruction)
+        self._bring_back(stage, microbatch, instruction)
         input_grad = stage.backward(microbatch, self._take_output_grad[instruction.stage](instruction))
         self._let_go(instruction)
         self._end_backward(instruction.stage, microbatch)
@@ -343,7 +304,7 @@ class Executor:
 
     def _backward_input(self, instruction: Instruction) -> None:
         stage, microbatch = self._begin_backward(instruction)
-        self._bring_back(stage, instruction)
+        self._bring_back(stage, microbatch, instruction)
         input_grad = stage.backward_input(microbatch, self._take_output_grad[instruction.stage](instruction))
         self._let_go(instruction)
         self._saved.defer(instruction.stage, microbatch.index, stage.deferred_bytes(microbatch))
@@ -362,7 +323,7 @@ class Executor:
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
         stepping = self._stepping[instruction.stage]
         if stepping.accumulating != microbatch.batch:
-            self._accumulate_for(stepping, microbatch.batch)
+            self._steps.accumulate_for(stepping, microbatch.batch)
         if self._lanes is not None:
             self._wait_for_lanes(instruction)
         if self._relays:
@@ -379,20 +340,15 @@ class Executor:
         self._saved.remove(stage)
         self._num_backwards[microbatch.batch] += 1
 
-    def _accumulate_for(self, stepping: _Stepping, batch: int) -> None:
-        """Make the next backwards add to the gradients of `batch`. Backwards of other batches may have come between."""
-        if batch in stepping.with_backwards:
-            stepping.update.resume_backward(self._batches[batch])
-        else:
-            stepping.with_backwards.add(batch)
-            stepping.update.begin_backward(self._batches[batch])
-        stepping.accumulating = batch
-
     # -- transfers ----------------------------------------------------------------------------------------------------
 
     def _send_output(self, instruction: Instruction) -> None:
         self._exchange.send(instruction)
         self._stages[instruction.stage].free_output(self._microbatches[instruction.microbatch])
+
+    def _roll_back(self, instruction: Instruction) -> None:
+        self._exchange.drop(instruction)
+        self._steps.roll_back(instruction)
 
     # -- moved activations --------------------------------------------------------------------------------------------
 
@@ -400,13 +356,13 @@ class Executor:
         if self._transfers.wait_for(instruction):
             self._waited()
 
-    def _bring_back(self, stage: Stage, instruction: Instruction) -> None:
+    def _bring_back(self, stage: Stage, microbatch: Microbatch, instruction: Instruction) -> None:
         """Give the stage what has come back of a microbatch, from the pair rank or from the host, if anything has."""
         if self._transfers is not None:
             self._wait_for_moves(instruction)
-            self._transfers.finish_load(stage, self._microbatches[instruction.microbatch])
+            self._transfers.finish_load(stage, microbatch)
         if self._stash is not None:
-            self._stash.restore(stage, self._microbatches[instruction.microbatch])
+            self._stash.restore(stage, microbatch)
 
     def _let_go(self, instruction: Instruction) -> None:
         """Drop what had come back: the backward has read it."""
@@ -442,103 +398,3 @@ class Executor:
     def _reload(self, instruction: Instruction) -> None:
         stage, microbatch = self._stages[instruction.stage], self._microbatches[instruction.microbatch]
         self._lanes.request(instruction, self._stash.reload(stage, microbatch))
-
-    # -- the chain and the step ---------------------------------------------------------------------------------------
-
-    def _post_reduction(self, instruction: Instruction, call: Callable[[], None]) -> None:
-        if self._lanes is not None:
-            call = self._lanes.in_chain(instruction, call)
-        is_late = self._newest[instruction.stage] >= instruction.version
-        (self._late_chain if is_late else self._chain).post(instruction, call)
-
-    def _reduce_grad(self, instruction: Instruction) -> None:
-        self._post_reduction(instruction, lambda: self._update.reduce_grad(instruction.version, instruction.stage))
-
-    def _reduce_embed(self, instruction: Instruction) -> None:
-        self._post_reduction(instruction, lambda: self._update.reduce_embed(instruction.version))
-
-    def _reduce_norm(self, instruction: Instruction) -> None:
-        version, stop_requests = instruction.version, self._stop_requests()
-
-        def reduce() -> None:
-            self._update.reduce_norm(version, stop_requests, take_losses(self._stages.values(), version - 1))
-
-        self._post_reduction(instruction, reduce)
-
-    def _step(self, instruction: Instruction) -> None:
-        stage, version = instruction.stage, instruction.version
-        self._chain.wait_for(version)
-        self._late_chain.raise_error()
-        self._waited()
-        if version in self._before_predictions and self._chain.is_done(version + 1):
-            report = self._update.step(version, with_prediction=True)
-        else:  # the step is taken while the prediction would wait
-            report = self._stepping[stage].update.step(version)
-        self._stepping[stage].with_backwards.discard(version - 1)
-        self._newest[stage] = version
-        if self._steps_alone:
-            self._num_stepped[version] += 1
-            if self._num_stepped[version] < len(self._stages):
-                return
-            del self._num_stepped[version]
-            report = self._update.step(version)
-        self.reports[version - 1] = report
-        self._forget_batch(version - 1)
-
-    def _validate(self, instruction: Instruction) -> None:
-        self._late_chain.wait_for(instruction.version)
-        self._waited()
-        self._is_refused = not self._update.validate(instruction.version)
-
-    def _roll_back(self, instruction: Instruction) -> None:
-        """Drop what the batch behind the step has begun, and let the update take the right step."""
-        self._exchange.drop(instruction)
-        for index, stage in self._stages.items():
-            begun = [self._microbatches[each.microbatch] for each in self._on_trial if each.stage == index]
-            for _ in begun:
-                self._saved.remove(index)
-            stage.begin_again(begun)
-        self._on_trial = []
-        self._with_forwards.discard(instruction.version)
-        self._update.roll_back(instruction.version)
-
-    # -- predictions --------------------------------------------------------------------------------------------------
-
-    def _num_done(self, instruction: Instruction) -> int:
-        """Return the number of finished backwards of the batch that makes the instruction's version."""
-        self._require_whole(instruction, instruction.version - 1)
-        return self._num_backwards[instruction.version - 1]
-
-    def _require_whole(self, instruction: Instruction, batch: int) -> None:
-        """Raise ValueError if a microbatch of `batch` has had its I but not its W: its gradients are incomplete."""
-        halfway = self._saved.deferred_of(instruction.stage)
-        halfway = [index for index in halfway if self._microbatches[index].batch == batch]
-        if halfway:
-            raise ValueError(
-                f"{instruction} reads what microbatches have added to the gradients of batch {batch}, and of "
-                f"{', '.join(map(str, halfway))} there is I without W; place W before it"
-            )
-
-    def _hold(self, instruction: Instruction) -> None:
-        self._update.hold(instruction.version, self._num_done(instruction))
-
-    def _reduce_partial(self, instruction: Instruction) -> None:
-        self._post_reduction(instruction, lambda: self._update.reduce_partial(instruction.version))
-
-    def _reduce_partial_embed(self, instruction: Instruction) -> None:
-        self._update.hold_embed(instruction.version, self._num_done(instruction))
-        self._post_reduction(instruction, lambda: self._update.reduce_partial_embed(instruction.version))
-
-    def _predict(self, instruction: Instruction) -> None:
-        self._chain.wait_for(instruction.version)
-        self._waited()
-        num_done = self._num_done(instruction) if self._update.reads_gradients else 0
-        self._update.predict(instruction.version, num_done)
-
-    def _forget_batch(self, batch: int) -> None:
-        info = self._batches.pop(batch)
-        self._with_forwards.discard(batch)
-        del self._num_backwards[batch]
-        first = next(index for index, microbatch in self._microbatches.items() if microbatch.batch == batch)
-        for index in range(first, first + info.num_microbatches):
-            del self._microbatches[index]
