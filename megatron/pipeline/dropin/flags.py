@@ -5,9 +5,7 @@ All flags begin with `--pipeline-` or `--2bw-`, so that no flag equals a flag of
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.schedules import PRESETS, ProgramSchedule, Schedule, TooManyRead, read_schedule
@@ -161,41 +159,17 @@ def prove(schedule: Schedule | ProgramSchedule, batches: Sequence[int]) -> None:
 STANDARD, PAIR_ADJACENT = "standard", "pair-adjacent"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The values of the project's flags.
-
-    Attributes:
-        schedule: the name of the schedule: a preset's name, or the path of a program.
-        flag: the flag that chooses the schedule, with its value.
-        timeline: the folder for the picture of the last iterations; None: nothing is traced.
-        timeline_iterations: the greatest number of iterations in the picture.
-        rank_mapping: `standard`, `pair-adjacent`, or the path of a file.
-        counts_activations: whether to write at the end the greatest number of bytes of activations that each stage has
-            saved.
-    """
-
-    schedule: str
-    flag: str
-    timeline: Path | None
-    timeline_iterations: int
-    rank_mapping: str
-    counts_activations: bool
-
-
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the project's flags to Megatron-LM's parser, and return the parser."""
     group = parser.add_argument_group("pipeline schedules", "of megatron.pipeline.dropin")
     group.add_argument(
         "--pipeline-schedule",
         metavar=f"{{{','.join(runnable())}}}",
-        default=None,
         help="Train under this pipeline schedule. Without it or a program, nothing of Megatron-LM is touched.",
     )
     group.add_argument(
         "--pipeline-program",
         metavar="FILE",
-        default=None,
         help="Train with the rows of this CSV file, one of instructions for each rank, in place of a schedule. They "
         "run for any number of batches: how they repeat is found, and proved.",
     )
@@ -213,7 +187,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         dest="pipeline_2bw_provisional_microbatches",
         metavar="N",
         type=int,
-        default=None,
         help="With --2bw-provisional uniform: how many microbatches of a replica each prediction reads, at most m-p+1.",
     )
     group.add_argument(
@@ -232,7 +205,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--pipeline-timeline",
         metavar="DIR",
-        default=None,
         help="Trace the last iterations and write their timeline here: planned above measured, and Perfetto JSON.",
     )
     group.add_argument(
@@ -260,17 +232,3 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def asks_for_schedule(args: argparse.Namespace) -> bool:
     """Whether the parsed `args` name a schedule or a program."""
     return any(getattr(args, name, None) is not None for name in ("pipeline_schedule", "pipeline_program"))
-
-
-def options_of(args: argparse.Namespace) -> Options | None:
-    """The options of the parsed `args`; None if `args` name neither a schedule nor a program."""
-    if not asks_for_schedule(args):
-        return None
-    return Options(
-        schedule=name_of(args),
-        flag=flag_of(args),
-        timeline=None if args.pipeline_timeline is None else Path(args.pipeline_timeline),
-        timeline_iterations=args.pipeline_timeline_iterations,
-        rank_mapping=args.pipeline_rank_mapping,
-        counts_activations=args.pipeline_log_saved_activations,
-    )

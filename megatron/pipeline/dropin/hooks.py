@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megatron.pipeline.dropin.flags import add_flags, asks_for_schedule, options_of
+from megatron.pipeline.dropin.flags import add_flags, asks_for_schedule
 from megatron.pipeline.dropin.sentences import errors_end_the_job
 
 _BLACKWELL = 10
@@ -119,14 +119,13 @@ def _prepare(args) -> None:
 
     with errors_end_the_job():
         require_supported(args)
-        options = options_of(args)
-        if options is None:
+        if not asks_for_schedule(args):
             _session = None
             return
         from megatron.pipeline.dropin.session import Session
         from megatron.pipeline.dropin.start import prepare
 
-        _session = Session(args, options, prepare(args, options))
+        _session = Session(args, prepare(args))
 
 
 def _with_our_schedule(original: Callable) -> Callable:

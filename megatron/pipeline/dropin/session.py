@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from megatron.backend.fixes import follow_shown_gradients
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.documents import counted
-from megatron.pipeline.dropin.flags import Options, batches_of, prove, schedule_of, updated_by_megatron
+from megatron.pipeline.dropin.flags import batches_of, flag_of, name_of, prove, schedule_of, updated_by_megatron
 from megatron.pipeline.dropin.refusals import require_supported_model
 from megatron.pipeline.dropin.sentences import errors_end_the_job, say
 from megatron.pipeline.dropin.stages import RankStages, build_stages, require_ordinary_call
@@ -53,7 +54,6 @@ class Session:
 
     Args:
         args: Megatron-LM's validated arguments.
-        options: the values of the project's flags.
         proved: the schedule of `args`, proved before the model is known.
 
     Attributes:
@@ -62,9 +62,8 @@ class Session:
         is_saving: whether Megatron-LM is making the state of a checkpoint that it saves.
     """
 
-    def __init__(self, args: argparse.Namespace, options: Options, proved: PipelineSchedule) -> None:
+    def __init__(self, args: argparse.Namespace, proved: PipelineSchedule) -> None:
         self._args = args
-        self._options = options
         self._proved = proved
         self._schedule: PipelineSchedule | None = None
         self._chunks: Sequence[torch.nn.Module] = ()
@@ -107,7 +106,7 @@ class Session:
         self._schedule = schedule_of(self._args, tied_embeddings=_any_rank_ties(self._chunks))
         if self._schedule != self._proved:
             prove(self._schedule, batches_of(self._args))
-        if "overlap_grad_reduce" in overlaps_off(self._args, self._options, self._schedule):
+        if "overlap_grad_reduce" in overlaps_off(self._args, self._schedule):
             for chunk in self._chunks:  # the buckets stay: they decide the order of norms and checkpoints' layout
                 chunk.ddp_config.overlap_grad_reduce = False
         if self._schedule.splits_backward or not updated_by_megatron(self._schedule.weights):
@@ -123,7 +122,7 @@ class Session:
                 stage=parallel_state.get_pipeline_model_parallel_rank(), timeout=self.timeout,
             )  # fmt: skip
             self._ours.update.show_newest()  # a checkpoint must be loaded into the newest version, not a prediction
-            self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=self._options.schedule)
+            self.checkpoints = VersionsInCheckpoints(self._chunks, self._ours.update, name=name_of(self._args))
 
     def loaded(self, iteration: int) -> None:
         """Restore the project's entries of the loaded checkpoint. `iteration`: its batches; 0 if none was loaded."""
@@ -142,7 +141,7 @@ class Session:
             say("--skip-train: no schedule has anything to do")
             return
         say(self._description())
-        if delay := late_weights.description(self._schedule, self._options.schedule, max(batches_of(self._args))):
+        if delay := late_weights.description(self._schedule, name_of(self._args), max(batches_of(self._args))):
             say(delay)
 
     def _description(self) -> str:
@@ -151,7 +150,7 @@ class Session:
         microbatches = f"{least} to {most} microbatches" if least != most else counted(most, "microbatch")
         who = "the engine steps the optimizer" if self.steps_itself else "Megatron-LM reduces gradients and steps"
         return (
-            f"{self._options.flag}: {counted(schedule.num_stages, 'stage')} on "
+            f"{flag_of(self._args)}: {counted(schedule.num_stages, 'stage')} on "
             f"{counted(schedule.num_ranks, 'rank')}, {microbatches} a batch, proved; {who}"
         )
 
@@ -164,7 +163,7 @@ class Session:
             with self._refusing():
                 require_ordinary_call(call)
                 update = self._theirs or self._ours.update
-                self._rank = build_stages(self._args, self._options, self._schedule, self._chunks, update, call)
+                self._rank = build_stages(self._args, self._schedule, self._chunks, update, call)
         rank, num_microbatches = self._rank, call["num_microbatches"]
         rank.feed(call)
         num_samples = num_microbatches * call["micro_batch_size"] * self._args.data_parallel_size
@@ -214,13 +213,14 @@ class Session:
         if self._rank is None or self._is_refused:
             return
         self.drain()
-        engine, options = self._rank.engine, self._options
+        engine, args = self._rank.engine, self._args
         if self.steps_itself and self._ours.newest is not None:
             say(f"the last iteration: {_outcome(self._ours.newest)}")
-        if options.counts_activations:
+        if args.pipeline_log_saved_activations:
             self._say_saved()
-        if options.timeline is not None:
-            write_timeline(engine, options.timeline, drains=self._drains, most=options.timeline_iterations)
+        if args.pipeline_timeline is not None:
+            folder, most = Path(args.pipeline_timeline), args.pipeline_timeline_iterations
+            write_timeline(engine, folder, drains=self._drains, most=most)
         engine.close()
         if self._ours is not None:
             self._ours.update.close()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron import backend
 from megatron.core import parallel_state
-from megatron.pipeline.dropin.flags import Options, batches_of
+from megatron.pipeline.dropin.flags import batches_of
 from megatron.pipeline.dropin.updates import ForwardStep, MegatronUpdate
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import Microbatch
@@ -118,7 +118,6 @@ def _require_global(name: str, expected: Mapping[str, Callable[[], Any]], given:
 
 def build_stages(
     args: argparse.Namespace,
-    options: Options,
     schedule: PipelineSchedule,
     chunks: Sequence[torch.nn.Module],
     update: MegatronUpdate | MegatronWeightUpdate,
@@ -137,7 +136,7 @@ def build_stages(
         for number, (stage, chunk) in enumerate(zip(own, chunks, strict=True))
     ]  # fmt: skip
     moves = schedule.swaps or bool(schedule.evicting_ranks((max(batches_of(args)),)))
-    memory = ActivationMemory(backend.device()) if moves or options.counts_activations else None
+    memory = ActivationMemory(backend.device()) if moves or args.pipeline_log_saved_activations else None
     kind = OverlappedStage if chunks[0].ddp_config.overlap_grad_reduce else MegatronStage
     stages = [
         kind(
@@ -148,7 +147,7 @@ def build_stages(
         for stage, chunk, step in zip(own, chunks, steps, strict=True)
     ]  # fmt: skip
     clock = CudaClock() if backend.is_cuda() else HostClock()
-    traced = 0 if options.timeline is None else 2 * options.timeline_iterations + _TRACED_EXTRA
+    traced = 0 if args.pipeline_timeline is None else 2 * args.pipeline_timeline_iterations + _TRACED_EXTRA
     engine = PipelineEngine(
         schedule, stages, update,
         ranks=torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group()),

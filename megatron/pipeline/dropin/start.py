@@ -13,8 +13,8 @@ from megatron.pipeline.check.hardware_queues import require_hardware_queues
 from megatron.pipeline.dropin.flags import (
     PAIR_ADJACENT,
     STANDARD,
-    Options,
     batches_of,
+    flag_of,
     prove,
     schedule_of,
     updated_by_megatron,
@@ -36,7 +36,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The variable that torchrun sets to `True` if its agent hosts the job's store, which does not move with the ranks."""
 
 
-def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
+def prepare(args: argparse.Namespace) -> PipelineSchedule:
     """Prove the schedule that `args` name, give this process its rank, and return the schedule.
 
     Collective if the ranks change: every rank of the job must call it.
@@ -47,30 +47,30 @@ def prepare(args: argparse.Namespace, options: Options) -> PipelineSchedule:
     schedule = schedule_of(args, tied_embeddings=not getattr(args, "untie_embeddings_and_output_weights", False))
     batches = batches_of(args)
     prove(schedule, batches)
-    for name, reason in overlaps_off(args, options, schedule).items():
-        say(f"note: --{name.replace('_', '-')} is off: {options.flag} {reason}")
+    for name, reason in overlaps_off(args, schedule).items():
+        say(f"note: --{name.replace('_', '-')} is off: {flag_of(args)} {reason}")
         if name == "overlap_param_gather":  # `Session` turns overlap_grad_reduce off after the buckets are laid out
             args.overlap_param_gather = False
     if backend.is_cuda() and getattr(args, "distributed_backend", "nccl") == "nccl":
         require_hardware_queues(
-            schedule, os.environ, flag=options.flag, tensor=args.tensor_model_parallel_size,
+            schedule, os.environ, flag=flag_of(args), tensor=args.tensor_model_parallel_size,
             data=args.data_parallel_size, pipeline=args.pipeline_model_parallel_size,
             distributed_optimizer=args.use_distributed_optimizer, max_microbatches=max(batches),
             moves_activations=bool(schedule.evicting_ranks((max(batches),))),
         )  # fmt: skip
     if schedule.splits_backward and getattr(args, "transformer_impl", "local") == "transformer_engine":
         raise ValueError(
-            f"{options.flag} splits backwards, and the linears of --transformer-impl "
+            f"{flag_of(args)} splits backwards, and the linears of --transformer-impl "
             "transformer_engine compute both halves at once; give --transformer-impl local, or use flush"
         )
     if not updated_by_megatron(schedule.weights):
-        _require_engine_that_follows(args, options)
-    if options.rank_mapping != STANDARD:
-        _map_ranks(args, options, schedule, max(batches))
+        _require_engine_that_follows(args)
+    if args.pipeline_rank_mapping != STANDARD:
+        _map_ranks(args, schedule, max(batches))
     return schedule
 
 
-def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineSchedule) -> dict[str, str]:
+def overlaps_off(args: argparse.Namespace, schedule: PipelineSchedule) -> dict[str, str]:
     """The overlaps that `args` ask for and that the schedule cannot support: name -> reason.
 
     Under a schedule that drains, with whole backwards and activations that stay on their rank, all overlaps work:
@@ -84,14 +84,14 @@ def overlaps_off(args: argparse.Namespace, options: Options, schedule: PipelineS
         }
     elif schedule.splits_backward:
         why = {"overlap_grad_reduce": "makes gradients in W, behind the backwards in which they would be reduced"}
-    elif options.counts_activations or schedule.evicting_ranks((max(batches_of(args)),)):
+    elif args.pipeline_log_saved_activations or schedule.evicting_ranks((max(batches_of(args)),)):
         why = {"overlap_grad_reduce": "moves or counts activations, and their backwards do not tell what is complete"}
     else:
         why = {}
     return {name: reason for name, reason in why.items() if getattr(args, name, False)}
 
 
-def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> None:
+def _require_engine_that_follows(args: argparse.Namespace) -> None:
     """Raise ValueError if this Transformer Engine adds gradients to the buffer that was current in the forward.
 
     Under delayed weights two batches have gradient buffers of their own, so the backward must choose the buffer.
@@ -102,13 +102,14 @@ def _require_engine_that_follows(args: argparse.Namespace, options: Options) -> 
     version = installed_version()
     if engine_keeps_main_grad(version):
         raise ValueError(
-            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and {options.flag} "
+            f"Transformer Engine {version} adds to the gradient buffer of its forward's time, and {flag_of(args)} "
             f"has two; install {LOOKS_UP_GRADIENTS} or later, or give "
             "--no-gradient-accumulation-fusion"
         )
 
 
-def _map_ranks(args: argparse.Namespace, options: Options, schedule: PipelineSchedule, max_microbatches: int) -> None:
+def _map_ranks(args: argparse.Namespace, schedule: PipelineSchedule, max_microbatches: int) -> None:
+    asked = args.pipeline_rank_mapping
     degrees = Degrees(
         tensor=args.tensor_model_parallel_size, pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size, pipelines_in_a_row=getattr(args, "use_tp_pp_dp_mapping", False),
@@ -117,18 +118,15 @@ def _map_ranks(args: argparse.Namespace, options: Options, schedule: PipelineSch
 
     def decide(processes: Sequence[Process]) -> tuple[list[int], list[str]]:
         slots = find_slots(processes)
-        if options.rank_mapping == PAIR_ADJACENT:
-            mapping = pair_adjacent(degrees)
-        else:
-            mapping = load_mapping(options.rank_mapping, degrees.world_size)
-        line = f"--pipeline-rank-mapping {options.rank_mapping} on {counted(len(slots.nodes), 'node')}"
+        mapping = pair_adjacent(degrees) if asked == PAIR_ADJACENT else load_mapping(asked, degrees.world_size)
+        line = f"--pipeline-rank-mapping {asked} on {counted(len(slots.nodes), 'node')}"
         if evicting:
             line += f": {describe_crossing(mapping, degrees, slots.node_sizes, evicting)}"
         return list(slots.logical_ranks(mapping)), [line]
 
     if os.environ.get(_AGENT_STORE) != str(True):
         raise ValueError(
-            f"--pipeline-rank-mapping {options.rank_mapping} gives processes other ranks over torchrun's store, and "
+            f"--pipeline-rank-mapping {asked} gives processes other ranks over torchrun's store, and "
             "this job has none; start it through torchrun"
         )
     timeout = timedelta(minutes=args.distributed_timeout_minutes)

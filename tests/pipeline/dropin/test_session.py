@@ -9,7 +9,6 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.dropin.flags import options_of
 from megatron.pipeline.dropin.session import Session
 from megatron.pipeline.dropin.start import prepare
 from megatron.pipeline.dropin.updates import EngineUpdate
@@ -36,7 +35,7 @@ def made():
 
     def make(report):
         args = arguments("--pipeline-schedule 2bw")
-        session, chunk = Session(args, options_of(args), prepare(args, options_of(args))), torch.nn.Linear(1, 1)
+        session, chunk = Session(args, prepare(args)), torch.nn.Linear(1, 1)
         session._chunks = [chunk]
         session._ours = EngineUpdate.__new__(EngineUpdate)
         session._ours.newest, session._ours._engine_acts = None, False

@@ -4,12 +4,8 @@ import pytest
 
 from megatron import backend
 from megatron.pipeline.dropin import start
-from megatron.pipeline.dropin.flags import options_of
+from megatron.pipeline.dropin.start import prepare
 from tests.pipeline.dropin.arguments import arguments
-
-
-def prepare(args):
-    start.prepare(args, options_of(args))
 
 
 def test_hardware_queues_are_asked_for_on_cuda_alone(monkeypatch):
@@ -79,8 +75,7 @@ def test_overlaps_that_a_schedule_has_no_room_for_are_off(schedule, stages, off,
             f"--pipeline-schedule {schedule}", data_parallel_size=2, pipeline_model_parallel_size=stages,
             global_batch_size=32, **dict.fromkeys(names, given),
         )  # fmt: skip
-        options = options_of(args)
-        found = start.overlaps_off(args, options, start.prepare(args, options))
+        found = start.overlaps_off(args, start.prepare(args))
         lines = capsys.readouterr().out.splitlines()
         assert args.overlap_grad_reduce is given and list(found) == (off[:1] if given else [])
         assert args.overlap_param_gather is (given and "overlap_param_gather" not in off)
