@@ -75,34 +75,20 @@ class Streams(Protocol):
         """A process group that works on a stream of its own, with at most `max_ctas` blocks (`nccl_communicator`)."""
 
 
-class CpuStreams:
-    """The streams of a CPU, whose work is done when a call returns: events are None, and waiting is a no-op."""
+class CpuStreams(Streams):
+    """The streams of a CPU, whose work is done when a call returns: streams and events are None, and what is not
+    defined here is a no-op."""
 
     runs_ahead = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def enter_thread(self) -> None:
-        pass
-
-    def make(self) -> Stream:
-        return None
-
     def on(self, stream: Stream) -> AbstractContextManager:
         return nullcontext()
 
-    def record(self) -> Event:
-        return None
-
-    def wait(self, event: Event) -> None:
-        pass
-
     def is_done(self, event: Event) -> bool:
         return True
-
-    def finish(self, event: Event) -> None:
-        pass
 
     def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A zeroed shared mapping, since the process's private memory stands for the device's memory."""

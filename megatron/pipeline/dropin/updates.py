@@ -27,7 +27,7 @@ from megatron.backend.streams import streams_of
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
+from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, WeightUpdate
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 
@@ -195,8 +195,9 @@ class _OneVersion:
         pass
 
 
-class MegatronUpdate:
-    """A `WeightUpdate` that leaves the update to Megatron-LM: reductions and steps are no-ops.
+class MegatronUpdate(WeightUpdate):
+    """A `WeightUpdate` that leaves the update to Megatron-LM: reductions, which a program from a file may contain, and
+    steps are no-ops.
 
     Args:
         chunks: the rank's model chunks, as Megatron-LM wraps them.
@@ -241,15 +242,6 @@ class MegatronUpdate:
         """The factor on the losses of the running batch."""
         return self._loss_scale
 
-    def begin_backward(self, info: BatchInfo) -> None:
-        pass
-
-    def resume_backward(self, info: BatchInfo) -> None:
-        pass
-
-    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
-        pass
-
     def step(self, version: int) -> BatchReport:
         return BatchReport(batch=version - 1, loss_scale=self._loss_scale)
 
@@ -257,16 +249,5 @@ class MegatronUpdate:
         """The weight versions that a stage uses."""
         return _OneVersion()
 
-    # A program from a file may contain these reductions, which Megatron-LM makes itself.
-
-    def reduce_grad(self, version: int, stage: int) -> None:
-        pass
-
-    def reduce_embed(self, version: int) -> None:
-        pass
-
     def begin_evaluation(self) -> None:
         raise AssertionError("Megatron-LM evaluates")
-
-    def show_newest(self) -> None:
-        pass

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, distributed_c10d, is_initialized
@@ -239,23 +239,15 @@ class LossCounts:
         return f"{batch}/{position}/{replica}"
 
 
-class Running(Protocol):
-    """A running pipeline. `has_failed`: whether the state of its work is unknown, so that it is not drained."""
-
-    has_failed: bool
-
-    def close(self) -> None: ...
+_running: dict[Any, bool] = {}  # Pipeline -> whether closing it needs the process group
 
 
-_running: dict[Running, bool] = {}  # pipeline -> whether closing it needs the process group
-
-
-def close_at_exit(pipeline: Running, *, needs_group: bool) -> None:
+def close_at_exit(pipeline: Any, *, needs_group: bool) -> None:
     """Close `pipeline` when the script ends. `needs_group`: whether closing it needs the process group."""
     _running[pipeline] = needs_group
 
 
-def leave_at_exit(pipeline: Running) -> None:
+def leave_at_exit(pipeline: Any) -> None:
     """Do not close `pipeline` when the script ends: it is closed already, or its failure ends the process."""
     _running.pop(pipeline, None)
 

@@ -40,6 +40,8 @@ Where steps are optimistic, ``reduce_norm`` comes after ``step``, too. The next 
 
     validate(version)        main thread, after reduce_norm(version): whether the step was right
     roll_back(version)       if not, on all ranks: undo it and take the right one; begin_batch is then called again
+
+A class that derives from a protocol does nothing where it has no method of its own.
 """
 
 from __future__ import annotations

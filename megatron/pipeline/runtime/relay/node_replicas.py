@@ -132,7 +132,7 @@ class NodeReplicas:
                 said = torch.tensor([os.getpid(), file, token])
         except (OSError, RuntimeError) as error:
             problem = f"{num_bytes / 2**30:.3g} GiB cannot be mapped ({error})"
-        self.group.broadcast([said], _root(0)).wait()
+        self.group.broadcast([said], dist.BroadcastOptions()).wait()  # from the first
         try:
             if self.index > 0 and said[0] > 0:
                 memory = _mapped(*said.tolist(), count, dtype)
@@ -168,12 +168,6 @@ def _mapped(process: int, file: int, token: int, count: int, dtype: torch.dtype)
     if f"memfd:{_name(token)}" not in os.readlink(path):  # another host with the same name
         raise OSError(f"{path} is another file")
     return torch.from_file(path, shared=True, size=count, dtype=dtype)
-
-
-def _root(rank: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank = rank
-    return options
 
 
 def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:

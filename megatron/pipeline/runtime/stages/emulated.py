@@ -24,7 +24,21 @@ from megatron.pipeline.program.edges import StageGraph
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.program.instruction import Tensor as Travelling
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
-from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.stage import (
+    BatchInfo,
+    BatchReport,
+    Eviction,
+    GraphStage,
+    Microbatch,
+    OptimisticUpdate,
+    PredictingUpdate,
+    RelayUpdate,
+    RepeatingStage,
+    SplittingStage,
+    Stage,
+    StageUpdate,
+    StagewiseUpdate,
+)
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.update.gradients import all_reduce_norm
 
@@ -86,7 +100,7 @@ class EmulatedTimes:
         return self.backward_input, self.backward_weight
 
 
-class EmulatedStage:
+class EmulatedStage(Stage, SplittingStage, RepeatingStage):
     """Stage `index` of a chain of `num_stages` that sleeps instead of computing.
 
     Args:
@@ -133,9 +147,6 @@ class EmulatedStage:
         self._halfway: set[int] = set()  # microbatches between I and W
         sharpen_sleep()
 
-    def load_version(self, version: int) -> None:
-        """Do nothing."""
-
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         sleep_for(self._times.forward)
         if self._memory is not None:
@@ -148,11 +159,6 @@ class EmulatedStage:
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
         return self._backward(microbatch, self._times.backward)
-
-    def split_backward(self) -> None:
-        """Do nothing."""
-
-    begin_trial = end_trial = split_backward
 
     def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
         """Forget these microbatches."""
@@ -182,9 +188,6 @@ class EmulatedStage:
             del self._saved[microbatch.index]
             self._memory.drop(self.index, microbatch.index)
         return self._input_grad
-
-    def free_output(self, microbatch: Microbatch) -> None:
-        """Do nothing."""
 
     def saved_bytes(self, microbatch: Microbatch) -> int:
         return self._activation_bytes if microbatch.index in self._saved else 0
@@ -235,7 +238,7 @@ class EmulatedStage:
         return {}
 
 
-class EmulatedGraphStage(EmulatedStage):
+class EmulatedGraphStage(EmulatedStage, GraphStage):
     """Stage `index` of `graph` that sleeps for `times` instead of computing.
 
     It sends `payload_bytes` per microbatch over each of its edges, in both directions.
@@ -250,12 +253,6 @@ class EmulatedGraphStage(EmulatedStage):
 
     def edges_at(self, microbatch: Microbatch) -> Mapping[int, EdgeTensors]:
         return self.edges
-
-    def load_ahead(self, version: int, horizon: int) -> None:
-        """Do nothing."""
-
-    def load_provisional(self, version: int, unstepped: int) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +270,7 @@ class EmulatedReduction:
             sleep_for(self.seconds)
 
 
-class EmulatedUpdate:
+class EmulatedUpdate(OptimisticUpdate, PredictingUpdate):
     """A weight update without weights, whose reductions are real and whose other calls sleep.
 
     Args:
@@ -312,12 +309,6 @@ class EmulatedUpdate:
         self._reports[info.index + 1] = BatchReport(batch=info.index, num_samples=info.num_samples)
         self._unfinished[info.index + 1] = 2
 
-    def begin_backward(self, info: BatchInfo) -> None:
-        """Do nothing."""
-
-    def resume_backward(self, info: BatchInfo) -> None:
-        """Do nothing."""
-
     def reduce_grad(self, version: int, stage: int) -> None:
         self.reduce_partial(version)
 
@@ -347,23 +338,12 @@ class EmulatedUpdate:
         sleep_for(self._step_seconds)
         return self._report(version)
 
-    def begin_evaluation(self) -> None:
-        """Do nothing."""
-
-    show_newest = give_up = begin_evaluation
-
     def validate(self, version: int) -> bool:
         """Accept every step."""
         return True
 
-    def roll_back(self, version: int) -> None:
-        """Do nothing."""
-
     def hold(self, version: int, num_microbatches: int) -> None:
         sleep_for(self._hold_seconds)
-
-    def hold_embed(self, version: int, num_microbatches: int) -> None:
-        """Do nothing."""
 
     reduce_partial_embed = reduce_embed
 
@@ -381,7 +361,7 @@ class EmulatedUpdate:
         return self._reports.pop(version)
 
 
-class EmulatedStageUpdates(EmulatedUpdate):
+class EmulatedStageUpdates(EmulatedUpdate, StagewiseUpdate):
     """An `EmulatedUpdate` of a rank whose stages step separately; the STEP of each stage sleeps for `step_seconds`."""
 
     def of_stage(self, stage: int) -> _StageStep:
@@ -392,17 +372,14 @@ class EmulatedStageUpdates(EmulatedUpdate):
         return self._report(version)
 
 
-class _StageStep(EmulatedUpdate):
+class _StageStep(EmulatedUpdate, StageUpdate):
     """The update of one stage that steps separately."""
-
-    def begin_forward(self, info: BatchInfo, version: int) -> None:
-        """Do nothing."""
 
     def step(self, version: int) -> None:
         sleep_for(self._step_seconds)
 
 
-class EmulatedRelayUpdate(EmulatedUpdate):
+class EmulatedRelayUpdate(EmulatedUpdate, RelayUpdate):
     """An `EmulatedUpdate` of a rank whose weights live on the host: the calls of its lanes sleep.
 
     Args:
@@ -428,9 +405,6 @@ class EmulatedRelayUpdate(EmulatedUpdate):
 
     def free(self, stage: int) -> Callable[[], None]:
         return self._sleep(Kind.FREE, stage)
-
-    def accumulate(self, stage: int) -> None:
-        """Do nothing."""
 
     def store_grad(self, stage: int, version: int) -> Callable[[], None]:
         return self._sleep(Kind.STORE_GRAD, stage)

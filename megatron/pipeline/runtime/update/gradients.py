@@ -192,10 +192,6 @@ class NormReduction:
     def norm(self) -> float:
         return math.sqrt(self.norm_squared)
 
-    @property
-    def mean_losses(self) -> dict[str, float]:
-        return {name: numerator / denominator for name, (numerator, denominator) in self.losses.items() if denominator}
-
 
 def all_reduce_norm(
     *,

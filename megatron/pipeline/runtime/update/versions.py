@@ -287,7 +287,7 @@ class AheadVersions(WeightVersions):
 
     Args:
         ahead: the attribute of the weight policy.
-        parameters, first_version, make_slot, on_switch: as for `WeightVersions`.
+        parameters, first_version: as for `WeightVersions`.
 
     Attributes:
         num_made: how often weights ahead have been computed.
@@ -299,10 +299,8 @@ class AheadVersions(WeightVersions):
         *,
         ahead: Ahead = Ahead.PREDICTION,
         first_version: int = 0,
-        make_slot: Callable[[], Slot] | None = None,
-        on_switch: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(parameters, window=1, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
+        super().__init__(parameters, window=1, first_version=first_version)
         self.ahead = ahead
         self._make: Make | None = None
         self._made: tuple[int, int] | None = None  # the weights in the second slot: version, how far ahead

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -205,9 +205,7 @@ class PredictedVersions(WeightVersions):
         make_slot: Callable[[], Slot] | None = None,
         on_switch: Callable[[int], None] | None = None,
     ) -> None:
-        super().__init__(
-            parameters, window=2, first_version=first_version, make_slot=make_slot, on_switch=on_switch
-        )  # fmt: skip
+        super().__init__(parameters, window=2, first_version=first_version, make_slot=make_slot, on_switch=on_switch)
         names = self._parameters if stepped is None else stepped
         self._true = {name: self._parameters[name].data.clone() for name in names}
         self._has_masters = len(self._true) < len(self._parameters) or exchanges
@@ -224,12 +222,9 @@ class PredictedVersions(WeightVersions):
         for name, tensor in shown.items():
             self._parameters[name].data = tensor
 
-    @contextmanager
-    def predicting(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """Run a block that writes the predicted weights of `version` into the tensors that it receives, by name."""
-        tensors = self.prepare(version, copy=False)
-        with overwriting(self._parameters):
-            yield tensors
+    def predicting(self, version: int) -> AbstractContextManager[dict[str, Tensor]]:
+        """A block that writes the predicted weights of `version` into the tensors that it receives, by name."""
+        return self.making(version, copy=False)
 
     def show_newest(self) -> None:
         """Show the true weights, for an evaluation or a checkpoint.

@@ -24,7 +24,7 @@ see no change. A model that draws nothing gets no hooks.
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -210,13 +210,6 @@ class SeededDropout:
         part = f"/{self._context_rank}" if self._context_rank else ""
         key = f"{self._seed}/{self._sample}/{stack}/{number}/{state_name}/{rank}{part}"
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
-
-
-class UnseededDropout:
-    """Does not seed: the masks of a microbatch depend on the random numbers drawn before it."""
-
-    def microbatch(self, sample: int) -> AbstractContextManager:
-        return nullcontext()
 
 
 def _drops(model: nn.Module) -> bool:

@@ -39,7 +39,7 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import (
     RouterLosses,
     stage_of_layers,
 )
-from megatron.pipeline.runtime.stages.megatron.drawn import DrawnData, Recorder, SeededDropout, UnseededDropout
+from megatron.pipeline.runtime.stages.megatron.drawn import DrawnData, Recorder, SeededDropout
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
@@ -166,7 +166,7 @@ class MegatronStage:
         self._versions = None if self.is_frozen else update.versions_of(self.index)
         self._recompute, self._keeps = recompute, keeps
         assert seed is not None or not recompute, "a recomputed forward draws the same random numbers by the seed"
-        self._dropout = SeededDropout(model, seed=seed) if seed is not None else UnseededDropout()
+        self._seeded = SeededDropout(model, seed=seed).microbatch if seed is not None else nullcontext
         self._place = nullcontext if is_at_own_place else partial(at_stage, self.index, self.num_stages)
         self._micro_batch_size = micro_batch_size
         self.take_from_now(share)
@@ -281,7 +281,7 @@ class MegatronStage:
         self._engine_linears.show_batch(microbatch.batch)  # of layers that megatron.core recomputes
         self._router_losses.scale(scale / self._parts(microbatch))
         self._multi_token_losses.scale(scale / self._parts(microbatch))
-        with self._dropout.microbatch(self._sample(microbatch)):
+        with self._seeded(self._sample(microbatch)):
             if self._is_last:
                 torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
             else:
@@ -436,7 +436,7 @@ class MegatronStage:
         """Run the forward of the chunk. Return its output, on the last stage the loss to differentiate."""
         self._set_input_tensor(saved.input)
         with self._place():
-            with self._dropout.microbatch(self._sample(microbatch)), self._autocast():
+            with self._seeded(self._sample(microbatch)), self._autocast():
                 output, loss_function = self._forward_step(data, self.model)
             self._set_input_tensor(None)  # else the chunk would keep the input alive after the backward
             if (further := self._multi_token_losses.take()) and record:
