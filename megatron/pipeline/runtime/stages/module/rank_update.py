@@ -27,7 +27,7 @@ from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
 from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
 from megatron.pipeline.runtime.relay.input_stash import RelayLedger
 from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights
-from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
 from megatron.pipeline.runtime.update.gradients import norm_of
@@ -163,10 +163,10 @@ class ModuleRelayUpdate(HostUpdate):
         store: made from the parameters of the modules, in their order. Frozen ones are fetched alone.
         residency: the residency of the schedule.
         optimizer: made from the parameters of `store`.
-        scheduler, clip_grad, data_parallel_group, counts_in_norm, job_group, tied, loss_names, device: as for
-            `ModuleUpdate`.
+        scheduler, clip_grad: as for `ModuleUpdate`.
         frozen: the stages that have only forwards.
         observe: called with the norms of the gradients of each batch that is stepped, by name, before clipping.
+        reduction: as for `ModuleUpdate`.
 
     Attributes:
         weights: the weights on the device.
@@ -190,21 +190,18 @@ class ModuleRelayUpdate(HostUpdate):
         optimizer: torch.optim.Optimizer,
         scheduler: Any = None,
         clip_grad: float = 0.0,
-        data_parallel_group: Any = None,
-        counts_in_norm: bool = True,
-        job_group: Any = None,
-        tied: TiedParameter | None = None,
-        loss_names: tuple[str, ...] = ("loss",),
         frozen: Iterable[int] = (),
         observe: Callable[[Mapping[str, Tensor]], None] | None = None,
-        device: torch.device | str = "cpu",
+        **reduction: Any,
     ) -> None:
         if residency.is_eager and clip_grad:
             raise ValueError(
                 f"an eager update is made before the norm is known, and gradients are clipped to {clip_grad:g}; use "
                 "deferred updates, or do not clip"
             )
-        if store.is_shared and data_parallel_group is None:
+        self._reduction = ModuleReduction(**reduction)
+        self.reduces_stages = self._reduction.data_parallel_group is not None
+        if store.is_shared and not self.reduces_stages:
             raise ValueError(
                 f"replicas on {store.replicas.host} share the store, of which each steps a part, and their gradients "
                 "are not averaged; give their data_parallel_group, or each a store of its own"
@@ -217,7 +214,7 @@ class ModuleRelayUpdate(HostUpdate):
         self._observe = observe
         self._observed: dict[str, Tensor] = {}  # the norms of the batch between its reduction and its step
         self._clip_grad = clip_grad
-        self._host = HostOptimizer(optimizer, store)
+        self._host, device = HostOptimizer(optimizer, store), self._reduction.device
         self.weights = self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
         self.versions = HostVersions(store, self.resident)
         self.gradients = StageGradients(store.stages, self.resident.parameters, device=device)
@@ -227,17 +224,7 @@ class ModuleRelayUpdate(HostUpdate):
             always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
             on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
         )
-        self._tied = tied
-        self._reduction = ModuleReduction(
-            data_parallel_group=data_parallel_group,
-            job_group=job_group,
-            tied=tied,
-            counts_in_norm=counts_in_norm,
-            loss_names=loss_names,
-            device=torch.device(device),
-        )
-        self.reduces_stages = data_parallel_group is not None
-        self._keep_tied(has_tied=tied is not None, device=self._reduction.device)
+        self._keep_tied(has_tied=self._reduction.tied is not None, device=device)
         self._reduction.warm_up()
 
     def _new_report(self, info: BatchInfo) -> BatchReport:
@@ -250,7 +237,7 @@ class ModuleRelayUpdate(HostUpdate):
         return self.gradients.norms(stage)
 
     def _places_of_tied(self) -> dict[str, tuple[str, HostStage]]:
-        names = () if self._tied is None else self._tied.names
+        names = () if self._reduction.tied is None else self._reduction.tied.names
         return {
             name: (name, place) for place in self.store.stages.values() for name in place.gradients if name in names
         }

@@ -46,7 +46,7 @@ class ModuleReduction:
         tied: the tied parameter of which this rank has copies; None: it has none.
         counts_in_norm: False on all replicas, or copies, but one.
         loss_names: the names of the losses, the same on all ranks.
-        device: a device on which the groups communicate.
+        device: a device on which the groups communicate, and of what is reduced.
 
     Raises:
         ValueError: both `data_parallel_group` and `copies_group` are given.
@@ -58,9 +58,10 @@ class ModuleReduction:
     tied: TiedParameter | None = None
     counts_in_norm: bool = True
     loss_names: tuple[str, ...] = ("loss",)
-    device: torch.device
+    device: torch.device | str = "cpu"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
         if None not in (self.data_parallel_group, self.copies_group):
             raise ValueError(
                 "data_parallel_group and copies_group are both given, and the copies of a stage are its replicas; give "

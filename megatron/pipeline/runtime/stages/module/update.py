@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron.pipeline.program.weight_policies import Ahead
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
-from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, TiedParameter, clip_factor
+from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.update.gradients import (
     Batch,
@@ -67,13 +67,6 @@ class ModuleUpdate(DeviceUpdate):
         scheduler: a torch learning-rate scheduler over the torch optimizer; None: a constant learning rate.
         clip_grad: the global norm to which gradients are clipped; 0: no clipping.
         num_grad_buffers: the delay of the weight policy in batches + 1: 1 with flushes, 2 under 2bw.
-        data_parallel_group: the replicas of this rank; None for one replica.
-        copies_group: in a program with copies of stages, the ranks with copies of this rank's, in place of
-            `data_parallel_group`; None for one copy. See `ModuleReduction`.
-        counts_in_norm: False on all replicas, or copies, but one.
-        job_group: all ranks of the job; None for a single rank.
-        tied: the tied parameter of which this rank has copies; None: it has none.
-        loss_names: the names of the losses, the same on all ranks.
         reduce_partial: predictions read the mean of the gradients over the replicas. `versions` are
             `PredictedVersions`.
         provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
@@ -85,7 +78,8 @@ class ModuleUpdate(DeviceUpdate):
         scales: the loss scales, by which the gradients are multiplied; `optimizer` is then `MasterWeights`, and the
             norm comes before the step. None: gradients are not scaled.
         observe: called with the gradients of each batch that is stepped, by name, before they are clipped.
-        device: the device of the parameters.
+        reduction: the arguments of `ModuleReduction`: groups, losses, the tied parameter, and the device of the
+            parameters.
 
     Attributes:
         scales: as given.
@@ -107,19 +101,13 @@ class ModuleUpdate(DeviceUpdate):
         scheduler: Any = None,
         clip_grad: float = 0.0,
         num_grad_buffers: int = 2,
-        data_parallel_group: Any = None,
-        copies_group: Any = None,
-        counts_in_norm: bool = True,
-        job_group: Any = None,
-        tied: TiedParameter | None = None,
-        loss_names: tuple[str, ...] = ("loss",),
         reduce_partial: bool = False,
         provisional_microbatches: int | None = None,
         skips_unused: bool = False,
         counts: Counts = by_microbatches,
         scales: LossScales | None = None,
         observe: Callable[[Mapping[str, Tensor]], None] | None = None,
-        device: torch.device | str = "cpu",
+        **reduction: Any,
     ) -> None:
         buffers = GradientBuffers(parameters, num_buffers=num_grad_buffers, notes_writes=skips_unused)
         super().__init__(
@@ -129,16 +117,7 @@ class ModuleUpdate(DeviceUpdate):
         self.scheduler = scheduler
         self.scales = scales
         self._clip_grad = clip_grad
-        self._tied = tied
-        self._reduction = ModuleReduction(
-            data_parallel_group=data_parallel_group,
-            copies_group=copies_group,
-            job_group=job_group,
-            tied=tied,
-            counts_in_norm=counts_in_norm,
-            loss_names=loss_names,
-            device=torch.device(device),
-        )
+        self._reduction = ModuleReduction(**reduction)
         self._uniform = provisional_microbatches is not None
         self._skips_unused = skips_unused
         self._counts = counts
@@ -162,7 +141,6 @@ class ModuleUpdate(DeviceUpdate):
         """
         assert not self._batches, "what is in flight is reduced over the ranks of before"
         self._reduction = replace(self._reduction, **changes)
-        self._tied = self._reduction.tied
         self._reduction.warm_up()
 
     def _maker(self, ahead: Ahead, parameters: Mapping[str, torch.nn.Parameter]) -> Make:
@@ -201,13 +179,15 @@ class ModuleUpdate(DeviceUpdate):
         self._reduction.over_data(batch.buffer)
 
     def reduce_embed(self, version: int) -> None:
-        if self._tied is not None and self._tied.group is not None:
+        tied = self._reduction.tied
+        if tied is not None and tied.group is not None:
             self._reduction.add_copies(self._batches[version].buffer.views)
 
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         batch = self._batches[version]
         stepped = batch.buffer is None
-        if self._tied is not None and self._tied.group is None:  # no REDUCE_EMBED for a single rank
+        tied = self._reduction.tied
+        if tied is not None and tied.group is None:  # no REDUCE_EMBED for a single rank
             assert not stepped, "tied copies are added up before the step"
             self._reduction.add_copies(batch.buffer.views)
         local = (batch.norm_squared if stepped else self._norm_squared(batch.buffer)).item()
@@ -358,23 +338,11 @@ class FrozenUpdate:
     """The weight update of a rank whose stages are all frozen. Its reports have a learning rate of 0.
 
     Args:
-        job_group: all ranks of the job, used for nothing else; None for a single rank.
-        counts_in_norm: False on all replicas but one.
-        loss_names: the names of the losses, the same on all ranks.
-        device: a device on which the group communicates.
+        reduction: the arguments of `ModuleReduction`, of which `job_group` is the only group.
     """
 
-    def __init__(
-        self,
-        *,
-        job_group: Any = None,
-        counts_in_norm: bool = True,
-        loss_names: tuple[str, ...] = ("loss",),
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self._reduction = ModuleReduction(
-            job_group=job_group, counts_in_norm=counts_in_norm, loss_names=loss_names, device=torch.device(device)
-        )
+    def __init__(self, **reduction: Any) -> None:
+        self._reduction = ModuleReduction(**reduction)
         self._reports: dict[int, BatchReport] = {}  # key: the version that the batch's step makes
         self._reduction.warm_up()
 
