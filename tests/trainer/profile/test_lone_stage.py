@@ -51,7 +51,7 @@ def time_case(plans: list[StagePlan], halves: bool = False) -> list[dict]:
                 "samples": samples,
                 "num_parameters": lone.num_parameters,
                 "num_starts": len(starts),
-                "num_saved": len(lone.stage._saved),
+                "num_saved": len(lone.stage.activations),
                 "deferred_bytes": lone.deferred_bytes,
                 "model": planner_records.architecture(args),
             }

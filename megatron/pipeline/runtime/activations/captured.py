@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.backend.streams import Event, streams_of
 from megatron.pipeline.runtime.activations.saved_tensors import ActivationLayout, SavedTensors, storages_of
-from megatron.pipeline.runtime.contract.stage import Eviction
+from megatron.pipeline.runtime.contract.stage import Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import num_holders
 
 
@@ -189,13 +189,13 @@ class SavedActivations:
         input: the leaf that receives the input's gradient; None on the first stage.
         root: the start of the backward: an edge of the graph, which does not hold the output's storage. None while a
             recompute is due.
-        context: any other data that the stage needs to recompute.
+        kept_input: the input, as `CapturedActivations` keeps it for a recompute.
         random_state: the generators' states, where a recompute is due.
     """
 
     input: Tensor | None = None
     root: Any = None
-    context: Any = None
+    kept_input: Any = None
     random_state: RandomState | None = None
 
 
@@ -355,3 +355,36 @@ class CapturedActivations:
     def load(self, microbatch: int, buffer: Tensor) -> None:
         """Let the backward of `microbatch` read from `buffer`. The pool counts it until nothing refers to it."""
         self._saved[microbatch].restore(buffer)
+
+
+class CapturingStage:
+    """Base of the stages of a chain, whose activations can be counted and moved. A subclass calls `_capture`.
+
+    Attributes:
+        index: the number of the stage.
+        activations: microbatch -> what is saved between its forward and its backward, with an `input` and its
+            `kept_input`.
+    """
+
+    index: int
+    activations: dict[int, Any]
+
+    def _capture(self, module: torch.nn.Module, memory: ActivationMemory | None) -> None:
+        self._captured = NotCaptured(self.index) if memory is None else CapturedActivations(self.index, module, memory)
+
+    def evict(self, microbatch: Microbatch) -> Eviction:
+        return self._captured.evict(microbatch.index)
+
+    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
+        self._captured.load(microbatch.index, buffer)
+
+    def saved_bytes(self, microbatch: Microbatch) -> int:
+        return self._captured.saved_bytes(microbatch.index)
+
+    def release_input(self, microbatch: Microbatch) -> Tensor:
+        saved = self.activations[microbatch.index]
+        input, saved.input, saved.kept_input = saved.input.detach(), None, None
+        return input
+
+    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
+        self.activations[microbatch.index].kept_input = input

@@ -1,19 +1,14 @@
 """A pipeline stage over a model chunk of megatron.core and Megatron's `forward_step`.
 
-`forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`. On the last stage `loss_func(output_tensor)`
-returns `(loss, numbers)`, or `(loss, num_tokens, numbers)` if the loss is a sum over tokens. `numbers` is a dict of the
-values to report, each a scalar or a tensor `[sum, count]`. The loss of a batch is the mean over its microbatches, or
-with `calculate_per_token_loss` in the configuration the mean over all of its tokens. Of ranks that share a microbatch
-(context parallelism) each returns its part of the loss, of the sum of losses, and of the number of tokens.
-`forward_step` decides whether the stage reads the data iterator. While `forward_step` runs, `parallel_state` gives the
-stage as the rank of the pipeline.
+`forward_step(data_iterator, model)` returns `(output_tensor, loss_func)`; what `loss_func` returns on the last stage is
+in `losses`. `forward_step` decides whether the stage reads the data iterator. While `forward_step` runs,
+`parallel_state` gives the stage as the rank of the pipeline.
 
 As in megatron.core, the storage of an output is freed as soon as the send has read it, and only its graph stays. The
 backward is started in autograd's C++ engine, which does not check the shape of the freed output as
 `torch.autograd.backward` does.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,9 +24,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward, deallocate_output_tensor
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron.pipeline.program.copies import Share
-from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturedActivations, NotCaptured
+from megatron.pipeline.runtime.activations.captured import ActivationMemory, CapturingStage
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts
-from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, NUM_TOKENS, Eviction, Microbatch
+from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, Eviction, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.stages.megatron.auxiliary import (
     ROUTER_LOSSES,
@@ -42,6 +37,7 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import (
 from megatron.pipeline.runtime.stages.megatron.drawn import DrawnData, Recorder, SeededDropout
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
+from megatron.pipeline.runtime.stages.megatron.losses import StageLosses
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import at_stage, without_first_layers
 from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelayUpdate
 from megatron.pipeline.runtime.stages.megatron.split_linears import (
@@ -93,7 +89,7 @@ class OutputCache(Protocol):
         """Begin to read the cached outputs for the next items of `data`."""
 
 
-class MegatronStage:
+class MegatronStage(CapturingStage):
     """`Stage` over a DDP-wrapped model chunk.
 
     Args:
@@ -173,21 +169,20 @@ class MegatronStage:
         self._is_last = self.index == self.num_stages - 1
         self.input_spec = None if self.index == 0 else self._edge(self.index - 1, seq_length, micro_batch_size)
         self.output_spec = None if self._is_last else self._edge(self.index, seq_length, micro_batch_size)
-        self._saved: dict[int, _SavedMicrobatch] = {}
+        self.activations: dict[int, _SavedMicrobatch] = {}
         self._products = DeferredProducts()
         self._not_put_off = weights_of_both_ends(model)
         # weights in FP8 that are kept, and lie in the graph, would be taken for activations
         self._engine_linears = EngineLinears(model, keeps_casts=bool(self._config.fp8) and activation_memory is None)
-        self._captured = self._capture_in(None if self.is_frozen else activation_memory)
-        self._losses: dict[int, list[dict[str, Tensor]]] = defaultdict(list)
+        self._require_freeable(None if self.is_frozen else activation_memory)
+        self._capture(model, None if self.is_frozen else activation_memory)
+        self._losses = StageLosses(self._config, loss_names)
         self._router_tokens = update.router_tokens
         self._router_losses = RouterLosses(model, takes=not {*ROUTER_LOSSES.values()}.isdisjoint(loss_names))
         self._multi_token_losses = MultiTokenLosses(model, self._config)
 
-    def _capture_in(self, memory: ActivationMemory | None) -> CapturedActivations | NotCaptured:
-        if memory is None:
-            return NotCaptured(self.index)
-        if self._config.recompute_granularity == "selective":
+    def _require_freeable(self, memory: ActivationMemory | None) -> None:
+        if memory is not None and self._config.recompute_granularity == "selective":
             held = _HELD_BY_AUTOGRAD.intersection(self._config.recompute_modules)
             if held:
                 raise ValueError(
@@ -195,7 +190,6 @@ class MegatronStage:
                     "leaves, which cannot be freed, so activations can be neither moved nor counted: recompute "
                     "core_attn, or neither balance nor count activations."
                 )
-        return CapturedActivations(self.index, self.model, memory)
 
     def _edge(self, source: int, seq_length: int, micro_batch_size: int) -> TensorSpec:
         """What stage `source` sends. With layers of multi-token prediction it has their outputs behind its own."""
@@ -208,7 +202,7 @@ class MegatronStage:
 
     def recompute_from_now(self, recompute: bool, *, keeps: frozenset[int]) -> None:
         """Let the program change. Precondition: the pipeline is drained, and the stage has a seed."""
-        assert not self._saved
+        assert not self.activations
         self._recompute, self._keeps = recompute, keeps
 
     def take_from_now(self, share: Share | None) -> None:
@@ -238,7 +232,7 @@ class MegatronStage:
         self._set_training(True)
         self._count_tokens(microbatch)
         self._engine_linears.begin_forward(microbatch.batch)
-        saved = self._saved[microbatch.index] = _SavedMicrobatch(input)
+        saved = self.activations[microbatch.index] = _SavedMicrobatch(input)
         data = self._drawn.of(microbatch.index, self.data_iterator, first=microbatch.index - microbatch.position)
         again = self._recompute and microbatch.position not in self._keeps
         with self._captured.capture(microbatch.index):
@@ -249,20 +243,20 @@ class MegatronStage:
             else:
                 self._require_input_grad(saved)
                 output = saved.output = self._run(microbatch, saved, data, record=True)
-                self._record(microbatch, self._router_losses.take())
+                self._losses.record(microbatch, self._router_losses.take())
         may_move = not (again and self._keeps)
         self._captured.seal(microbatch.index, input=saved.input, output=output, may_move=may_move)
         return None if self._is_last else output.detach()
 
     def recompute(self, microbatch: Microbatch) -> None:
         """Run the forward again from the saved input and data, with the weights that are shown, and build the graph."""
-        saved = self._saved[microbatch.index]
+        saved = self.activations[microbatch.index]
         self._count_tokens(microbatch)
         self._engine_linears.show_batch(microbatch.batch)
         saved.input = self._captured.kept(saved.kept_input)
         self._require_input_grad(saved)
         saved.output = self._run(microbatch, saved, saved.replay(), record=False)
-        self._record(microbatch, self._router_losses.take())
+        self._losses.record(microbatch, self._router_losses.take())
         self.free_output(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
@@ -274,13 +268,13 @@ class MegatronStage:
             return self._backward(microbatch, output_grad)
 
     def _backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
-        saved = self._saved.pop(microbatch.index)
+        saved = self.activations.pop(microbatch.index)
         assert saved.output is not None, f"backward of microbatch {microbatch.index} without its graph"
         scale = self._update.loss_scale(microbatch.batch)
         self._count_tokens(microbatch)
         self._engine_linears.show_batch(microbatch.batch)  # of layers that megatron.core recomputes
-        self._router_losses.scale(scale / self._parts(microbatch))
-        self._multi_token_losses.scale(scale / self._parts(microbatch))
+        self._router_losses.scale(scale / self._losses.parts(microbatch))
+        self._multi_token_losses.scale(scale / self._losses.parts(microbatch))
         with self._seeded(self._sample(microbatch)):
             if self._is_last:
                 torch.autograd.backward(saved.output, grad_tensors=torch.full_like(saved.output, scale))
@@ -288,7 +282,7 @@ class MegatronStage:
                 deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
                 custom_backward(saved.output, output_grad)
         if self._config.recompute_granularity is not None:  # layers that are recomputed have their losses now
-            self._record(microbatch, self._router_losses.take())
+            self._losses.record(microbatch, self._router_losses.take())
         self._captured.drop(microbatch.index)
         self._engine_linears.end_backward(microbatch.batch)
         return saved.input.grad if saved.input is not None and self._returns_gradient else None
@@ -304,15 +298,15 @@ class MegatronStage:
     def begin_again(self, microbatches: Sequence[Microbatch]) -> None:
         """Drop what the forwards of these microbatches have left, and read the same data for them again."""
         for microbatch in microbatches:
-            del self._saved[microbatch.index]
+            del self.activations[microbatch.index]
             self._captured.drop(microbatch.index)
-            self._losses.pop(microbatch.batch, None)
+            self._losses.drop(microbatch.batch)
         self._drawn.give_again()
 
     def abandon(self) -> None:
         """Drop what is saved of batches in flight. The data iterators have to be replaced."""
-        for index in list(self._saved):
-            del self._saved[index]
+        for index in list(self.activations):
+            del self.activations[index]
             self._captured.drop(index)
         self._losses.clear()
         self._products = DeferredProducts()
@@ -341,32 +335,14 @@ class MegatronStage:
 
     def free_output(self, microbatch: Microbatch) -> None:
         """Free the storage of the output and keep its graph."""
-        saved = self._saved.get(microbatch.index)
+        saved = self.activations.get(microbatch.index)
         if saved is not None and saved.output is not None and not self._is_last:
             deallocate_output_tensor(saved.output, deallocate_pipeline_outputs=True)
 
     def evict(self, microbatch: Microbatch) -> Eviction:
         """Begin to move the saved activations of `microbatch` (see `CapturedActivations`)."""
         self.free_output(microbatch)
-        return self._captured.evict(microbatch.index)
-
-    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        """Make the backward of an evicted microbatch read its activations from `buffer`."""
-        self._captured.load(microbatch.index, buffer)
-
-    def release_input(self, microbatch: Microbatch) -> Tensor:
-        """Return the input that was saved for the recompute of `microbatch`, detached, and drop it."""
-        saved = self._saved[microbatch.index]
-        input, saved.input, saved.kept_input = saved.input.detach(), None, None
-        return input
-
-    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        """Save the input again for the recompute of `microbatch`."""
-        self._saved[microbatch.index].kept_input = input
-
-    def saved_bytes(self, microbatch: Microbatch) -> int:
-        """The bytes that the graph of `microbatch` saves now."""
-        return self._captured.saved_bytes(microbatch.index)
+        return super().evict(microbatch)
 
     @torch.no_grad()
     def forward_only(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
@@ -399,16 +375,9 @@ class MegatronStage:
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         """Remove and return the sums of the reported numbers of a batch: name -> (sum, count).
 
-        Tensor rank 0 of the last stage has those of the loss function, and every stage those of its routers. A scalar
-        has the count 1. Values are summed in float64.
+        Tensor rank 0 of the last stage has those of the loss function, and every stage those of its routers.
         """
-        records = self._losses.pop(batch, [])
-        sums = {}
-        for name in {name: None for record in records for name in record}:
-            pairs = torch.stack([record[name] for record in records if name in record])
-            numerator, denominator = pairs.double().sum(dim=0).tolist()
-            sums[name] = (numerator, denominator)
-        return sums
+        return self._losses.take(batch)
 
     def _sample(self, microbatch: Microbatch) -> int:
         """The index over the whole run of the first sample of a microbatch."""
@@ -440,61 +409,12 @@ class MegatronStage:
                 output, loss_function = self._forward_step(data, self.model)
             self._set_input_tensor(None)  # else the chunk would keep the input alive after the backward
             if (further := self._multi_token_losses.take()) and record:
-                self._record(microbatch, further)
-            return self._loss(microbatch, loss_function(output), record) if self._is_last else output
+                self._losses.record(microbatch, further)
+            if not self._is_last:
+                return output
+            return self._losses.to_differentiate(microbatch, loss_function(output), record=record)
 
     def _autocast(self):
         if not self._config.enable_autocast:
             return nullcontext()
         return torch.autocast(backend.device().type, dtype=self._config.autocast_dtype)
-
-    def _loss(self, microbatch: Microbatch, outputs: tuple, record: bool) -> Tensor:
-        if len(outputs) == 3:
-            loss, num_tokens, numbers = outputs
-            if self._config.calculate_per_token_loss:
-                numbers = numbers | {NUM_TOKENS: num_tokens}
-            else:
-                loss = loss / self._over_context(torch.as_tensor(num_tokens)).clamp(min=1)
-        else:
-            loss, numbers = outputs
-        if record and parallel_state.get_tensor_model_parallel_rank() == 0:
-            self._record(microbatch, {name: _pair(value) for name, value in numbers.items()})
-        return loss / (self._parts(microbatch) / self._shares())
-
-    def _over_context(self, num_tokens: Tensor) -> Tensor:
-        """The number of tokens on all ranks that share a microbatch."""
-        group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
-            num_tokens = num_tokens.to(backend.device(), copy=True)
-            torch.distributed.all_reduce(num_tokens, group=group)
-        return num_tokens
-
-    def _shares(self) -> int:
-        """The factor of a loss of which each context parallel rank has a part, since gradients are averaged over these
-        ranks; 1 with per-token loss, where they are summed."""
-        return 1 if self._config.calculate_per_token_loss else parallel_state.get_context_parallel_world_size()
-
-    def _record(self, microbatch: Microbatch, pairs: dict[str, Tensor]) -> None:
-        """Record numbers of a microbatch for the report of its batch: name -> [sum, count]."""
-        if pairs := {name: pair for name, pair in pairs.items() if name in self.loss_names or name == NUM_TOKENS}:
-            self._losses[microbatch.batch].append(pairs)
-
-    def _parts(self, microbatch: Microbatch) -> int:
-        """The divisor of the loss of a microbatch. With per-token loss it is 1, since gradients are divided later."""
-        return 1 if self._config.calculate_per_token_loss else microbatch.num_microbatches
-
-
-def _pair(value: Tensor | float) -> Tensor:
-    """The tensor [sum, count] of a reported number, FP32 and detached.
-
-    Raises:
-        ValueError: a tensor with more than two elements.
-    """
-    value = torch.as_tensor(value).detach().float().reshape(-1)
-    if value.numel() == 1:
-        return torch.cat([value, torch.ones_like(value)])
-    if value.numel() != 2:
-        raise ValueError(
-            f"A loss function reported a tensor of {value.numel()} elements: report a scalar or a tensor [sum, count]."
-        )
-    return value.clone()

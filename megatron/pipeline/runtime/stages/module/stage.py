@@ -29,13 +29,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.pipeline.runtime.activations.captured import (
     ActivationMemory,
-    CapturedActivations,
-    NotCaptured,
+    CapturingStage,
     RandomState,
     SavedActivations,
 )
 from megatron.pipeline.runtime.activations.weight_products import DeferredProducts, collecting
-from megatron.pipeline.runtime.contract.stage import Eviction, Microbatch
+from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -130,7 +129,7 @@ class AnyModuleStage:
         return {self.loss_names[0]: self._losses.take(batch)} if self._has_loss else {}
 
 
-class ModuleStage(AnyModuleStage):
+class ModuleStage(CapturingStage, AnyModuleStage):
     """Stage `index` of a chain of `num_stages`, running `module`. A frozen stage runs only `forward_only`.
 
     Args:
@@ -178,9 +177,7 @@ class ModuleStage(AnyModuleStage):
         self._source = source
         self._loss = loss
         self._input_needs_gradient = input_needs_gradient
-        self._captured = (
-            NotCaptured(index) if activation_memory is None else CapturedActivations(index, module, activation_memory)
-        )
+        self._capture(module, activation_memory)
 
     def forward(self, microbatch: Microbatch, input: Tensor | None) -> Tensor | None:
         saved = SavedActivations(input=None if input is None else input.requires_grad_(self._input_needs_gradient))
@@ -192,7 +189,7 @@ class ModuleStage(AnyModuleStage):
                 saved.random_state = RandomState.capture(self._device)
                 with torch.no_grad():
                     output, loss = self._run(microbatch, input)
-                saved.context = self._captured.keep(microbatch.index, input)
+                saved.kept_input = self._captured.keep(microbatch.index, input)
             else:
                 output, loss = self._run_saving(microbatch, saved)
         if loss is not None:
@@ -204,8 +201,9 @@ class ModuleStage(AnyModuleStage):
 
     def recompute(self, microbatch: Microbatch) -> None:
         saved = self.activations[microbatch.index]
-        if saved.input is not None:
-            saved.input = self._captured.kept(saved.context).detach().requires_grad_(self._input_needs_gradient)
+        kept = self._captured.kept(saved.kept_input)
+        if kept is not None:
+            saved.input = kept.detach().requires_grad_(self._input_needs_gradient)
         super().recompute(microbatch)
 
     def backward(self, microbatch: Microbatch, output_grad: Tensor | None) -> Tensor | None:
@@ -216,24 +214,6 @@ class ModuleStage(AnyModuleStage):
             torch.autograd.backward(saved.root)
         self._captured.drop(microbatch.index)
         return None if saved.input is None else saved.input.grad
-
-    def evict(self, microbatch: Microbatch) -> Eviction:
-        return self._captured.evict(microbatch.index)
-
-    def load(self, microbatch: Microbatch, buffer: Tensor) -> None:
-        self._captured.load(microbatch.index, buffer)
-
-    def release_input(self, microbatch: Microbatch) -> Tensor:
-        saved = self.activations[microbatch.index]
-        input, saved.input, saved.context = saved.input.detach(), None, None
-        return input
-
-    def restore_input(self, microbatch: Microbatch, input: Tensor) -> None:
-        saved = self.activations[microbatch.index]
-        saved.input = saved.context = input
-
-    def saved_bytes(self, microbatch: Microbatch) -> int:
-        return self._captured.saved_bytes(microbatch.index)
 
     def _run(self, microbatch: Microbatch, input: Tensor | None) -> tuple[Tensor | None, Loss | None]:
         output = self.module(self._source(microbatch) if self._source is not None else input)

@@ -59,7 +59,7 @@ def gradients(split: bool, **options) -> tuple[dict[str, torch.Tensor], dict]:
                 stage.backward_input(microbatch, None)
             kept["after I"] = {name: bool(param.main_grad.any()) for name, param in names.items()}
             kept["bytes"] = [stage.deferred_bytes(microbatch) for microbatch in TWO]
-            kept["num_saved"] = len(stage._saved)
+            kept["num_saved"] = len(stage.activations)
             for microbatch in TWO:
                 stage.backward_weights(microbatch)
             kept["bytes at the end"] = [stage.deferred_bytes(microbatch) for microbatch in TWO]

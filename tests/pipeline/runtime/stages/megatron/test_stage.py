@@ -119,7 +119,7 @@ def freed_storage() -> dict:
         result["freed_after_sending"] = sent() is None
         input_grad = stage.backward(ONE, torch.ones_like(values))
         result["input_grad_shape"] = tuple(input_grad.shape)
-        result["saved"] = len(stage._saved)
+        result["saved"] = len(stage.activations)
         held = weakref.ref(received.untyped_storage())
         del received, input_grad
         gc.collect()
@@ -262,7 +262,7 @@ def evaluation_leaves_no_trace() -> dict:
             "evaluated": evaluated,
             "training_off": not stage.model.training,
             "generator": torch.equal(state, backend.device_rng_state()),
-            "saved": len(stage._saved),
+            "saved": len(stage.activations),
         }
         stage.forward(Microbatch(1, 0, 1, 2), None)
         result["training_on"] = stage.model.training
