@@ -10,7 +10,7 @@ backward is started in autograd's C++ engine, which does not check the shape of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -163,6 +163,9 @@ class MegatronStage(CapturingStage):
         self._recompute, self._keeps = recompute, keeps
         assert seed is not None or not recompute, "a recomputed forward draws the same random numbers by the seed"
         self._seeded = SeededDropout(model, seed=seed).microbatch if seed is not None else nullcontext
+        self._autocast: Callable[[], AbstractContextManager] = nullcontext
+        if self._config.enable_autocast:
+            self._autocast = partial(torch.autocast, backend.device().type, dtype=self._config.autocast_dtype)
         self._place = nullcontext if is_at_own_place else partial(at_stage, self.index, self.num_stages)
         self._micro_batch_size = micro_batch_size
         self.take_from_now(share)
@@ -413,8 +416,3 @@ class MegatronStage(CapturingStage):
             if not self._is_last:
                 return output
             return self._losses.to_differentiate(microbatch, loss_function(output), record=record)
-
-    def _autocast(self):
-        if not self._config.enable_autocast:
-            return nullcontext()
-        return torch.autocast(backend.device().type, dtype=self._config.autocast_dtype)

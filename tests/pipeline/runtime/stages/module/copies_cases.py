@@ -18,8 +18,8 @@ from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.reduction import TiedParameter
+from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.versions import WeightVersions

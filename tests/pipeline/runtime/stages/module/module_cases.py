@@ -19,8 +19,8 @@ from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import CudaClock, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.relay.resident_weights import StageWeights
-from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.reduction import TiedParameter
+from megatron.pipeline.runtime.stages.module.stage import ModuleStage
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.versions import WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
