@@ -40,8 +40,7 @@ from benchmarks.common.emulated import run_batches
 from benchmarks.common.processes import environment, gathered
 from benchmarks.common.results import parser_of, save
 from benchmarks.common.tables import spread
-from megatron.pipeline.placement import Degrees, pair_adjacent, standard
-from megatron.pipeline.placement.mapping import inverse
+from megatron.pipeline.placement.mapping import Degrees, inverse, pair_adjacent, standard
 from megatron.pipeline.program.instruction import MOVES
 from megatron.pipeline.program.lane_order import pair_of
 from megatron.pipeline.program.program import Program

@@ -6,8 +6,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.pipeline.draw import draw_timeline
-from megatron.pipeline.placement import Bandwidth, Degrees, Node, Topology, pair_adjacent, standard
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
 from megatron.pipeline.placement.placement_report import draw_placement, make_report
+from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
 from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import Costs, simulate

@@ -5,8 +5,8 @@ import shlex
 from pathlib import Path
 
 from megatron.commands import rank_map
-from megatron.pipeline.placement import Degrees, pair_adjacent
 from megatron.pipeline.placement.cost import describe_crossing, describe_need, pair_transfers
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent
 from tests.docs.test_schedules import load
 from tests.pipeline.placement.examples import gpt3_96b, machine
 

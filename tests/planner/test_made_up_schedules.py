@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pipeline.check import check, check_periodic
 from megatron.pipeline.draw import draw_timeline, timeline_text
-from megatron.pipeline.placement import count_transfers
+from megatron.pipeline.placement.traffic import count_transfers
 from megatron.pipeline.schedules import ORDERS, PRESETS, Preset, Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from megatron.pipeline.placement import Bandwidth, Degrees, Node, Topology, Traffic, count_transfers
+from megatron.pipeline.placement.mapping import Degrees
+from megatron.pipeline.placement.topology import Bandwidth, Node, Topology
+from megatron.pipeline.placement.traffic import Traffic, count_transfers
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, Recompute
 from megatron.planner.memory.recompute import RecomputeScope

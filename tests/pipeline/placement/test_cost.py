@@ -2,8 +2,9 @@
 
 import pytest
 
-from megatron.pipeline.placement import Degrees, Level, Traffic, TrafficKind, pair_adjacent, placement_cost, standard
-from megatron.pipeline.placement.cost import NOTHING
+from megatron.pipeline.placement.cost import NOTHING, Level, placement_cost
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
+from megatron.pipeline.placement.traffic import Traffic, TrafficKind
 from tests.pipeline.placement.examples import machine, traffic_of
 
 WITHIN, BETWEEN = Level.WITHIN_NODE, Level.BETWEEN_NODES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.pipeline.placement import MessageCounts, count_transfers
+from megatron.pipeline.placement.traffic import MessageCounts, count_transfers
 from megatron.pipeline.schedules import Schedule
 
 

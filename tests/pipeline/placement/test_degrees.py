@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.placement import Degrees
+from megatron.pipeline.placement.mapping import Degrees
 from tests import workers
 
 SIZE = st.integers(1, 6)

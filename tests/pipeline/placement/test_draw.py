@@ -2,8 +2,10 @@
 
 import pytest
 
-from megatron.pipeline.placement import Degrees, Level, TrafficKind, pair_adjacent, standard
+from megatron.pipeline.placement.cost import Level
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
 from megatron.pipeline.placement.placement_report import draw_placement, label, make_report
+from megatron.pipeline.placement.traffic import TrafficKind
 from tests.pipeline.placement.examples import machine, traffic_of
 
 DEGREES = Degrees(tensor=1, pipeline=16, data=1)

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.placement import Degrees, load_mapping, pair_adjacent, standard
 from megatron.pipeline.placement.cost import pair_nodes
-from megatron.pipeline.placement.mapping import check_mapping, inverse
+from megatron.pipeline.placement.mapping import Degrees, check_mapping, inverse, load_mapping, pair_adjacent, standard
 from tests.pipeline.placement.examples import machine, stages
 
 DEGREES = st.builds(Degrees, tensor=st.integers(1, 4), pipeline=st.integers(1, 9), data=st.integers(1, 4))

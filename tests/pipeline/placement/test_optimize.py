@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.placement import Degrees, Traffic, optimize, optimized, pair_adjacent, placement_cost, standard
-from megatron.pipeline.placement.optimize import Assignment, slot_groups_of
+from megatron.pipeline.placement import optimize
+from megatron.pipeline.placement.cost import placement_cost
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
+from megatron.pipeline.placement.optimize import Assignment, optimized, slot_groups_of
+from megatron.pipeline.placement.traffic import Traffic
 from tests.draws import draws
 from tests.pipeline.placement.examples import machine, traffic_of
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.placement import Degrees, pair_adjacent, standard
 from megatron.pipeline.placement.cost import (
     describe_crossing,
     describe_need,
@@ -13,6 +12,7 @@ from megatron.pipeline.placement.cost import (
     required_bandwidth,
     required_steady_bandwidth,
 )
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent, standard
 from tests.pipeline.placement.examples import gpt3_96b, machine
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.placement import load_topology
+from megatron.pipeline.placement.topology import load_topology
 from tests.pipeline.placement.examples import machine
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "topology.yaml"

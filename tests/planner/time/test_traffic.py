@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.placement import MessageCounts, TrafficKind, count_transfers
-from megatron.pipeline.placement.traffic import point_to_point
+from megatron.pipeline.placement.traffic import MessageCounts, TrafficKind, count_transfers, point_to_point
 from megatron.pipeline.program.instruction import Kind as Instruction
 from megatron.pipeline.schedules import Schedule
 from megatron.planner import ActivationSetting, Architecture, Recompute

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from megatron.pipeline.placement import Degrees, pair_adjacent
+from megatron.pipeline.placement.mapping import Degrees, pair_adjacent
 from megatron.pipeline.placement.topology import Process
 from megatron.pipeline.runtime.failure.errors import SameEverywhere
 from megatron.trainer.plan import arrangement
