@@ -31,24 +31,6 @@ from megatron.backend.device import (
     synchronize,
 )
 
-__all__ = [
-    "available_host_bytes",
-    "device",
-    "device_bytes",
-    "device_rng_state",
-    "install",
-    "is_cuda",
-    "is_installed",
-    "keep_freed_memory",
-    "manual_seed",
-    "peak_memory_bytes",
-    "process_group_backend",
-    "require_core",
-    "reset_peak_memory",
-    "set_device_rng_state",
-    "synchronize",
-]
-
 _installed = False
 
 
@@ -113,4 +95,4 @@ def _import_core() -> None:
     import megatron.core
     import megatron.core.models.gpt
     import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
+    import megatron.core.optimizer
