@@ -23,7 +23,7 @@ neighbouring stage, and goes to one. Stages name each other by the stages of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -36,6 +36,8 @@ from megatron.pipeline.program.weight_policies import Ahead, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import EVALUATION_BATCH, AnyStage, GraphStage, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TravellingTensors
 from megatron.pipeline.runtime.transport.channels import Channels
+
+_Pair = tuple[int, int]
 
 
 class SharedParameters:
@@ -169,46 +171,30 @@ class Exchange:
         RECV_F for activations, RECV_B for gradients.
         """
         peers, stages, pop = self._graph.makers(kind.row.receives, index), self._stages, self._handed.pop
-        if self._copies:
-            return self._taker_of_copy(kind, index, PeersOfCopy(self._copies, index, peers))
-        if index in self._alone:
+        is_alone = index in self._alone
+        if is_alone and not self._copies:
             if not peers:
                 return lambda instruction: None
             [peer] = peers
             if peer in stages:
                 return lambda instruction: pop((peer, index, instruction.microbatch))
             return partial(self._waited_for, kind, None)
-        sharing = {peer for peer in peers if self._travelling(peer, index).has_shared and kind is Kind.RECV_F}
-
-        def take(instruction: Instruction) -> dict[int, Any]:
-            taken = {}
-            for peer in peers:
-                if peer in stages:
-                    tensors = pop((peer, index, instruction.microbatch))
-                else:
-                    tensors = self._received(kind, instruction, peer)
-                taken[peer] = self._with_values(peer, index, tensors) if peer in sharing else tensors
-            return taken
-
-        return take
-
-    def _taker_of_copy(self, kind: Kind, index: int, peers: PeersOfCopy) -> Callable[[Instruction], Any]:
-        stages, pop, about = self._stages, self._handed.pop, self._about
+        fixed, pairs_of = self._pairs(index, peers)
+        sharing = {peer for peer in peers if kind is Kind.RECV_F and self._shares(peer, index)}
 
         def take(instruction: Instruction) -> dict[int, Any]:
             taken, microbatch = {}, instruction.microbatch
-            for of_model, peer in peers.of(about(microbatch).position).items():
+            for of_model, peer in fixed or pairs_of(microbatch):
                 if peer in stages:
-                    taken[of_model] = pop((peer, index, microbatch))
-                elif index in self._alone:
-                    taken[of_model] = self._waited_for(kind, self._named(kind, index, peer), instruction)
+                    tensors = pop((peer, index, microbatch))
+                elif is_alone:
+                    tensors = self._waited_for(kind, self._named(kind, index, peer), instruction)
                 else:
-                    taken[of_model] = self._received(kind, instruction, peer)
+                    tensors = self._received(kind, instruction, peer)
+                taken[of_model] = self._with_values(peer, index, tensors) if peer in sharing else tensors
             return taken
 
-        if index in self._alone:
-            return lambda instruction: next(iter(take(instruction).values()), None)
-        return take
+        return (lambda instruction: next(iter(take(instruction).values()), None)) if is_alone else take
 
     def giver(self, kind: Kind, index: int) -> Callable[[Instruction, Any], None]:
         """Return the function that keeps the results of a computation of stage `index`.
@@ -218,48 +204,46 @@ class Exchange:
         """
         peers, handed, on_boundary = self._graph.takers(kind.row.sends, index), self._handed, self._on_boundary
         stages = self._stages
-        if self._copies:
-            return self._giver_of_copy(index, PeersOfCopy(self._copies, index, peers))
+        fixed, pairs_of = self._pairs(index, peers)
 
         def give_alone(instruction: Instruction, made: Tensor | None) -> None:
             on_boundary(made)
-            if made is not None and peers:
-                handed[index, peers[0], instruction.microbatch] = made
+            if made is not None and peers:  # a stage gives no gradient to a frozen one
+                peer = peers[0] if fixed else next(peer for _, peer in pairs_of(instruction.microbatch))
+                handed[index, peer, instruction.microbatch] = made
 
         if index in self._alone:
             return give_alone
-        sharing = {peer for peer in peers if self._travelling(index, peer).has_shared and kind is Kind.SEND_F}
+        sharing = {peer for peer in peers if kind is Kind.SEND_F and self._shares(index, peer)}
 
         def give(instruction: Instruction, made: Mapping[int, Any]) -> None:
-            for peer, tensors in made.items():
+            microbatch = instruction.microbatch
+            for of_model, peer in fixed or pairs_of(microbatch):
+                tensors = made[of_model]
                 if peer in sharing:
-                    tensors = self._as_of_now(index, peer, instruction.microbatch, tensors)
+                    tensors = self._as_of_now(index, peer, microbatch, tensors)
                 here = peer in stages
-                form = None if here else self._travelling(index, peer, instruction.microbatch)
-                handed[index, peer, instruction.microbatch] = tensors if here else (form, tensors)
+                form = None if here else self._travelling(index, peer, microbatch)
+                handed[index, peer, microbatch] = tensors if here else (form, tensors)
                 for tensor in tensors:
                     on_boundary(tensor)
 
         return give
 
-    def _giver_of_copy(self, index: int, peers: PeersOfCopy) -> Callable[[Instruction, Any], None]:
-        handed, stages, about, is_alone = self._handed, self._stages, self._about, index in self._alone
+    def _pairs(self, index: int, peers: Sequence[int]) -> tuple[list[_Pair], Callable[[int], Iterable[_Pair]]]:
+        """Return (stage of the model, stage of the program) of those with which a stage exchanges tensors.
 
-        def give(instruction: Instruction, made: Any) -> None:
-            microbatch = instruction.microbatch
-            for of_model, peer in peers.of(about(microbatch).position).items():
-                if is_alone:
-                    self._on_boundary(made)
-                    if made is not None:  # a stage gives no gradient to a frozen one
-                        handed[index, peer, microbatch] = made
-                    continue
-                here = peer in stages
-                form = None if here else self._travelling(index, peer, microbatch)
-                handed[index, peer, microbatch] = made[of_model] if here else (form, made[of_model])
-                for tensor in made[of_model]:
-                    self._on_boundary(tensor)
+        First those of every microbatch, none where stages are copies; then the function from a microbatch to its own.
+        """
+        if not self._copies:
+            fixed = [(peer, peer) for peer in peers]
+            return fixed, lambda microbatch: fixed
+        copies = PeersOfCopy(self._copies, index, peers)
+        return [], lambda microbatch: copies.of(self._about(microbatch).position).items()
 
-        return give
+    def _shares(self, source: int, target: int) -> bool:
+        """Return whether shared parameters go over an edge. Copies share none."""
+        return not self._copies and self._travelling(source, target).has_shared
 
     def send(self, instruction: Instruction) -> None:
         """Start the transfer of a SEND. A frozen rank first waits while too many of its outputs are unread.
