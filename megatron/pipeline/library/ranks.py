@@ -16,7 +16,6 @@ import atexit
 import logging
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, distributed_c10d, is_initialized
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
+from megatron.pipeline.runtime.contract.meetings import fresh_name
 from megatron.pipeline.runtime.contract.stage import Microbatch
 from megatron.pipeline.runtime.stages.module.stage import Loss, by_microbatches, sum_and_count
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
@@ -173,9 +173,6 @@ class Groups:
             dist.destroy_process_group(self._made.pop())
 
 
-_num_made: Counter[tuple[int, ...]] = Counter()  # number of pipelines by the job's ranks, equal on all of them
-
-
 class LossCounts:
     """The counts of losses: a call with a batch and n returns the count of its first n microbatches, as the mean over
     the replicas.
@@ -184,10 +181,8 @@ class LossCounts:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        _num_made[ranks.job] += 1
-        name = f"loss counts/{'-'.join(map(str, ranks.job))}/{_num_made[ranks.job]}"
         store = distributed_c10d._get_default_store() if is_initialized() else HashStore()
-        self._store, self._ranks = PrefixStore(name, store), ranks
+        self._store, self._ranks = PrefixStore(fresh_name("loss counts", ranks.job), store), ranks
         self._read: dict[tuple[int, int], float] = {}  # by batch and position, over all replicas
         self._written: dict[int, list[str]] = {}  # batch -> keys
         self._are_said = False

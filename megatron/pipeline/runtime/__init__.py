@@ -3,7 +3,8 @@
 `engine.PipelineEngine` drives batches. `executor.Executor` executes the rows of a program, and `steps.Steps` their
 reductions, steps and predictions. The rooms:
 
-- contract: the interfaces of stages and updates, their tensors, and traces of a run; all other rooms use them;
+- contract: the interfaces of stages and updates, their tensors, traces of a run, and how ranks meet at a store; all
+  other rooms use them;
 - transport: tensors between ranks, and the lanes on which work runs beside the computation;
 - activations: what a stage saves between forward and backward: counted, moved to the pair stage and back;
 - update: from the gradients of a batch to the next weights: weight versions, predictions and steps;

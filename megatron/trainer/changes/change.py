@@ -42,10 +42,10 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.elastic.stages import Arrangement
 from megatron.pipeline.check import check
+from megatron.pipeline.runtime.contract.meetings import num_named
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agreed, control_group
 from megatron.pipeline.runtime.failure.errors import AgreedError, CheckpointError
-from megatron.pipeline.runtime.stages.megatron import groups
 from megatron.pipeline.runtime.stages.megatron.optimizers import CoreGradientBuffers
 from megatron.pipeline.schedules import Schedule
 from megatron.trainer.changes.state_in_memory import Moved, hand_over, hold_run
@@ -304,7 +304,7 @@ def align_names() -> None:
     The groups of torch and of the chain are named by the number of groups that a process has made or tried to make.
     Collective: every rank must call it.
     """
-    world, chains = dist.distributed_c10d._world, groups._num_created
+    world, chains = dist.distributed_c10d._world, num_named
     found: list = [None] * dist.get_world_size()
     dist.all_gather_object(found, (world.group_count, chains), group=control_group())
     world.group_count = max(count for count, _ in found)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from megatron.backend.gloo import connecting_within
 from megatron.documents import counted
 from megatron.pipeline.program.copies import share_of
+from megatron.pipeline.runtime.contract.meetings import forget_names
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure import failure_guard
@@ -40,7 +41,7 @@ from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, Sa
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
-from megatron.pipeline.runtime.transport.channels import TransferError, forget_names
+from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig

@@ -12,7 +12,6 @@ group the message and the verdict would be mixed up.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.pipeline.runtime.contract.meetings import meets
 from megatron.pipeline.runtime.failure.errors import PATIENCE, AgreedError, OnThisRank, SameEverywhere
 
 # --- before the run: over the store -----------------------------------------------------------------------------------
@@ -59,11 +59,7 @@ def wait_for_readers(store: dist.Store, rank: int, world_size: int) -> None:
 
     Rank 0 waits at most `PATIENCE` seconds.
     """
-    count = store.add("start/read", 1)
-    deadline = time.monotonic() + PATIENCE
-    while rank == 0 and count < world_size and time.monotonic() < deadline:
-        time.sleep(0.05)
-        count = store.add("start/read", 0)
+    meets(store, "start/read", world_size, PATIENCE if rank == 0 else 0.0)
 
 
 # --- at fixed points: over groups of gloo -----------------------------------------------------------------------------
@@ -237,11 +233,6 @@ def _raise_shared(error: ValueError) -> None:
         raise error
     if dist.is_initialized() and dist.get_world_size() > 1:
         store = dist.distributed_c10d._get_default_store()
-        count = store.add("user_errors", 1)
-        deadline = time.monotonic() + PATIENCE
-        while count < dist.get_world_size():
-            if time.monotonic() > deadline:
-                raise error
-            time.sleep(0.05)
-            count = store.add("user_errors", 0)
+        if not meets(store, "user_errors", dist.get_world_size(), PATIENCE):
+            raise error
     raise SameEverywhere(str(error)) from error

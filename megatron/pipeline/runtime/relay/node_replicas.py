@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -27,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.backend.streams import streams_of
+from megatron.pipeline.runtime.contract.meetings import fresh_name
 
-_num_made: Counter[tuple[int, ...]] = Counter()  # part of a store's prefix, so that no two meetings share it
 _OF_THE_TIMEOUT = 0.8  # the error of a barrier has the late rank, so it must come before errors of other waits
 _STEP = 8  # int64s between the counters of two replicas: a cache line
 
@@ -183,10 +182,8 @@ def _on_one_host(ranks: list[int], host: str, timeout: timedelta) -> list[int]:
 
 def meeting_of(what: str, ranks: Sequence[int]) -> dist.PrefixStore:
     """A new store for these ranks and the purpose `what`. All ranks must call it equally often."""
-    key = (what, *ranks)
-    _num_made[key] += 1
-    prefix = f"node_replicas/{what}/{'-'.join(map(str, ranks))}/{_num_made[key]}"
-    return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(fresh_name(f"node_replicas/{what}", ranks), store)
 
 
 def _rank() -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,20 +25,11 @@ from megatron.pipeline.program.copies import Copy
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Pairs
+from megatron.pipeline.runtime.contract.meetings import fresh_name, meets
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_memory
 from megatron.pipeline.runtime.transport.links import LINKS, Link, Receive
 from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
-
-_num_built: Counter[tuple[int, ...]] = (
-    Counter()
-)  # list of ranks -> pipelines built for it in this process; part of the link names
-
-
-def forget_names() -> None:
-    """Begin anew with the names of links, in a store in which none is taken: ranks may have made unlike numbers."""
-    _num_built.clear()
-
 
 _LOOK_EVERY = 0.0005  # polling interval in seconds, while a frozen stage is too far ahead
 
@@ -167,8 +158,7 @@ class Channels:
             raise ValueError(
                 f"transfers of {device.type} tensors over {backend} are not possible; use gloo, or nccl with CUDA"
             )
-        _num_built[self._ranks] += 1
-        scope = f"pipeline/{'-'.join(map(str, self._ranks))}/{_num_built[self._ranks]}"
+        scope = fresh_name("pipeline", self._ranks)
         self._store, self._end = store, f"{scope}/end"
         options = {"store": store, "timeout": timeout, "device": device}
         for letter, source, destination in edges_in_order(self._rank_of_stage, self._graph.edges):
@@ -320,14 +310,6 @@ class Channels:
         self._arriving.append(_Arrival(event, time.monotonic(), awaited, during))
         return tensor
 
-    def _meet_at_the_end(self, timeout: float) -> None:
-        """Wait until all ranks have ended their transfers: the other end may fail once one end leaves a group."""
-        deadline = time.monotonic() + timeout
-        num_here = self._store.add(self._end, 1)
-        while num_here < len(self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
-            num_here = self._store.add(self._end, 0)
-
     def _wait_error(self, what: Instruction, during: Instruction, error: Exception | None) -> TransferError:
         who, whom = self.name_of(what.stage), self.name_of(self._peers[what.kind, what.stage, what.peer])
         if error is None:
@@ -383,7 +365,7 @@ class Channels:
         """
         self._streams.finish(self._streams.record())
         if self._ahead:
-            self._meet_at_the_end(timeout)
+            meets(self._store, self._end, len(self._ranks), timeout)  # the other end may fail once one leaves a group
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()

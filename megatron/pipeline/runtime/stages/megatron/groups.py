@@ -9,7 +9,6 @@ and only the members of a group take part. So start-up cannot deadlock, and its 
 groups.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,10 +21,10 @@ from megatron import backend
 from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
+from megatron.pipeline.runtime.contract.meetings import forget_names, fresh_name
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_num_created: Counter[tuple] = Counter()  # by name and ranks; part of a group's prefix, so that no two groups share it
 
 
 class ChainGroup:
@@ -39,10 +38,8 @@ class ChainGroup:
     """
 
     def __init__(self, name: str, ranks: list[int], *, backend_name: str, timeout: timedelta) -> None:
-        key = (name, *ranks)
-        _num_created[key] += 1
-        prefix = f"reduction_chain/{name}/{'-'.join(map(str, ranks))}/{_num_created[key]}"
-        store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore(fresh_name(f"reduction_chain/{name}", ranks), store)
         self.rank = ranks.index(dist.get_rank())
         self.size = len(ranks)
         self.uses_nccl = backend_name == "nccl"
@@ -233,7 +230,7 @@ def forget_groups() -> None:
     """Forget megatron.core's groups and those of the chain, before others are made on a new store."""
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    _num_created.clear()  # a rank whose recovery was cut short has made more groups than others
+    forget_names()  # a rank whose recovery was cut short has made more groups than others
 
 
 _ALONE = (
