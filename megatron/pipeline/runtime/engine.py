@@ -15,32 +15,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import Store, distributed_c10d
 
-from megatron.documents import counted
-from megatron.pipeline.program.copies import graph_of_model
 from megatron.pipeline.program.instruction import AWAITS_REDUCTIONS, Instruction, Kind
-from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder, Residency
+from megatron.pipeline.program.lane_order import LaneOrder, MoveOrder
 from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.activations.transfers import ActivationTransfers, DeferredBytes, SavedMicrobatches
 from megatron.pipeline.runtime.contract.stage import (
     EVALUATION_BATCH,
     BatchInfo,
     BatchReport,
-    GraphStage,
-    RelayUpdate,
     Stage,
-    StagewiseUpdate,
     WeightUpdate,
     take_losses,
 )
 from megatron.pipeline.runtime.contract.trace import BatchExtent, RankTrace, Tracer
-from megatron.pipeline.runtime.copied_stages import require_copyable
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.errors import annotate
-from megatron.pipeline.runtime.refused_steps import RefusedSteps, require_undoable
+from megatron.pipeline.runtime.fitting import numbered
 from megatron.pipeline.runtime.relay.activation_stash import ActivationStash
 from megatron.pipeline.runtime.relay.input_stash import InputStash, RelayLedger
 from megatron.pipeline.runtime.relay.lanes import Lanes
+from megatron.pipeline.runtime.steps import RefusedSteps
 from megatron.pipeline.runtime.transport.channels import Channels
 from megatron.pipeline.runtime.transport.lane import Chain, MoveQueue
 from megatron.pipeline.schedules import PipelineSchedule
@@ -114,54 +109,19 @@ class PipelineEngine:
         if global_rank not in ranks:
             raise ValueError(f"rank {global_rank} is not one of the pipeline's ranks {ranks}")
         self._rank = ranks.index(global_rank)
-        if schedule.weights.refreshes and not (
-            isinstance(update, StagewiseUpdate) and all(isinstance(each, GraphStage) for each in self._stages)
-        ):
-            raise ValueError(
-                f"under {schedule.weights.name} each stage steps by itself; give stages of a graph, such as "
-                "GraphModuleStage, and an update for each, such as StageUpdates"
-            )
-        if schedule.optimistic:
-            require_undoable(update, self._stages)
-        rank_of_stage = schedule.rank_of_stage
-        if schedule.num_ranks != len(ranks):
-            raise ValueError(
-                f"the schedule is for {counted(schedule.num_ranks, 'rank')}, and the pipeline has {len(ranks)}; "
-                f"give it {counted(len(ranks) * schedule.num_virtual_stages, 'stage')}"
-            )
-        due = list(schedule.stages_of(self._rank))
-        of_model = [schedule.copies[each].stage for each in due] if schedule.copies else due
-        if (given := [stage.index for stage in self._stages]) != of_model:
-            raise ValueError(f"the schedule puts stages {of_model} on this rank; give these in this order, not {given}")
-        if schedule.copies:
-            require_copyable(schedule)
-        numbered = dict(zip(due, self._stages, strict=True))
-        if schedule.residency is not None and not isinstance(update, RelayUpdate):
-            raise ValueError(
-                f"the schedule keeps weights on the host, and {type(update).__name__} has them on the device; give a "
-                "RelayUpdate, such as ModuleRelayUpdate"
-            )
-        if schedule.residency is not None and update.residency is not None:
-            _require_same(schedule.residency, update.residency)
-        if schedule.residency is not None and schedule.residency.stashes_on_host and activation_memory is not None:
-            raise ValueError(
-                "inputs are stashed on the host, and an activation_memory counts and moves what it takes to be on the "
-                "device; give none, or stash them on the device"
-            )
-        if schedule.swaps and activation_memory is None:
-            raise ValueError(
-                "the schedule moves saved activations to the host; give the activation_memory with which the stages "
-                "were built"
-            )
+        of_program = numbered(
+            schedule, self._stages, update, rank=self._rank, num_ranks=len(ranks),
+            counts_activations=activation_memory is not None,
+        )  # fmt: skip
         moves = activation_memory is not None and not schedule.swaps
-        self._ranks, self._rank_of_stage = tuple(ranks), rank_of_stage
+        self._ranks, self._rank_of_stage = tuple(ranks), schedule.rank_of_stage
         self._channels = Channels(
             ranks=ranks,
-            rank_of_stage=rank_of_stage,
+            rank_of_stage=schedule.rank_of_stage,
             edges=schedule.edges,
             copies=schedule.copies,
             rank=self._rank,
-            stages=numbered,
+            stages=of_program,
             timeout=timeout,
             backend=backend,
             device=self._device,
@@ -169,9 +129,13 @@ class PipelineEngine:
             moves_activations=moves,
             on_error=failure_guard.report,
         )
-        own = self._channels.name_of(due[0])
-        self.saved = SavedMicrobatches(due, deferred_bytes)
+        own = self._channels.name_of(min(of_program))
+        self.saved = SavedMicrobatches(of_program, deferred_bytes)
         self._lanes = self.stash = None
+
+        def mark(error: BaseException, word: Instruction) -> None:
+            annotate(error, word, self._channels.name_of(word.stage))
+
         if schedule.residency is not None or schedule.swaps:
             if schedule.swaps:
                 self.stash = ActivationStash(self.saved, activation_memory)
@@ -183,7 +147,7 @@ class PipelineEngine:
                 timeout=timeout.total_seconds(),
                 tracer=tracer,
                 on_error=failure_guard.report,
-                annotate=lambda error, word: annotate(error, word, self._channels.name_of(word.stage)),
+                annotate=mark,
                 on_awaited=(lambda word: None) if self.stash is None else self.stash.note_awaited,
             )
         self._chain, self._late_chain = (
@@ -198,12 +162,7 @@ class PipelineEngine:
         )
         self._transfers = None
         if moves:
-            queue = MoveQueue(
-                device=self._device,
-                tracer=tracer,
-                on_error=failure_guard.report,
-                annotate=lambda error, move: annotate(error, move, self._channels.name_of(move.stage)),
-            )
+            queue = MoveQueue(device=self._device, tracer=tracer, on_error=failure_guard.report, annotate=mark)
             self._transfers = ActivationTransfers(
                 self._channels,
                 activation_memory,
@@ -213,14 +172,8 @@ class PipelineEngine:
                 pairs=schedule.pairs,
                 timeout=timeout,
             )
-        joined = graph_of_model(schedule.copies, schedule.edges) if schedule.copies else schedule.graph
-        if not (joined.is_chain or joined.num_frozen or isinstance(self._stages[0], GraphStage)):
-            raise ValueError(
-                f"the stages of the schedule have the edges {' '.join(map(str, schedule.edges))}, and "
-                f"{type(self._stages[0]).__name__} is for a chain; give stages of a graph, such as GraphModuleStage"
-            )
         self._executor = Executor(
-            numbered,
+            of_program,
             update,
             self._channels,
             self._chain,
@@ -434,12 +387,3 @@ class PipelineEngine:
                 return f"{instruction} waiting for {reduction}", None
             return str(instruction), None
         return f"{instruction} waiting for {waiting}", self._channels.peer_of(waiting)
-
-
-def _require_same(schedule: Residency, update: Residency) -> None:
-    """Raise ValueError if the update was made for a residency other than the schedule's."""
-    if (schedule.stages, schedule.update) != (update.stages, update.update):
-        raise ValueError(
-            f"the schedule's residency is {schedule}, and its update was made for {update}; make it with "
-            "`residency=schedule.residency`"
-        )

@@ -229,3 +229,27 @@ class Steps:
         self._waited()
         num_done = self._num_done(instruction) if self._update.reads_gradients else 0
         self._update.predict(instruction.version, num_done)
+
+
+# --- optimistic steps that were refused
+
+OF_BATCHES = 100
+MOST = OF_BATCHES // 20
+"""Of so many batches, the most whose steps may be refused before there are no more optimistic steps."""
+
+
+class RefusedSteps:
+    """Counts refused steps. All ranks refuse the same, so they agree on when there are too many."""
+
+    def __init__(self) -> None:
+        self._before: list[int] = []  # the batches before which steps were refused, of the last `OF_BATCHES`
+
+    def note(self, batch: int) -> str | None:
+        """Note that the step before `batch` was refused. Return a sentence for the log if these are too many."""
+        self._before = [*(each for each in self._before if each > batch - OF_BATCHES), batch]
+        if len(self._before) <= MOST:
+            return None
+        return (
+            f"optimistic steps are off from iteration {batch + 1} on: {len(self._before)} of the last {OF_BATCHES} "
+            "were refused, and each takes a batch back"
+        )

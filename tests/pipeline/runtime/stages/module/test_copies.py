@@ -13,7 +13,7 @@ import torch
 from megatron.pipeline.program.copies import Copy, PeersOfCopy, graph_of_model, ranks_of_copies
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.weight_policies import POLICIES
-from megatron.pipeline.runtime.copied_stages import require_copyable
+from megatron.pipeline.runtime.fitting import require_copyable
 from tests import workers
 from tests.pipeline.runtime import graph_cases
 from tests.pipeline.runtime.stages.module import copies_cases
