@@ -4,10 +4,10 @@ Transformer Engine's attention hides these faults, so the wheel's own code for o
 repair wraps one function and states the fault.
 """
 
-import functools
-
 import torch
 from torch import Tensor
+
+from megatron.backend.replacing import replaces
 
 
 def repair_attention(core_attention: type[torch.nn.Module], latent_attention, *, has_engine: bool) -> None:
@@ -33,10 +33,8 @@ def _repair_core_attention(core_attention: type[torch.nn.Module]) -> None:
     """
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-    build = core_attention.__init__
-
-    @functools.wraps(build)
-    def build_with_channels(self, config, *args, k_channels=None, v_channels=None, **options):
+    @replaces(core_attention, "__init__")
+    def build_with_channels(build, self, config, *args, k_channels=None, v_channels=None, **options):
         draws, config.perform_initialization = config.perform_initialization, False
         try:
             build(self, config, *args, **options)
@@ -48,8 +46,6 @@ def _repair_core_attention(core_attention: type[torch.nn.Module]) -> None:
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
             if draws:
                 _draw_sinks(self.softmax_offset, config, self.tp_group)
-
-    core_attention.__init__ = build_with_channels
 
 
 @torch.no_grad()
@@ -67,13 +63,9 @@ def _repair_rotated_keys(latent_attention) -> None:
     rank takes its columns of its own gradient, which lacks what the other ranks' heads add: the gradient of these
     columns, and of all that lies before them, is silently wrong.
     """
-    build, gather = (
-        latent_attention.MLASelfAttention.__init__,
-        latent_attention.gather_from_tensor_model_parallel_region,
-    )
 
-    @functools.wraps(build)
-    def build_with_mark(self, config, *args, **options):
+    @replaces(latent_attention.MLASelfAttention, "__init__")
+    def build_with_mark(build, self, config, *args, **options):
         build(self, config, *args, **options)
 
         def mark(module, inputs, output):
@@ -81,14 +73,11 @@ def _repair_rotated_keys(latent_attention) -> None:
 
         self.linear_kv_down_proj.register_forward_hook(mark)
 
-    @functools.wraps(gather)
-    def gather_and_sum(columns, *args, **options):
+    @replaces(latent_attention, "gather_from_tensor_model_parallel_region")
+    def gather_and_sum(gather, columns, *args, **options):
         whole = gather(columns, *args, **options)
         num_rotated, group = getattr(columns, "rotated_columns", (0, None))
         return _SumOfLastColumns.apply(whole, num_rotated, group) if num_rotated else whole
-
-    latent_attention.MLASelfAttention.__init__ = build_with_mark
-    latent_attention.gather_from_tensor_model_parallel_region = gather_and_sum
 
 
 class _SumOfLastColumns(torch.autograd.Function):

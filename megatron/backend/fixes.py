@@ -14,6 +14,7 @@ import warnings
 import torch
 
 from megatron.backend.attention_fixes import repair_attention
+from megatron.backend.replacing import replaces
 
 
 def apply() -> None:
@@ -103,17 +104,14 @@ def _repair_initial_state(optimizer_module) -> None:
     The fault: loading first creates the optimizer's state. For Adam it lacks the counter `step`, so the next step fails
     if the checkpoint has no counter; for SGD it calls None.
     """
-    initialise = optimizer_module.MegatronOptimizer.__init__
 
-    @functools.wraps(initialise)
-    def initialise_with_state(self, optimizer, config, init_state_fn=None):
+    @replaces(optimizer_module.MegatronOptimizer, "__init__")
+    def initialise_with_state(initialise, self, optimizer, config, init_state_fn=None):
         def init_state(inner_optimizer, *args):
             complete_optimizer_state(inner_optimizer)
 
         torch_optimizer = isinstance(optimizer, (*TORCHS_ADAM, torch.optim.SGD))
         initialise(self, optimizer, config, init_state if torch_optimizer else init_state_fn)
-
-    optimizer_module.MegatronOptimizer.__init__ = initialise_with_state
 
 
 def _repair_distributed_optimizer(optimizer_class) -> None:
@@ -123,34 +121,27 @@ def _repair_distributed_optimizer(optimizer_class) -> None:
     shared tensor into all states, so that each of n parameters advances it and the second step after a resume is
     silently wrong; and loading a parameter's state looks for a saved `step`, which is never saved per parameter.
     """
-    state_dict = optimizer_class.state_dict
-    load_state_dict = optimizer_class.load_state_dict
-    set_states = optimizer_class._set_main_param_and_optimizer_states
 
-    @functools.wraps(state_dict)
-    def state_dict_with_step(self):
+    @replaces(optimizer_class, "state_dict")
+    def state_dict_with_step(state_dict, self):
         complete_optimizer_state(self.optimizer)
         if not any(group["params"] for group in self.optimizer.param_groups):
             # A rank without parameters has no counter to report; loading merges in the counter of the other ranks.
             return _state_dict_of_nothing(self)
         return state_dict(self)
 
-    @functools.wraps(load_state_dict)
-    def load_state_dict_with_own_steps(self, state):
+    @replaces(optimizer_class, "load_state_dict")
+    def load_state_dict_with_own_steps(load_state_dict, self, state):
         load_state_dict(self, state)
         for param_state in self.optimizer.state.values():
             param_state["step"] = param_state["step"].detach().clone()
 
-    @functools.wraps(set_states)
-    def set_states_without_step(self, model_param, tensors):
+    @replaces(optimizer_class, "_set_main_param_and_optimizer_states")
+    def set_states_without_step(set_states, self, model_param, tensors):
         group_index, group_order = self.model_param_group_index_map[model_param]
         main_param = self.optimizer.param_groups[group_index]["params"][group_order]
         # A counter in the loaded state is ignored: in the dp_reshardable format it is this run's own, before loading.
         return set_states(self, model_param, {**tensors, "step": self.optimizer.state[main_param]["step"]})
-
-    optimizer_class.state_dict = state_dict_with_step
-    optimizer_class.load_state_dict = load_state_dict_with_own_steps
-    optimizer_class._set_main_param_and_optimizer_states = set_states_without_step
 
 
 def _repair_groups_that_look_alike(optimizer_class) -> None:
@@ -161,10 +152,9 @@ def _repair_groups_that_look_alike(optimizer_class) -> None:
     trains all of these groups with the options of the last one. Groups have the same order in every run of the same
     flags, so the number of like groups before a group completes its key.
     """
-    load = optimizer_class.load_state_dict
 
-    @functools.wraps(load)
-    def load_with_numbered_groups(self, state):
+    @replaces(optimizer_class, "load_state_dict")
+    def load_with_numbered_groups(load, self, state):
         saved = state.get("optimizer", state.get("optimizer_state_dict", state))
         own = [] if self.is_stub_optimizer else self.optimizer.param_groups
         if "param_groups" not in saved or any("lr_mult" not in group for group in (*own, *saved["param_groups"])):
@@ -185,8 +175,6 @@ def _repair_groups_that_look_alike(optimizer_class) -> None:
                 if isinstance(group["lr_mult"], tuple):
                     group["lr_mult"] = group["lr_mult"][0]
 
-    optimizer_class.load_state_dict = load_with_numbered_groups
-
 
 _KEY_OF_GROUP = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
@@ -199,12 +187,11 @@ def _repair_places_in_buckets(optimizer_class) -> None:
     have a bucket of their own, so their saved state (master weights, moments) is shifted by the padding of the bucket
     before, and ends in zeros: "param range exceeds unpadded buffer ... can lead to data corruption".
     """
-    save = optimizer_class.sharded_param_state_fully_reshardable
-    if "padding_adjustment" in save.__code__.co_varnames:
+    if "padding_adjustment" in optimizer_class.sharded_param_state_fully_reshardable.__code__.co_varnames:
         return  # core 0.20 subtracts the padding itself
 
-    @functools.wraps(save)
-    def save_from_right_places(self, *args, **kwargs):
+    @replaces(optimizer_class, "sharded_param_state_fully_reshardable")
+    def save_from_right_places(save, self, *args, **kwargs):
         padded = [buffer.param_index_map for buffer in self.buffers]
         try:
             for buffer in self.buffers:
@@ -213,8 +200,6 @@ def _repair_places_in_buckets(optimizer_class) -> None:
         finally:
             for buffer, places in zip(self.buffers, padded, strict=True):
                 buffer.param_index_map = places
-
-    optimizer_class.sharded_param_state_fully_reshardable = save_from_right_places
 
 
 def _places_without_padding(buffer) -> dict:
@@ -243,13 +228,10 @@ def _repair_checkpoint_without_output(checkpoint_class) -> None:
 
     The fault: `fp8=False` is taken for "FP8 is on" (the test is `is not None`), and Transformer Engine is called.
     """
-    initialise = checkpoint_class.__init__
 
-    @functools.wraps(initialise)
-    def initialise_with_flag(self, fp8=False):
+    @replaces(checkpoint_class, "__init__")
+    def initialise_with_flag(initialise, self, fp8=False):
         initialise(self, fp8=fp8 or None)
-
-    checkpoint_class.__init__ = initialise_with_flag
 
 
 def _repair_torch_norm(norm_class) -> None:
@@ -286,18 +268,14 @@ def _repair_experts(moe_utils, token_dispatcher, mlp: type[torch.nn.Module]) -> 
     """
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    move = token_dispatcher.maybe_move_tensor_to_cpu
 
-    @functools.wraps(move)
-    def move_as_asked(tensor, as_numpy=False, record_stream=False):
+    @replaces(token_dispatcher, "maybe_move_tensor_to_cpu")
+    def move_as_asked(move, tensor, as_numpy=False, record_stream=False):
         moved = move(tensor, as_numpy, record_stream)
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
-    token_dispatcher.maybe_move_tensor_to_cpu = move_as_asked
-    forward = mlp.forward
-
-    @functools.wraps(forward)
-    def forward_with_bias(self, hidden_states, per_token_scale=None, **others):
+    @replaces(mlp, "forward")
+    def forward_with_bias(forward, self, hidden_states, per_token_scale=None, **others):
         if per_token_scale is None or not self.config.add_bias_linear:
             return forward(self, hidden_states, per_token_scale, **others)
         hook = self.linear_fc2.register_forward_hook(lambda module, inputs, output: (output[0].clone(), output[1]))
@@ -306,21 +284,18 @@ def _repair_experts(moe_utils, token_dispatcher, mlp: type[torch.nn.Module]) -> 
         finally:
             hook.remove()
 
-    mlp.forward = forward_with_bias
-
 
 def _repair_parts_of_unequal_size(mappings) -> None:
     """Gather and reduce parts of unequal size over gloo, as the tokens of experts on several tensor ranks are.
 
     The fault: gloo gathers parts of one size alone. So parts are filled up to the largest.
     """
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def is_plain(group, sizes) -> bool:
         return sizes is None or group.size() == 1 or "nccl" in torch.distributed.get_backend(group)
 
-    @functools.wraps(gather)
-    def gather_filled(input_, group, output_split_sizes=None, use_global_buffer=False):
+    @replaces(mappings, "_gather_along_first_dim")
+    def gather_filled(gather, input_, group, output_split_sizes=None, use_global_buffer=False):
         if is_plain(group, output_split_sizes):
             return gather(input_, group, output_split_sizes, use_global_buffer)
         most = max(1, *output_split_sizes)
@@ -328,8 +303,8 @@ def _repair_parts_of_unequal_size(mappings) -> None:
         parts = gather(filled, group).split(most)
         return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
 
-    @functools.wraps(reduce_scatter)
-    def reduce_scatter_filled(input_, group, input_split_sizes=None, use_global_buffer=False):
+    @replaces(mappings, "_reduce_scatter_along_first_dim")
+    def reduce_scatter_filled(reduce_scatter, input_, group, input_split_sizes=None, use_global_buffer=False):
         if is_plain(group, input_split_sizes):
             return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
         most = max(1, *input_split_sizes)
@@ -338,9 +313,6 @@ def _repair_parts_of_unequal_size(mappings) -> None:
             for part in input_.split(input_split_sizes)
         ]
         return reduce_scatter(torch.cat(parts), group)[: input_split_sizes[group.rank()]].clone()
-
-    mappings._gather_along_first_dim = gather_filled
-    mappings._reduce_scatter_along_first_dim = reduce_scatter_filled
 
 
 def _repair_numbers_of_further_tokens(losses) -> None:
@@ -351,18 +323,15 @@ def _repair_numbers_of_further_tokens(losses) -> None:
     and masks leave unequal numbers, too. So the mean is not that over tokens. A rank, or a microbatch, without any
     token with such a loss divides by 0.
     """
-    roll = losses.roll_tensor
 
-    @functools.wraps(roll)
-    def roll_and_count(tensor, *args, cp_group=None, **options):
+    @replaces(losses, "roll_tensor")
+    def roll_and_count(roll, tensor, *args, cp_group=None, **options):
         rolled, count = roll(tensor, *args, cp_group=cp_group, **options)
         shares = cp_group is not None and cp_group.size() > 1
         if shares and count is not None and tensor.is_floating_point():  # the mask, and no labels
             torch.distributed.all_reduce(count, group=cp_group)
             count = count / cp_group.size()  # a rank's part of the gradient is one of so many
         return rolled, None if count is None else count.masked_fill(count == 0, 1)
-
-    losses.roll_tensor = roll_and_count
 
 
 def _repair_fused_accumulation(linear: type[torch.autograd.Function]) -> None:

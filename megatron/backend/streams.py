@@ -10,7 +10,7 @@ a CPU they are None, and nothing waits. The tests have a third implementation, w
 of operations (`tests/pipeline/runtime/cuda/recording`). `streams_of` chooses from a table (`SIDES`).
 
 Every NCCL communicator has device buffers for each of its blocks (CTAs), and a transfer that waits for its peer keeps
-these blocks from computing. A pipeline has many communicators, whose transfers mostly wait. So `nccl_communicator`
+these blocks from computing. A pipeline has many communicators, whose transfers mostly wait. So `communicator`
 bounds the number of blocks and gives their kernels priority: these kernels are few, and other work waits for them.
 """
 
@@ -72,7 +72,10 @@ class Streams(Protocol):
         """Pin memory that this process, and perhaps other processes, have mapped, until the process ends."""
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
-        """A process group that works on a stream of its own, with at most `max_ctas` blocks (`nccl_communicator`)."""
+        """A process group that works on a stream of its own, with at most `max_ctas` blocks.
+
+        Its ranks find each other through `store`.
+        """
 
 
 class CpuStreams(Streams):
@@ -166,7 +169,10 @@ class CudaStreams:
         return tensor
 
     def communicator(self, store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
-        return nccl_communicator(store, rank, size, max_ctas=max_ctas, timeout=timeout)
+        options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+        options.config.max_ctas = max_ctas
+        return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _register(tensor: Tensor, whose: str) -> None:
@@ -218,14 +224,6 @@ class Milestone:
             return False
         self._streams.wait(self._event)
         return True
-
-
-def nccl_communicator(store: Store, rank: int, size: int, *, max_ctas: int, timeout: timedelta) -> Any:
-    """Make a ProcessGroupNCCL of `size` ranks, which find each other through `store`."""
-    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout
-    options.config.max_ctas = max_ctas
-    return torch.distributed.ProcessGroupNCCL(store, rank, size, options)
 
 
 def shut_down(group: Any) -> None:

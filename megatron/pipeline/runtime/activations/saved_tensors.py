@@ -159,6 +159,7 @@ class SavedTensors:
     Attributes:
         name: the microbatch and stage, for errors.
         layout: the layout of the tensors that move; None before `seal`.
+        is_evicted: whether the tensors that move have left.
     """
 
     def __init__(self, name: str) -> None:
@@ -166,7 +167,7 @@ class SavedTensors:
         self.layout: ActivationLayout | None = None
         self._handles: list[weakref.ref[_Handle]] = []
         self._spans: list[_Span] = []
-        self._is_evicted = False
+        self.is_evicted = False
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context for the forward. Hooks set inside it (non-reentrant checkpoints) take precedence."""
@@ -200,7 +201,7 @@ class SavedTensors:
 
     def exclude(self, storages: set[int]) -> None:
         """Let these storages stay, too. Call it only while not evicted."""
-        assert not self._is_evicted
+        assert not self.is_evicted
         self._spans = [span for span in self._spans if span.storage not in storages]
         self.layout = ActivationLayout.of((span.start, span.end) for span in self._spans)
 
@@ -220,18 +221,14 @@ class SavedTensors:
             )
             self._spans.append(_Span(storage, first, end, list(inside)))
 
-    @property
-    def is_evicted(self) -> bool:
-        return self._is_evicted
-
     def leave(self) -> None:
         """Mark the tensors as evicted: the backward cannot read them, and the set of tensors that move is fixed.
 
         Raises RuntimeError if they are evicted already.
         """
-        if self._is_evicted:
+        if self.is_evicted:
             raise RuntimeError(f"{self.name} cannot be evicted: it is evicted already")
-        self._is_evicted = True
+        self.is_evicted = True
 
     def evict(self, buffer: Tensor) -> list[Tensor]:
         """Copy the tensors that move into `buffer`, and drop them. Call `leave` before.
@@ -240,7 +237,7 @@ class SavedTensors:
         Returns the dropped tensors, which the caller holds until the copies are made. Raises RuntimeError if a tensor
         was changed in place after it had been saved.
         """
-        assert self._is_evicted, "`leave` comes first"
+        assert self.is_evicted, "`leave` comes first"
         self._require_fit(buffer)
         moved = []
         for (position, length), span in zip(self.layout.spans, self._spans, strict=True):
@@ -264,7 +261,7 @@ class SavedTensors:
         Nothing may write to the buffer before the backward has ended; see `BufferPool`. Raises RuntimeError if the
         tensors are not evicted.
         """
-        if not self._is_evicted:
+        if not self.is_evicted:
             raise RuntimeError(f"{self.name} cannot be loaded: it is not evicted")
         self._require_fit(buffer)
         storage, start = buffer.untyped_storage(), buffer.storage_offset()
@@ -277,7 +274,7 @@ class SavedTensors:
                 tensor = torch.empty(0, dtype=dtype, device=buffer.device)
                 handle.tensor = tensor.set_(storage, (start + position) // dtype.itemsize, shape, stride)
                 handle.version = handle.tensor._version
-        self._is_evicted = False
+        self.is_evicted = False
 
     def _require_fit(self, buffer: Tensor) -> None:
         expected = self.layout.buffer_bytes

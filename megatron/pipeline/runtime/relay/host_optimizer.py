@@ -35,7 +35,6 @@ from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
 from megatron.pipeline.runtime.update.optimizer_wrappers import (
     HOOKS,
     copied,
-    note_step,
     settings_of,
     stand_in,
     take_step,
@@ -99,10 +98,6 @@ class HostOptimizer:
     def settings(self) -> Settings:
         """The present options of the groups, for the updates of a batch that begins."""
         return [settings_of(group) for group in self.optimizer.param_groups]
-
-    def note_step(self) -> None:
-        """Mark the optimizer as stepped. Learning-rate schedules warn if they advance before the first step."""
-        note_step(self.optimizer)
 
     @torch.no_grad()
     def update(self, stage: int, settings: Settings, *, factor: float = 1.0) -> None:

@@ -257,32 +257,19 @@ class HostStore:
                     weight.copy_(given[name].detach())
                     if master is not None:
                         master.copy_((masters[name] if isinstance(masters, Mapping) else given[name]).detach())
-                self.parameters[name] = self._parameter(parameter, weight, master, masters, name)
+                if master is not None and isinstance(masters, Mapping):
+                    masters[name].data = master
+                    self.parameters[name] = masters[name]
+                else:
+                    steps = weight if master is None else master
+                    self.parameters[name] = torch.nn.Parameter(steps, requires_grad=parameter.requires_grad)
         if self.is_shared:
             replicas.barrier()
-
-    def _parameter(
-        self,
-        parameter: torch.nn.Parameter,
-        weight: Tensor,
-        master: Tensor | None,
-        masters: bool | Mapping[str, Tensor],
-        name: str,
-    ) -> Tensor:
-        if master is None or not isinstance(masters, Mapping):
-            values = weight if master is None else master
-            return torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-        masters[name].data = master
-        return masters[name]
 
     @property
     def num_bytes(self) -> int:
         """The bytes of weights, gradients and masters, without the moments of an optimizer."""
         return sum(stage.num_bytes for stage in self.stages.values())
-
-    def newest_tensors(self) -> dict[str, Tensor]:
-        """Name -> weight of all stages, not copied."""
-        return {name: weight for stage in self.stages.values() for name, weight in stage.weights.items()}
 
     @torch.no_grad()
     def write_weights(self, stage: int) -> None:

@@ -87,6 +87,9 @@ class GradientBuffers:
     """A fixed number of gradient buffers, which batches take and give back.
 
     `notes_writes`: record in `GradientBuffer.written` the gradients to which backwards add.
+
+    Attributes:
+        shown: the buffer to which backwards add now; None if there is none.
     """
 
     def __init__(
@@ -94,15 +97,15 @@ class GradientBuffers:
     ) -> None:
         self._parameters = dict(parameters)
         self._free = [GradientBuffer(self._parameters) for _ in range(num_buffers)]
-        self._shown: GradientBuffer | None = None
+        self.shown: GradientBuffer | None = None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._note, name))
             for name, parameter in (self._parameters.items() if notes_writes else ())
         ]
 
     def _note(self, name: str, parameter: torch.nn.Parameter) -> None:
-        if self._shown is not None:
-            self._shown.written.add(name)
+        if self.shown is not None:
+            self.shown.written.add(name)
 
     def take(self) -> GradientBuffer:
         """Take a free buffer, zero it, and point every parameter's ``grad`` at it."""
@@ -114,14 +117,9 @@ class GradientBuffers:
 
     def show(self, buffer: GradientBuffer | None, *, without: Collection[str] = ()) -> None:
         """Point every parameter's ``grad`` at a buffer; None for the names in `without`, or if there is no buffer."""
-        self._shown = buffer
+        self.shown = buffer
         for name, parameter in self._parameters.items():
             parameter.grad = None if buffer is None or name in without else buffer.views[name]
-
-    @property
-    def shown(self) -> GradientBuffer | None:
-        """The buffer to which backwards add now; None if there is none."""
-        return self._shown
 
     def copy_of(self, buffer: GradientBuffer) -> SimpleNamespace:
         """A copy of the gradients with `views` as in `GradientBuffer`; `flat` has the tensors of `views`."""

@@ -90,9 +90,24 @@ def buffers_of(chunk: DistributedDataParallel) -> list:
     return [*chunk.buffers, *chunk.expert_parallel_buffers]
 
 
-def _clear_shards(chunk: DistributedDataParallel, cache: str) -> None:
-    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-        setattr(group, cache, [None] * len(group.buckets))
+def _views(buffers: list, flats: list[Tensor]) -> dict[Parameter, Tensor]:
+    """Parameter -> its view of flat tensors that are laid out like DDP's `buffers`."""
+    return {
+        param: flat[start:end].view(param.shape)
+        for buffer, flat in zip(buffers, flats, strict=True)
+        for param, (start, end, _) in buffer.param_index_map.items()
+    }
+
+
+def _point(chunks: list[DistributedDataParallel], buffers: list, flats: list[Tensor], kind: str) -> None:
+    """Point DDP's buffers of a kind, "grad" or "param", and their buckets at flat tensors."""
+    for buffer, flat in zip(buffers, flats, strict=True):
+        setattr(buffer, f"{kind}_data", flat)
+        for bucket in buffer.buckets:
+            setattr(bucket, f"{kind}_data", bucket_of(flat, bucket))
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            setattr(group, f"cached_{kind}_buffer_shard_list", [None] * len(group.buckets))
 
 
 def copy_gradients(optimizer: MegatronOptimizer) -> None:
@@ -157,11 +172,7 @@ class CoreGradientBuffers:
         return len(self._slots)
 
     def _slot(self, flats: list[Tensor]) -> GradientSlot:
-        views = {}
-        for buffer, flat in zip(self.buffers, flats, strict=True):
-            for param, (start, end, _) in buffer.param_index_map.items():
-                views[param] = flat[start:end].view(param.shape)
-        return GradientSlot(flats, views)
+        return GradientSlot(flats, _views(self.buffers, flats))
 
     def take(self) -> GradientSlot:
         """Take a free slot, zero it, and make backwards add to it. Allocates a slot if none is free."""
@@ -192,12 +203,7 @@ class CoreGradientBuffers:
         """Make backwards add to `slot`, and megatron.core's optimizers read from it."""
         if slot is self.shown:
             return
-        for buffer, flat in zip(self.buffers, slot.flats, strict=True):
-            buffer.grad_data = flat
-            for bucket in buffer.buckets:
-                bucket.grad_data = bucket_of(flat, bucket)
-        for chunk in self._chunks:
-            _clear_shards(chunk, "cached_grad_buffer_shard_list")
+        _point(self._chunks, self.buffers, slot.flats, "grad")
         for param, view in slot.views.items():
             param.main_grad = view
         self.shown = slot
@@ -239,20 +245,11 @@ class DistributedSlots:
         """Allocate another set of flat buffers. Return name -> view of it with the parameter's shape."""
         flats = [torch.zeros_like(buffer.param_data) for buffer in self._buffers]
         self._slots.append(flats)
-        return {
-            self._names[param]: flat[start:end].view(param.shape)
-            for buffer, flat in zip(self._buffers, flats, strict=True)
-            for param, (start, end, _) in buffer.param_index_map.items()
-        }
+        return {self._names[param]: view for param, view in _views(self._buffers, flats).items()}
 
     def switch(self, slot: int) -> None:
         """Point DDP's parameter buffers, into which the optimizer and the all-gather write, at slot number `slot`."""
-        for buffer, flat in zip(self._buffers, self._slots[slot], strict=True):
-            buffer.param_data = flat
-            for bucket in buffer.buckets:
-                bucket.param_data = bucket_of(flat, bucket)
-        for chunk in self._chunks:
-            _clear_shards(chunk, "cached_param_buffer_shard_list")
+        _point(self._chunks, self._buffers, self._slots[slot], "param")
 
 
 def separate_masters(optimizer: DistributedOptimizer, *, share_storage: bool) -> None:

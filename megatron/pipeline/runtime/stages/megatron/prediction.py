@@ -102,8 +102,10 @@ class MegatronPrediction:
                 separate_masters(each, share_storage=False)
             slots = DistributedSlots(chunks)
         types = {(model.main_grad.dtype, model.dtype) for model in self._names}
-        self._provisionals = [ProvisionalStep(each.optimizer, types) for each in self._optimizers]
-        self._model_of = dict(self._masters())
+        self._torch_optimizers = [each.optimizer for each in self._optimizers]
+        self._provisionals = [ProvisionalStep(each, types) for each in self._torch_optimizers]
+        # parameter of the optimizer -> parameter of the model, and its flat part that the former updates
+        self._model_of = {own: part for each in self._optimizers for own, part in self._masters_of(each)}
         self.versions = PredictedVersions(
             named_parameters(chunks),
             stepped=frozenset(self._names[model] for own, (model, _) in self._model_of.items() if own is model),
@@ -117,11 +119,6 @@ class MegatronPrediction:
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
         self.clip_factor: float | None = None if self._clip_grad > 0.0 else 1.0
-
-    def _masters(self) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
-        """Yield (parameter of the optimizer, (parameter of the model, its flat part that the former updates))."""
-        for optimizer in self._optimizers:
-            yield from self._masters_of(optimizer)
 
     def _masters_of(self, optimizer: MegatronCoreOptimizer) -> Iterator[tuple[Tensor, tuple[Parameter, slice]]]:
         if isinstance(optimizer, FP32Optimizer):
@@ -179,7 +176,8 @@ class MegatronPrediction:
         squares = self._norms_squared(gradients, tied) if clips or can_overflow else None
         factors = self._factors(parts, squares if clips else None, gradient_scale=gradient_scale or 1.0)
         finite = squares.isfinite().unbind() if can_overflow else (None, None)
-        knows = gradient_scale is not None and (self.clip_factor is not None or self._is_scale_invariant())
+        knows_clipping = self.clip_factor is not None or all(map(is_scale_invariant, self._torch_optimizers))
+        knows = gradient_scale is not None and knows_clipping
         with self.versions.predicting(version) as target:
 
             def target_of(own: Tensor) -> Tensor:
@@ -214,16 +212,15 @@ class MegatronPrediction:
                 result += [(model, part.view(model.shape)) for model, part in zip(models, parts, strict=True)]
         return result
 
-    def _is_scale_invariant(self) -> bool:
-        return all(is_scale_invariant(each.optimizer) for each in self._optimizers)
-
     def _norms_squared(self, gradients: dict[Parameter, Tensor], tied: Parameter | None) -> Tensor:
         """The squared norms of the stage's gradients and of the tied embedding's gradient, float64 [2].
 
         The first norm is without the tied embedding, and with the experts of all ranks that share them out. Both are
         summed over the tensor ranks. Ranks with the same gradients have the same result.
         """
-        counted = {model: each for model, each in gradients.items() if model is not tied and self._counts(model)}
+        # Of tensor ranks each counts its parts of parameters, and the first its copies.
+        own = filter(param_is_not_tensor_parallel_duplicate, gradients)
+        counted = {model: gradients[model] for model in own if model is not tied}
         reads_shards = self._distributed and self.reduces  # the mean of other shards is not on this rank
         if reads_shards:
             counted = {
@@ -249,10 +246,6 @@ class MegatronPrediction:
     def _shards_group(self, *, of_experts: bool) -> dist.ProcessGroup:
         """The replicas that share out the optimizer's state."""
         return self._chunks[0].intra_expt_dp_group if of_experts else self._chunks[0].intra_dp_cp_group
-
-    def _counts(self, model: Parameter) -> bool:
-        """Whether this tensor rank counts a parameter in norms: it has a part of the parameter, or its first copy."""
-        return param_is_not_tensor_parallel_duplicate(model)
 
     def _factors(
         self, parts: list[float], squares: Tensor | None, *, gradient_scale: float

@@ -64,6 +64,9 @@ class GradientReduction:
         buffers: megatron.core's gradient buffers, in the order of a slot's flat tensors. `over_data` takes the scaling
             factors and the buckets from them; empty if `over_data` is not called.
         groups: the groups of the chain.
+
+    Attributes:
+        counted: the parameters whose gradients this rank counts in the norm, in the order of the sum.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class GradientReduction:
         self._embeddings = tied_embeddings(chunks)
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
-        self._counted = self._find_counted(chunks)
+        self.counted = self._find_counted(chunks)
 
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
@@ -188,18 +191,13 @@ class GradientReduction:
 
     def local_norms(self, slot: GradientSlot) -> dict[Parameter, Tensor]:
         """The norms of those gradients of the slot that this rank counts, FP32 scalars."""
-        held = [param for param in self._counted if param in slot.views]
+        held = [param for param in self.counted if param in slot.views]
         parts = {param: part for param in held if (part := self._owned(param, slot)) is not None}
         return dict(zip(parts, norms_of(parts.values()), strict=True))
 
-    @property
-    def counted(self) -> Sequence[Parameter]:
-        """The parameters whose gradients this rank counts in the norm, in the order of the sum."""
-        return self._counted
-
     def norm_squared(self, norms: Mapping[Parameter, Tensor]) -> Tensor:
         """The squared norm from the `local_norms` of all parameters that this rank counts."""
-        ordered = [norms[param] for param in self._counted if param in norms]
+        ordered = [norms[param] for param in self.counted if param in norms]
         return sum_of_squares(ordered, device=backend.device())
 
     def _owned(self, param: Parameter, slot: GradientSlot) -> Tensor | None:

@@ -31,6 +31,7 @@ from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, c
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
 from megatron.pipeline.runtime.update.gradients import norm_of
+from megatron.pipeline.runtime.update.optimizer_wrappers import note_step
 from megatron.pipeline.runtime.update.versions import AheadVersions, WeightVersions
 from megatron.pipeline.runtime.update.weight_prediction import PredictedVersions
 
@@ -268,7 +269,7 @@ class ModuleRelayUpdate(HostUpdate):
         report.skipped = report.overflow or not batch.mean_count
         if not report.skipped:
             batch.factor = clip_factor(self._clip_grad, report.grad_norm) / batch.mean_count
-            self._host.note_step()
+            note_step(self.optimizer)
             if self._observe is not None:
                 self._observe(self._observed)
             if self.scheduler is not None:

@@ -38,7 +38,7 @@ def one_batch(overflow_on: int | None = None, dtype: str = "float16", **options)
         update.reduce_norm(1, 1 << rank, losses)
         report = update.step(1)
         after = update.versions.tensors(1)
-        counted = sum(param.numel() for param in update._reduction._counted)
+        counted = sum(param.numel() for param in update._reduction.counted)
         return {
             "report": report,
             "changed": any(not torch.equal(before[name], after[name]) for name in before),
