@@ -8,9 +8,9 @@ Solution: the import system tells where `megatron.training` and `megatron.core` 
 parsed, not executed, to find whether the functions that the hooks replace exist.
 """
 
-import ast
 import importlib.util
 import re
+import symtable
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,7 +147,7 @@ def _remedy() -> str:
 def _names_at_top(file: Path) -> set[str]:
     """The names that a module defines, assigns or imports at module level, also within `if`, `try` and `with`."""
     try:
-        module = ast.parse(file.read_bytes())
+        table = symtable.symtable(file.read_bytes(), str(file), "exec")
     except OSError:
         return set()
     except SyntaxError as error:
@@ -156,20 +156,4 @@ def _names_at_top(file: Path) -> set[str]:
             f"Python {version} cannot read {file}: {error.msg} in line {error.lineno}; use the Python that this "
             "Megatron-LM asks for"
         ) from error
-    return set(_bound(module.body))
-
-
-def _bound(statements: list[ast.stmt]) -> Iterator[str]:
-    for statement in statements:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield statement.name
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in statement.names)
-        elif isinstance(statement, ast.Assign):
-            yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
-        elif isinstance(statement, (ast.If, ast.Try, ast.With)):
-            yield from _bound(statement.body)
-            yield from _bound(getattr(statement, "orelse", []))
-            yield from _bound(getattr(statement, "finalbody", []))
-            for handler in getattr(statement, "handlers", []):
-                yield from _bound(handler.body)
+    return {each.get_name() for each in table.get_symbols() if each.is_assigned() or each.is_imported()}

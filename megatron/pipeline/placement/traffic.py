@@ -150,7 +150,7 @@ class Traffic:
     pair_of_rank: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PointToPoint:
     """Two stages of a replica's pipeline whose tensor ranks each send `bytes_each_way` to the other stage."""
 
@@ -165,21 +165,14 @@ def point_to_point(traffic: Traffic) -> Iterator[PointToPoint]:
     num_stages = len(traffic.pair)
     for stage, num_bytes in enumerate(traffic.pipeline):
         if num_bytes:
-            yield PointToPoint(
-                kind=TrafficKind.PIPELINE,
-                first_stage=stage,
-                second_stage=(stage + 1) % num_stages,
-                bytes_each_way=num_bytes,
-            )
+            yield PointToPoint(TrafficKind.PIPELINE, stage, (stage + 1) % num_stages, num_bytes)
     for stage, num_bytes in enumerate(traffic.pair):
         if num_bytes:
             pair = pair_of(stage, num_stages) if traffic.pair_of_rank is None else traffic.pair_of_rank[stage]
-            yield PointToPoint(kind=TrafficKind.PAIR, first_stage=stage, second_stage=pair, bytes_each_way=num_bytes)
+            yield PointToPoint(TrafficKind.PAIR, stage, pair, num_bytes)
     first, last = (0, num_stages - 1) if traffic.ends is None else traffic.ends
     if traffic.embedding and first != last:  # an all-reduce of two: each sends 2(2-1)/2 of the bytes
-        yield PointToPoint(
-            kind=TrafficKind.EMBEDDING, first_stage=first, second_stage=last, bytes_each_way=traffic.embedding
-        )
+        yield PointToPoint(TrafficKind.EMBEDDING, first, last, traffic.embedding)
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:

@@ -117,7 +117,7 @@ def test_training_of_someone_else(files, sentence, tmp_path):
 
 
 def test_names_are_seen_where_they_are_bound(tmp_path):
-    """Imports, also under another name or in a `try`, assignments and definitions in an `if`; not what is inside a
+    """Imports, also under another name or in a `try`, assignments, definitions in an `if`; not what is inside a
     function or imported as something else."""
     text = """
         import a.b
@@ -141,7 +141,7 @@ def test_names_are_seen_where_they_are_bound(tmp_path):
     """
     file = tmp_path / "module.py"
     file.write_text(textwrap.dedent(text))
-    assert origin._names_at_top(file) == set(["a", "e", "f", "h", "i", "j", "k", "l", "m", "o", "r"])
+    assert origin._names_at_top(file) == set(["a", "e", "f", "h", "i", "j", "k", "l", "m", "o", "q", "r"])
 
 
 def test_core_from_another_root(tmp_path):

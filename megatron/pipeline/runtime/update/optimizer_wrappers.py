@@ -102,7 +102,20 @@ SMOOTHING = 0.99
 _AVERAGE = "step_average"
 
 
-class GapAware:
+class _Wrapper:
+    """An optimizer around `optimizer`, whose groups are its own."""
+
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (each for group in self.param_groups for each in group["params"])
+
+
+class GapAware(_Wrapper):
     """Gap-aware steps of `optimizer`. A scheduler or a predictor is made for `optimizer` itself.
 
     The running average is in the optimizer's state, so that a checkpoint has it. More memory is needed for a copy of
@@ -140,14 +153,7 @@ class GapAware:
             else:
                 state[_AVERAGE] = size
 
-    def _parameters(self) -> Iterator[Tensor]:
-        return (each for group in self.optimizer.param_groups for each in group["params"])
-
     # --- the interface of the optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
@@ -156,7 +162,7 @@ class GapAware:
         self.optimizer.load_state_dict(state)
 
 
-class MasterWeights:
+class MasterWeights(_Wrapper):
     """Steps `optimizer`, whose parameters are FP32 masters of the weights. A scheduler is made for `optimizer` itself.
 
     Each step reads ``grad`` of the weights and writes the rounded masters into the weights. The weights must equal the
@@ -175,7 +181,9 @@ class MasterWeights:
         self.optimizer = optimizer
         self.weight_of = dict(weight_of)
         self.factor = 1.0
-        assert set(self._masters()) == set(self.weight_of), "the optimizer is over the masters, and over nothing else"
+        assert set(self._parameters()) == set(self.weight_of), (
+            "the optimizer is over the masters, and over nothing else"
+        )
 
     @torch.no_grad()
     def step(self) -> None:
@@ -199,18 +207,11 @@ class MasterWeights:
             weight.copy_(master)
             master.grad = None
 
-    def _masters(self) -> Iterator[Tensor]:
-        return (each for group in self.optimizer.param_groups for each in group["params"])
-
     # --- the interface of the optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer, and the masters in the order of its parameters."""
-        return {"optimizer": self.optimizer.state_dict(), "masters": [each.detach() for each in self._masters()]}
+        return {"optimizer": self.optimizer.state_dict(), "masters": [each.detach() for each in self._parameters()]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,7 +220,7 @@ class MasterWeights:
         Raises:
             ValueError: the masters differ in number or shape.
         """
-        own, given = list(self._masters()), state.get("masters", ())
+        own, given = list(self._parameters()), state.get("masters", ())
         if [each.shape for each in own] != [each.shape for each in given]:
             raise ValueError(
                 f"the checkpoint has {len(given)} FP32 masters, which are not the {len(own)} of these weights; go on "
