@@ -24,6 +24,7 @@ from megatron.pipeline.placement.cost import describe_crossing
 from megatron.pipeline.placement.mapping import Degrees, load_mapping, pair_adjacent
 from megatron.pipeline.placement.topology import Process, find_slots, this_process
 from megatron.pipeline.runtime.failure.errors import OnThisRank, SameEverywhere
+from megatron.pipeline.runtime.failure.failure_board import launcher_hosts_store
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
 from megatron.pipeline.start_up.late_weights import (
     LOOKS_UP_GRADIENTS,
@@ -31,9 +32,6 @@ from megatron.pipeline.start_up.late_weights import (
     installed_version,
 )
 from megatron.pipeline.start_up.rank_exchange import exchange_ranks
-
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""The variable that torchrun sets to `True` if its agent hosts the job's store, which does not move with the ranks."""
 
 
 def prepare(args: argparse.Namespace) -> PipelineSchedule:
@@ -124,7 +122,7 @@ def _map_ranks(args: argparse.Namespace, schedule: PipelineSchedule, max_microba
             line += f": {describe_crossing(mapping, degrees, slots.node_sizes, evicting)}"
         return list(slots.logical_ranks(mapping)), [line]
 
-    if os.environ.get(_AGENT_STORE) != str(True):
+    if not launcher_hosts_store():  # another store would move with the ranks
         raise ValueError(
             f"--pipeline-rank-mapping {asked} gives processes other ranks over torchrun's store, and "
             "this job has none; start it through torchrun"

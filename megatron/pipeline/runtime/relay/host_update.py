@@ -42,8 +42,9 @@ from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, Residency
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer, Settings
 from megatron.pipeline.runtime.relay.host_store import Flat, HostStage, HostStore
+from megatron.pipeline.runtime.relay.input_stash import RelayLedger
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.relay.resident_weights import ResidentWeights
+from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights
 from megatron.pipeline.runtime.update.gradients import norm_of
 
 # --- norms of gradients that have left the device ---------------------------------------------------------------------
@@ -228,7 +229,7 @@ class HostBatch:
 class HostUpdate:
     """Base of the `RelayUpdate` of one rank.
 
-    A subclass sets the attributes, calls `_keep_tied` in its constructor, and adds
+    A subclass calls `_set_up` in its constructor, sets `reduces_stages`, and adds
 
     - `reduce_norm`;
     - `_new_report(info)`: returns the report of a new batch;
@@ -243,24 +244,40 @@ class HostUpdate:
         residency: the residency of the schedule.
         store: the stages on the host.
         resident: the weights on the device.
+        versions: the weights on the host.
         gradients: the gradients on the device.
+        ledger: the bytes of the rank, for the engine.
         frozen: the stages that have only forwards, and no UPDATE.
         reduces_stages: the gradients of each stage are reduced over other ranks before they leave the device, so the
             program needs a REDUCE_GRAD for each stage.
     """
 
-    residency: Residency
-    store: HostStore
-    resident: ResidentWeights
-    gradients: StageGradients
     frozen: frozenset[int] = frozenset()
     reduces_stages: bool
-    _host: HostOptimizer
-    _norms: NormsOnHost
 
-    def _keep_tied(self, *, has_tied: bool, device: torch.device) -> None:
-        self._device = device
-        self._tied_replicas = self.store.replicas.again() if self.store.is_shared and has_tied else None
+    def _set_up(
+        self,
+        modules: Mapping[int, torch.nn.Module],
+        store: HostStore,
+        host: HostOptimizer,
+        norms: NormsOnHost,
+        *,
+        residency: Residency,
+        show: Callable[[torch.nn.Parameter, Tensor | None], None],
+        has_tied: bool,
+        device: torch.device,
+    ) -> None:
+        """Set the attributes. `show`: as for `StageGradients`; `has_tied`: the rank has tied parameters."""
+        self.residency, self.store = residency, store
+        self._host, self._norms, self._device = host, norms, device
+        self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
+        self.versions = HostVersions(store, self.resident)
+        self.gradients = StageGradients(store.stages, self.resident.parameters, show=show, device=device)
+        self.ledger = RelayLedger(
+            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
+            on_host=lambda: store.num_bytes + host.moments.num_bytes,
+        )
+        self._tied_replicas = store.replicas.again() if store.is_shared and has_tied else None
         self._batches: dict[int, HostBatch] = {}  # key: the version that the batch's step makes
 
     # Called on the main thread while a batch runs.

@@ -77,47 +77,6 @@ def gloo_pair(name: str, store: Store, *, member: int, timeout: timedelta) -> Pr
     return ProcessGroupGloo(PrefixStore(name, store), member, 2, options)
 
 
-class _Worker:
-    """A thread that finishes transfers in order and then drops them."""
-
-    def __init__(
-        self,
-        name: str,
-        finish: Callable[[Any], None],
-        on_error: Callable[[Exception], None],
-        begin: Callable[[], None],
-    ) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._begin = begin
-        self._finish = finish
-        self._on_error = on_error
-        self._num_put = 0
-        self.num_finished = 0
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, item: Any) -> None:
-        self._num_put += 1
-        self._queue.put(item)
-
-    def num_unfinished(self) -> int:
-        return self._num_put - self.num_finished
-
-    def close(self, timeout: float) -> None:
-        self._queue.put(None)
-        self._thread.join(timeout)
-
-    def _work(self) -> None:
-        try:
-            self._begin()
-            while (item := self._queue.get()) is not None:
-                self._finish(item)
-                del item
-                self.num_finished += 1
-        except Exception as error:
-            self._on_error(error)
-
-
 class GlooReceive:
     """A receive that the link's thread posts. `make` allocates its memory."""
 
@@ -161,7 +120,7 @@ class GlooReceive:
 
 
 class _GlooEnd(abc.ABC):
-    """One end of a link over gloo, with the thread that posts its transfers."""
+    """One end of a link over gloo, with a thread that posts its transfers in order and then drops them."""
 
     host_waits = True
 
@@ -169,32 +128,50 @@ class _GlooEnd(abc.ABC):
         self, name: str, store: Store, *, sends: bool, timeout: timedelta, device: torch.device, on_error: Callable
     ) -> None:
         self._group = gloo_pair(name, store, member=_SENDER if sends else _RECEIVER, timeout=timeout)
-        self._timeout = timeout
+        self._timeout, self._on_error = timeout, on_error
         self._streams = streams_of(device)
+        self._finish = self._finish_send if sends else GlooReceive.post
         self._sends = sends
-        finish = self._finish_send if sends else GlooReceive.post
-        self._worker = _Worker(name, finish, on_error, self._streams.enter_thread)
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._num_put = self._num_finished = 0
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     @abc.abstractmethod
     def _finish_send(self, item: Any) -> None:
         """Send a queued tensor and return when it has been read. Runs on the link's thread."""
+
+    def _put(self, item: Any) -> None:
+        self._num_put += 1
+        self._queue.put(item)
+
+    def _work(self) -> None:
+        try:
+            self._streams.enter_thread()
+            while (item := self._queue.get()) is not None:
+                self._finish(item)
+                del item
+                self._num_finished += 1
+        except Exception as error:
+            self._on_error(error)
 
     def drop_read(self) -> None:
         """Do nothing: the link's thread drops read tensors."""
         return
 
     def num_unread(self) -> int:
-        return self._worker.num_unfinished() if self._sends else 0
+        return self._num_put - self._num_finished if self._sends else 0
 
     def close(self, timeout: float) -> None:
-        self._worker.close(timeout)
+        self._queue.put(None)
+        self._thread.join(timeout)
 
 
 class GlooLink(_GlooEnd):
     """CPU tensors over gloo."""
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        self._worker.put((tensor.detach(), tag % NUM_TAGS))
+        self._put((tensor.detach(), tag % NUM_TAGS))
 
     def _finish_send(self, item: tuple[Tensor, int]) -> None:
         alias, tag = item
@@ -202,7 +179,7 @@ class GlooLink(_GlooEnd):
 
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
         receive = GlooReceive(self._group, lambda: torch.empty(spec.shape, dtype=spec.dtype), tag)
-        self._worker.put(receive)
+        self._put(receive)
         return receive
 
 
@@ -222,7 +199,7 @@ class HostStagedLink(_GlooEnd):
             self._streams.wait(made)
             host.copy_(alias, non_blocking=True)
             copied = self._streams.record()
-        self._worker.put((copied, alias, host, tag % NUM_TAGS))
+        self._put((copied, alias, host, tag % NUM_TAGS))
 
     def _finish_send(self, item: tuple[Any, Tensor, Tensor, int]) -> None:
         copied, _, host, tag = item
@@ -232,7 +209,7 @@ class HostStagedLink(_GlooEnd):
     def receive(self, spec: TensorSpec, tag: int) -> Receive:
         receive = _HostStagedReceive(self._group, lambda: self._streams.host_buffer(spec.shape, spec.dtype), tag)
         receive.device = self._device
-        self._worker.put(receive)
+        self._put(receive)
         return receive
 
 

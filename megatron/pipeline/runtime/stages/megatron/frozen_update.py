@@ -17,17 +17,15 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.pipeline.program.weight_policies import FLUSH, WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
+from megatron.pipeline.runtime.stages.megatron.checkpointed_versions import SavedVersions
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.reduction import warm_up_common
 
 
-class _NoVersions:
-    """The interface of weight versions for checkpoints, without weights."""
+class _NoVersions(SavedVersions):
+    """The interface of weight versions for checkpoints, without weights. What is not defined here does nothing."""
 
     newest = 0
-
-    def show_newest(self) -> None:
-        """Do nothing."""
 
     def newest_tensors(self) -> dict[str, Tensor]:
         return {}
@@ -35,17 +33,11 @@ class _NoVersions:
     def slot_of(self, version: int) -> int:
         return 0
 
-    def reset(self, *versions: int) -> None:
-        """Do nothing."""
-
     def live(self) -> list[int]:
         return [0]
 
     def tensors(self, version: int) -> dict[str, Tensor]:
         return {}
-
-    def restore(self, mapping: dict[int, dict[str, Tensor]]) -> None:
-        """Do nothing."""
 
 
 class MegatronFrozenUpdate(CoreUpdate):

@@ -41,10 +41,9 @@ from megatron.pipeline.program.lane_order import Residency
 from megatron.pipeline.program.weight_policies import FLUSH
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
-from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
-from megatron.pipeline.runtime.relay.input_stash import RelayLedger
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
-from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights, StageWeights
+from megatron.pipeline.runtime.relay.resident_weights import StageWeights
 from megatron.pipeline.runtime.stages.megatron.core_update import CoreUpdate
 from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup, shares_out_experts, uses_nccl
 from megatron.pipeline.runtime.stages.megatron.optimizers import GradientSlot, is_dense, masters_of
@@ -117,9 +116,8 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         gathers: bool = False,
     ) -> None:
         CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=FLUSH, loss_names=loss_names)
-        self.residency = residency
         self._connect(timeout, rank_metrics)
-        self._check(chunks)
+        self._check(chunks, residency)
         models = dict(zip(stages, map(unwrap_model, chunks), strict=True))
         self._parameters = {
             stage: {f"{stage}.{name}": each for name, each in model.named_parameters()}
@@ -129,7 +127,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         masters = masters_of(self._inner)
         self._sums_in_fp32 = chunks[0].ddp_config.grad_reduce_in_fp32
         device = backend.device()
-        self.store = HostStore(
+        store = HostStore(
             self._parameters,
             device=device,
             masters={name: masters[each] for name, each in named.items() if each in masters},
@@ -138,22 +136,17 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             gathers=gathers,
         )  # fmt: skip
         if gathers:
-            self._check_gather()
-        stands_for = {each: self.store.parameters[name] for name, each in named.items() if each not in masters}
-        self._host = HostOptimizer(self._inner.optimizer, self.store, stands_for=stands_for)
-        self.resident = ResidentWeights(models, self.store, num_resident=residency.stages, device=device)
-        self.versions = HostVersions(self.store, self.resident)
-        self.gradients = StageGradients(self.store.stages, self._parameters, show=show_as_main_grad, device=device)
-        self.ledger = RelayLedger(
-            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
-            on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
-        )
-        self._decisions.rank_metrics |= self.ledger.rank_metrics
+            self._check_gather(store)
+        stands_for = {each: store.parameters[name] for name, each in named.items() if each not in masters}
         self._reduction = GradientReduction(list(chunks), self._inner, (), self._groups)
-        self._norms = NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device)
         self._tied = tied_embeddings(chunks)
+        self._set_up(
+            models, store, HostOptimizer(self._inner.optimizer, store, stands_for=stands_for),
+            NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device), residency=residency,
+            show=show_as_main_grad, has_tied=bool(self._tied), device=device,
+        )  # fmt: skip
+        self._decisions.rank_metrics |= self.ledger.rank_metrics
         self.reduces_stages = self._groups.data is not None or self._groups.tensor is not None
-        self._keep_tied(has_tied=bool(self._tied), device=device)
         self._warm_up(chunks)
 
     @torch.no_grad()
@@ -171,7 +164,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             self.gradients.store(stage)  # frees the buffer; the returned copy is not run
         warm_up_common(chunks, self._groups)
 
-    def _check(self, chunks: Sequence[RelayChunk]) -> None:
+    def _check(self, chunks: Sequence[RelayChunk], residency: Residency) -> None:
         if isinstance(self._inner, DistributedOptimizer):
             raise ValueError("The distributed optimizer keeps its shards on the device: leave it out.")
         for chunk in chunks:
@@ -184,7 +177,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
                     "gradient_accumulation_fusion adds to gradients behind the back of what carries them to the host: "
                     "turn it off."
                 )
-        if self.residency.is_eager and (
+        if residency.is_eager and (
             self._inner.config.clip_grad > 0.0 or getattr(self._inner, "grad_scaler", None) or self._per_token
         ):
             raise ValueError(
@@ -192,8 +185,8 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
                 "known: use deferred updates, or neither clip nor scale the loss nor average it over tokens."
             )
 
-    def _check_gather(self) -> None:
-        if not self.store.gathers:
+    def _check_gather(self, store: HostStore) -> None:
+        if not store.gathers:
             raise ValueError(
                 "a fetch of shares is gathered from replicas on the node, and this rank's are on others: fetch whole "
                 "stages, or place replicas together."

@@ -24,9 +24,7 @@ from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import BatchInfo, BatchReport
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStage, HostStore
-from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, StageGradients
-from megatron.pipeline.runtime.relay.input_stash import RelayLedger
-from megatron.pipeline.runtime.relay.resident_weights import HostVersions, ResidentWeights
+from megatron.pipeline.runtime.relay.host_update import HostBatch, HostUpdate, NormsOnHost, show_as_grad
 from megatron.pipeline.runtime.stages.module.reduction import ModuleReduction, clip_factor
 from megatron.pipeline.runtime.stages.module.stage import Counts, by_microbatches
 from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
@@ -171,9 +169,7 @@ class ModuleRelayUpdate(HostUpdate):
 
     Attributes:
         weights: the weights on the device.
-        versions: the weights on the host.
         scales: None: a relay has no loss scale.
-        ledger: the bytes of the rank, for the engine.
 
     Raises:
         ValueError: eager updates with clipping, an optimizer with parameters that are not in `store`, or replicas that
@@ -207,25 +203,19 @@ class ModuleRelayUpdate(HostUpdate):
                 f"replicas on {store.replicas.host} share the store, of which each steps a part, and their gradients "
                 "are not averaged; give their data_parallel_group, or each a store of its own"
             )
-        self.store = store
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.residency = residency
         self.frozen = frozenset(frozen)
         self._observe = observe
         self._observed: dict[str, Tensor] = {}  # the norms of the batch between its reduction and its step
         self._clip_grad = clip_grad
-        self._host, device = HostOptimizer(optimizer, store), self._reduction.device
-        self.weights = self.resident = ResidentWeights(modules, store, num_resident=residency.stages, device=device)
-        self.versions = HostVersions(store, self.resident)
-        self.gradients = StageGradients(store.stages, self.resident.parameters, device=device)
+        device = self._reduction.device
         names = [name for place in store.stages.values() for name in place.gradients]
-        self._norms = NormsOnHost(names, dtype=torch.float64, device=device)
-        self.ledger = RelayLedger(
-            always_on_device=self.resident.num_bytes + self.gradients.num_bytes,
-            on_host=lambda: self.store.num_bytes + self._host.moments.num_bytes,
-        )
-        self._keep_tied(has_tied=self._reduction.tied is not None, device=device)
+        self._set_up(
+            modules, store, HostOptimizer(optimizer, store), NormsOnHost(names, dtype=torch.float64, device=device),
+            residency=residency, show=show_as_grad, has_tied=self._reduction.tied is not None, device=device,
+        )  # fmt: skip
+        self.weights = self.resident
         self._reduction.warm_up()
 
     def _new_report(self, info: BatchInfo) -> BatchReport:
