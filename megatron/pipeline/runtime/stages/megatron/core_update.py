@@ -1,8 +1,8 @@
-"""The base class of the weight updates over megatron.core, and their decisions about a batch.
+"""The base class of the weight updates over megatron.core, with their decisions about a batch.
 
-The decisions must be equal on all ranks: loss scale, clipping, skipped steps, learning rate. `Decisions` serves updates
-with weights on the device and on the host. One float64 all-reduce gives all ranks the norm and the overflow of a batch.
-Then the step multiplies the gradients by one factor that unscales and clips, and learning rate and loss scale advance.
+The decisions must be equal on all ranks: loss scale, clipping, skipped steps, learning rate. One float64 all-reduce gives
+all ranks the norm and the overflow of a batch. Then the step multiplies the gradients by one factor that unscales and
+clips, and learning rate and loss scale advance. Weights may be on the device or on the host.
 """
 
 import math
@@ -27,7 +27,6 @@ from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.stages.megatron.auxiliary import RouterTokens
 from megatron.pipeline.runtime.stages.megatron.groups import (
     DEFAULT_TIMEOUT,
-    ChainGroup,
     ChainGroups,
     shares_out_experts,
 )
@@ -36,142 +35,6 @@ from megatron.pipeline.runtime.update.gradients import NormReduction, all_reduce
 from megatron.pipeline.runtime.update.loss_scales import LossScales
 
 _KEPT_SUMS = 4
-
-
-class Decisions:
-    """Makes the decisions on one rank.
-
-    Args:
-        optimizer, scheduler, loss_names, rank_metrics: as for `MegatronWeightUpdate`.
-        delay: how many batches old the weights of a batch are.
-        world: the group of all ranks of the job, used on the chain's thread; None for a single rank.
-        per_token: gradients are sums over tokens, to be divided by the number of tokens in the batch.
-
-    Attributes:
-        scales: the loss scales of the batches.
-        clip_grad: the norm to which gradients are clipped; 0: no clipping.
-        rank_metrics: as given; metrics may be added before the first batch.
-        sums: batch -> what `complete` has summed over all ranks, for the last `_KEPT_SUMS` batches.
-    """
-
-    def __init__(
-        self,
-        optimizer: MegatronOptimizer,
-        scheduler: OptimizerParamScheduler | None,
-        *,
-        delay: int,
-        world: ChainGroup | None,
-        loss_names: tuple[str, ...],
-        rank_metrics: Mapping[str, Callable[[], float]] | None,
-        per_token: bool = False,
-    ) -> None:
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._scaler = shared_scaler(optimizer)
-        self._world = world
-        self._loss_names = loss_names
-        self._reduced = (*loss_names, NUM_TOKENS) if per_token else loss_names
-        self.rank_metrics = dict(rank_metrics or {})
-        self.clip_grad = optimizers_of(optimizer)[0].config.clip_grad
-        self.sums: dict[int, NormReduction] = {}
-        self.scales = LossScales(self._scaler, delay=delay + 1)
-
-    def begin(self, info: BatchInfo) -> BatchReport:
-        """Return a new report of a batch that begins, with its loss scale."""
-        scale = self.scales.of_batch(info.index)
-        return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
-
-    def regroup(self, world: ChainGroup | None) -> None:
-        """Sum over other ranks from now on; see `__init__`."""
-        self._world = world
-
-    def complete(
-        self,
-        report: BatchReport,
-        norm_squared: float,
-        stop_requests: int,
-        losses: Mapping[str, tuple[float, float]],
-        *,
-        layers_squared: Sequence[float] = (),
-        tokens: Sequence[float] = (),
-    ) -> None:
-        """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
-
-        Raises ValueError on all ranks if tokens are counted, and the loss function has returned none.
-
-        Args:
-            report: the report of the batch, which has its loss scale.
-            norm_squared: the squared norm of the scaled gradients that this rank counts.
-            stop_requests: bits, see `NormReduction`.
-            losses: name -> (numerator, denominator) on this rank; with `per_token` the tokens as `NUM_TOKENS`, too.
-            layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
-            tokens: this rank's counts of the tokens of experts (`RouterTokens.take`).
-        """
-        sums = all_reduce_norm(
-            norm_squared=norm_squared,
-            overflow=not math.isfinite(norm_squared),
-            stop_requests=stop_requests,
-            losses=losses,
-            loss_names=self._reduced,
-            group=self._world and self._world.process_group,
-            device=backend.device() if self._world and self._world.uses_nccl else torch.device("cpu"),
-            layers_squared=[*layers_squared, *tokens],
-            rank_metrics={name: read() for name, read in self.rank_metrics.items()},
-        )
-        self.fill(report, sums, num_layers=len(layers_squared))
-
-    def fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
-        """Complete a batch's report with the sums over all ranks. Raises ValueError as `complete`."""
-        self.sums[report.batch] = sums
-        self.sums.pop(report.batch - _KEPT_SUMS, None)
-        overflow, losses = sums.num_overflows > 0, dict(sums.losses)
-        num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
-        if not num_microbatches:
-            raise ValueError(
-                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
-                "number of tokens, numbers), or leave it out."
-            )
-        report.num_tokens = max(num_tokens, 1.0)
-        report.grad_norm = sums.norm / report.gradient_scale
-        report.overflow = self._scaler is not None and overflow
-        report.stop_requests = sums.stop_requests
-        of_layers = sums.layers_squared[:num_layers]
-        report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
-        report.tokens_per_expert = sums.layers_squared[num_layers:]
-        report.rank_metrics = sums.rank_metrics
-        means = {name: total / count for name, (total, count) in losses.items() if count}
-        report.losses = dict.fromkeys(self._loss_names, 0.0) | means
-        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
-            self._scaler is None and overflow
-        )
-
-    def coefficient(self, report: BatchReport, *, norm: float | None = None) -> float:
-        """The factor that unscales, averages and clips a batch's gradients. `norm` replaces the norm in the report."""
-        norm = report.grad_norm if norm is None else norm
-        coefficient = 1.0 / report.gradient_scale
-        if self.clip_grad > 0.0:
-            clip = self.clip_grad / (norm + 1.0e-6)
-            if clip < 1.0:
-                coefficient *= clip
-        return coefficient
-
-    def note(self, report: BatchReport) -> None:
-        """Write into the report the learning rate, and whether the step is skipped because of an overflow."""
-        report.learning_rate = self.learning_rate
-        report.skipped = report.overflow
-
-    def advance(self, report: BatchReport) -> None:
-        """Advance the loss scale and, unless the step was skipped, the learning rate."""
-        if not report.skipped and self._scheduler is not None:
-            self._scheduler.step(increment=report.num_samples)
-        self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the next step for the parameter groups that follow the schedule."""
-        groups = self._optimizer.param_groups
-        followers = [group for group in groups if group.get("default_config", True)] or groups
-        return float(followers[0]["lr"]) if followers else 0.0
 
 
 class CoreUpdate:
@@ -185,6 +48,9 @@ class CoreUpdate:
         loss_names: the losses that the last stage reports, the same on all ranks.
 
     Attributes:
+        scales: the loss scales of the batches.
+        rank_metrics: as for `MegatronWeightUpdate`; metrics may be added before the first batch.
+        sums: batch -> what `_complete` has summed over all ranks, for the last `_KEPT_SUMS` batches.
         replicas_predict_apart: whether each replica predicts weights from its own gradients.
         router_tokens: what the routers of the rank count, and their biases; None: nothing is counted.
     """
@@ -209,6 +75,8 @@ class CoreUpdate:
         self._per_token = self._config.calculate_per_token_loss
         chain = optimizers_of(optimizer)
         self._inner = chain[0] if len(chain) == 1 else optimizer
+        self._scaler = shared_scaler(optimizer)
+        self._clip_grad = chain[0].config.clip_grad
         self._last_norm: float | None = None  # the norm of the last batch that has stepped
 
     def _connect(
@@ -217,7 +85,7 @@ class CoreUpdate:
         rank_metrics: Mapping[str, Callable[[], float]] | None,
         copies: CopyRanks | None = None,
     ) -> None:
-        """Make the groups of the chain and the decisions that use them. Collective over the job.
+        """Make the groups of the chain. Collective over the job.
 
         `timeout`, `rank_metrics`, `copies`: as for `MegatronWeightUpdate`.
         """
@@ -225,10 +93,9 @@ class CoreUpdate:
         if copies is not None:
             _require_copyable(self.optimizer, self._config, copies)
         self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
-        self._decisions = Decisions(
-            self.optimizer, self.scheduler, delay=self.weights.delay or 0, world=self._groups.world,
-            loss_names=self.loss_names, rank_metrics=rank_metrics, per_token=self._per_token,
-        )  # fmt: skip
+        self.rank_metrics = dict(rank_metrics or {})
+        self.sums: dict[int, NormReduction] = {}
+        self.scales = LossScales(self._scaler, delay=(self.weights.delay or 0) + 1)
 
     def _regroup(self, copies: CopyRanks | None) -> None:
         """End the groups of the chain and make others. Collective over the job, as `copies` has it."""
@@ -236,20 +103,104 @@ class CoreUpdate:
             _require_copyable(self.optimizer, self._config, copies)
         self._groups.close()
         self._groups = ChainGroups.create(timeout=self._timeout, copies=copies)
-        self._decisions.regroup(self._groups.world)
 
     def _new_report(self, info: BatchInfo) -> BatchReport:
         """Return a new report of a batch that begins, with its loss scale."""
-        return self._decisions.begin(info)
+        scale = self.scales.of_batch(info.index)
+        return BatchReport(batch=info.index, loss_scale=scale, num_samples=info.num_samples)
 
     def loss_scale(self, batch: int) -> float:
         """The factor that multiplies the losses of a batch whose report is not complete."""
         return self._batches[batch + 1].report.loss_scale
 
+    def _complete(
+        self,
+        report: BatchReport,
+        norm_squared: float,
+        stop_requests: int,
+        losses: Mapping[str, tuple[float, float]],
+        *,
+        layers_squared: Sequence[float] = (),
+        tokens: Sequence[float] = (),
+    ) -> None:
+        """Complete a batch's report with the sums over all ranks of the job. Collective, on the chain's thread.
+
+        Raises ValueError on all ranks if tokens are counted, and the loss function has returned none.
+
+        Args:
+            report: the report of the batch, which has its loss scale.
+            norm_squared: the squared norm of the scaled gradients that this rank counts.
+            stop_requests: bits, see `NormReduction`.
+            losses: name -> (numerator, denominator) on this rank; with per-token loss the tokens as `NUM_TOKENS`, too.
+            layers_squared: this rank's part of the squared norm of each layer's scaled gradients.
+            tokens: this rank's counts of the tokens of experts (`RouterTokens.take`).
+        """
+        world = self._groups.world
+        sums = all_reduce_norm(
+            norm_squared=norm_squared,
+            overflow=not math.isfinite(norm_squared),
+            stop_requests=stop_requests,
+            losses=losses,
+            loss_names=(*self.loss_names, NUM_TOKENS) if self._per_token else self.loss_names,
+            group=world and world.process_group,
+            device=backend.device() if world and world.uses_nccl else torch.device("cpu"),
+            layers_squared=[*layers_squared, *tokens],
+            rank_metrics={name: read() for name, read in self.rank_metrics.items()},
+        )
+        self._fill(report, sums, num_layers=len(layers_squared))
+
+    def _fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
+        """Complete a batch's report with the sums over all ranks. Raises ValueError as `_complete`."""
+        self.sums[report.batch] = sums
+        self.sums.pop(report.batch - _KEPT_SUMS, None)
+        overflow, losses = sums.num_overflows > 0, dict(sums.losses)
+        num_tokens, num_microbatches = losses.pop(NUM_TOKENS, (1.0, 1.0))
+        if not num_microbatches:
+            raise ValueError(
+                "calculate_per_token_loss: the loss function returned no number of tokens; return (sum of losses, "
+                "number of tokens, numbers), or leave it out."
+            )
+        report.num_tokens = max(num_tokens, 1.0)
+        report.grad_norm = sums.norm / report.gradient_scale
+        report.overflow = self._scaler is not None and overflow
+        report.stop_requests = sums.stop_requests
+        of_layers = sums.layers_squared[:num_layers]
+        report.layers_squared = tuple(each / report.gradient_scale**2 for each in of_layers)
+        report.tokens_per_expert = sums.layers_squared[num_layers:]
+        report.rank_metrics = sums.rank_metrics
+        means = {name: total / count for name, (total, count) in losses.items() if count}
+        report.losses = dict.fromkeys(self.loss_names, 0.0) | means
+        report.nan = any(not math.isfinite(loss) for loss in report.losses.values()) or (
+            self._scaler is None and overflow
+        )
+
+    def _factor(self, report: BatchReport, *, norm: float | None = None) -> float:
+        """The factor that unscales, averages and clips a batch's gradients. `norm` replaces the norm in the report."""
+        norm = report.grad_norm if norm is None else norm
+        coefficient = 1.0 / report.gradient_scale
+        if self._clip_grad > 0.0:
+            clip = self._clip_grad / (norm + 1.0e-6)
+            if clip < 1.0:
+                coefficient *= clip
+        return coefficient
+
+    def _note(self, report: BatchReport) -> None:
+        """Write into the report the learning rate, and whether the step is skipped because of an overflow."""
+        report.learning_rate = self.learning_rate
+        report.skipped = report.overflow
+
+    def _advance(self, report: BatchReport) -> None:
+        """Advance the loss scale and, unless the step was skipped, the learning rate."""
+        if not report.skipped and self.scheduler is not None:
+            self.scheduler.step(increment=report.num_samples)
+        self.scales.step(report.batch, scale=report.loss_scale, overflow=report.overflow)
+
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next step for the parameter groups that follow the schedule."""
-        return self._decisions.learning_rate
+        groups = self.optimizer.param_groups
+        followers = [group for group in groups if group.get("default_config", True)] or groups
+        return float(followers[0]["lr"]) if followers else 0.0
 
     def close(self) -> None:
         """End the groups of the chain. Call it while drained, after `close` of the engine.
@@ -264,7 +215,7 @@ class CoreUpdate:
     def state_dict(self) -> dict:
         """The state besides weights, optimizer and scheduler: plain numbers that are equal on all ranks."""
         routers = self.router_tokens.state_dict() if self.router_tokens and self.router_tokens.has_biases else {}
-        return {"loss_scales": self._decisions.scales.state_dict(), "last_grad_norm": self._last_norm, **routers}
+        return {"loss_scales": self.scales.state_dict(), "last_grad_norm": self._last_norm, **routers}
 
     def show_newest(self) -> None:
         """Show the newest weights and biases of experts; called while drained.
@@ -285,7 +236,7 @@ class CoreUpdate:
 
         To be called after the optimizer's state was loaded.
         """
-        self._decisions.scales.load_state_dict(state and state["loss_scales"])
+        self.scales.load_state_dict(state and state["loss_scales"])
         self._last_norm = state["last_grad_norm"] if state else None
 
 

@@ -88,10 +88,10 @@ class MegatronFrozenUpdate(CoreUpdate):
     def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
         """Complete the batch's report, and advance learning rate and loss scale."""
         report = self._reports.pop(version)
-        report.loss_scale = self._decisions.scales.of_batch(report.batch)
-        self._decisions.complete(report, 0.0, stop_requests, losses, layers_squared=self._nothing)
-        self._decisions.note(report)
-        self._decisions.advance(report)
+        report.loss_scale = self.scales.of_batch(report.batch)
+        self._complete(report, 0.0, stop_requests, losses, layers_squared=self._nothing)
+        self._note(report)
+        self._advance(report)
         self._last_norm = report.grad_norm
 
     def begin_evaluation(self) -> None:

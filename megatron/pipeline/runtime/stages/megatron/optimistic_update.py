@@ -29,7 +29,7 @@ class MegatronOptimisticUpdate(MegatronWeightUpdate):
         assert self.weights.drains and not (self._per_token or shares or self.router_tokens), "refused at the start"
         optimizers = [each.optimizer for each in optimizers_of(self._inner) if not each.is_stub_optimizer]
         parameters = named_parameters(self.chunks).values()
-        others = (self.scheduler, self._scales, self._scaler)
+        others = (self.scheduler, self.scales, self._scaler)
         self.kept: KeptState | None = KeptState(parameters, optimizers, others)
 
     @torch.no_grad()

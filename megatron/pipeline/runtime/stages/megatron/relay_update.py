@@ -145,7 +145,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
             NormsOnHost(self._reduction.counted, dtype=torch.float32, device=device), residency=residency,
             show=show_as_main_grad, has_tied=bool(self._tied), device=device,
         )  # fmt: skip
-        self._decisions.rank_metrics |= self.ledger.rank_metrics
+        self.rank_metrics |= self.ledger.rank_metrics
         self.reduces_stages = self._groups.data is not None or self._groups.tensor is not None
         self._warm_up(chunks)
 
@@ -245,7 +245,7 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
         norms = self._norms.take(version)
         assert len(norms) == len(self._reduction.counted), "the program has a REDUCE_GRAD for each stage or none"
         report = self._batches[version].report
-        self._decisions.complete(report, self._reduction.norm_squared(norms).item(), stop_requests, losses)
+        self._complete(report, self._reduction.norm_squared(norms).item(), stop_requests, losses)
 
     def _slot(self, stage: int) -> GradientSlot:
         """The gradients of a stage on the device, as a slot."""
@@ -255,10 +255,10 @@ class MegatronRelayUpdate(HostUpdate, CoreUpdate):
 
     def _decide(self, batch: HostBatch) -> None:
         report = batch.report
-        self._decisions.note(report)
+        self._note(report)
         if not report.skipped:
-            batch.factor = self._decisions.coefficient(report)
-        self._decisions.advance(report)
+            batch.factor = self._factor(report)
+        self._advance(report)
         self._last_norm = report.grad_norm
 
     def close(self) -> None:

@@ -36,7 +36,6 @@ from megatron.pipeline.runtime.stages.megatron.optimizers import (
     multiply_elsewhere,
     optimizers_of,
     owners,
-    shared_scaler,
     steps_parameters_in_place,
     weight_versions,
 )
@@ -127,8 +126,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         CoreUpdate.__init__(self, optimizer, scheduler, chunks, weights=weights, loss_names=loss_names)
         self.chunks = chunks
         rule = self.weights
-        self._scaler = shared_scaler(self._inner)
-        self._clip_grad = self._inner.config.clip_grad
         self._single_gradient_buffer = single_gradient_buffer and rule.overlaps_updates
         self._tokens_per_microbatch: float | None = None  # of all replicas, in the last batch that has stepped
         self._check(chunks)
@@ -163,7 +160,6 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._gathers = True
         self._streams = streams_of(backend.device())
         self._connect(timeout, rank_metrics, copies)
-        self._scales = self._decisions.scales
         self._layers = layers
         self._begin_reductions()
         for optimizer in (getattr(each, "optimizer", None) for each in optimizers_of(self._inner)):
@@ -271,7 +267,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         if self.shards is not None:
             batch.of_copy = self.shards.exchange(batch.buffer)
         tokens = self.router_tokens
-        self._decisions.complete(
+        self._complete(
             batch.report, batch.norm_squared.item(), stop_requests, losses,
             layers_squared=() if batch.layers_squared is None else batch.layers_squared.tolist(),
             tokens=() if tokens is None else tokens.take(batch.info.index),
@@ -323,7 +319,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     def _coefficient(self, batch: _Batch) -> float:
         """The factor that unscales and clips the batch's gradients."""
-        return self._decisions.coefficient(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
+        return self._factor(batch.report, norm=self._last_norm if self._single_gradient_buffer else None)
 
     def _apply_early(self, batch: _Batch) -> None:
         """Apply the gradients in the only gradient buffer before their own norm is known, to free the buffer."""
@@ -343,7 +339,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         self._prepare(batch)
         version = batch.info.index + 1
         report = batch.report
-        self._decisions.note(report)
+        self._note(report)
         broken: RuntimeError | None = None
         if report.overflow and self._prediction is None:
             self.versions.alias(version, of=version - 1)
@@ -371,7 +367,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 self._prediction.clip_factor = coefficient * report.gradient_scale
             self._inner.zero_grad(set_to_none=True)
             self._gradients.show(running)
-        self._decisions.advance(report)
+        self._advance(report)
         if not batch.on_trial:
             self._gradients.give_back(batch.buffer)
         batch.applied = True
@@ -428,7 +424,7 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     def sums_of_newest(self) -> NormReduction | None:
         """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
-        return self._decisions.sums.get(self.versions.newest - 1)
+        return self.sums.get(self.versions.newest - 1)
 
     def go_on_from(self, version: int, sums: NormReduction | None) -> list[BatchReport]:
         """Drop all batches in flight, and begin anew with `version`.
@@ -448,9 +444,9 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         newest = self._batches.get(self.versions.newest)
         reports = [] if newest is None or newest.stepped or not newest.applied else [self.step(self.versions.newest)]
         for made in range(self.versions.newest + 1, version + 1):
-            batch, known = self._batches[made], sums if made == version else self._decisions.sums[made - 1]
+            batch, known = self._batches[made], sums if made == version else self.sums[made - 1]
             assert batch.norm_squared is not None and known is not None
-            self._decisions.fill(batch.report, known)
+            self._fill(batch.report, known)
             batch.norm_reduced.reach()
             reports.append(self.step(made))
         for batch in self._batches.values():

@@ -44,7 +44,7 @@ def one_batch(overflow_on: int | None = None, dtype: str = "float16", **options)
             "changed": any(not torch.equal(before[name], after[name]) for name in before),
             "old_kept": all(torch.equal(before[name], tensor) for name, tensor in update.versions.tensors(0).items()),
             "slots": update.versions.num_slots,
-            "scale": update._scales.current,
+            "scale": update.scales.current,
             "counted": counted,
             "elements": sum(p.numel() for p in update.chunks[0].parameters()),
             "num_steps": update.scheduler.num_steps,
