@@ -143,7 +143,7 @@ class EngineUpdate:
             chunk.zero_grad_buffer = self._only_for_engine(chunk.zero_grad_buffer)
         self._optimizer.zero_grad = self._only_for_engine(self._optimizer.zero_grad)
         self._optimizer.step = self._outcome
-        self._scheduler.step = self._nothing
+        self._scheduler.step = lambda *args, **kwargs: None  # the engine steps the learning rate
 
     @contextmanager
     def engine_acts(self) -> Iterator[None]:
@@ -170,9 +170,6 @@ class EngineUpdate:
         if self.newest is None or self.newest.skipped:
             return self.newest is None, None, None
         return True, self.newest.grad_norm, None
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """A no-op in the place of the scheduler's step, since the engine steps the learning rate."""
 
 
 def _warm_up() -> None:

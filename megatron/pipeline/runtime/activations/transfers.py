@@ -5,7 +5,7 @@ Problem: a microbatch's saved activations go from a stage to its pair and back w
 read its activations before they are back.
 
 Solution: `program.lane_order` defines the meaning of the four instructions. Each only requests a move. A thread
-executes the moves in order (`MoveQueue`), over one connection with the pair (`MoveLink`):
+executes the moves in order (`MoveQueue`), over one connection with the pair (`GlooMoveLink`):
 
     EVICT    packs the saved tensors into a buffer, frees them, sends the buffer
     ACCEPT   receives into a buffer

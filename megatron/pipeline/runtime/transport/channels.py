@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from megatron.pipeline.runtime.contract.meetings import fresh_name, meets
 from megatron.pipeline.runtime.contract.stage import GraphStage, Stage
 from megatron.pipeline.runtime.contract.tensors import TensorSpec, as_memory
 from megatron.pipeline.runtime.transport.links import LINKS, Link, Receive
-from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, MoveLink
+from megatron.pipeline.runtime.transport.move_links import MOVE_LINKS, GlooMoveLink
 
 _LOOK_EVERY = 0.0005  # polling interval in seconds, while a frozen stage is too far ahead
 
@@ -84,16 +85,6 @@ def edges_in_order(rank_of_stage: Sequence[int], edges: Sequence[Edge] = ()) -> 
 
 
 _Key = tuple[Kind, int, int | None]  # of a link: kind, own stage, other stage (None if the kind has only one)
-
-
-def _spec_of(stage: Stage | GraphStage, *, gives: bool) -> TensorSpec | None:
-    """Return the spec of each transfer over an edge of a stage; None for a `GraphStage`, which has several.
-
-    `gives`: the edge leads from the stage to a later one.
-    """
-    if isinstance(stage, GraphStage):
-        return None
-    return stage.output_spec if gives else stage.input_spec
 
 
 class Channels:
@@ -162,27 +153,25 @@ class Channels:
         self._store, self._end = store, f"{scope}/end"
         options = {"store": store, "timeout": timeout, "device": device}
         for letter, source, destination in edges_in_order(self._rank_of_stage, self._graph.edges):
-            kinds = Kind(f"SEND_{letter}"), Kind(f"RECV_{letter}")
-            if (source in stages) != (destination in stages):
-                own, peer = (source, destination) if source in stages else (destination, source)
-                spec = _spec_of(stages[own], gives=peer > own)
-                self._connect(kinds, source, destination, spec, f"{scope}/{letter}", link_class, options, own=stages)
+            sends = source in stages
+            if sends == (destination in stages):
+                continue  # both stages are on this rank, or none
+            own, peer = (source, destination) if sends else (destination, source)
+            kind, stage = Kind(f"{'SEND' if sends else 'RECV'}_{letter}"), stages[own]
+            key = kind, own, self._graph.named_peer(Instruction(kind, own), peer)
+            name = f"{scope}/{letter}/{source}-{destination}"
+            link = link_class(name, sends=sends, on_error=partial(self._broken, key), **options)
+            spec = None  # of each transfer; a stage of a graph has several
+            if not isinstance(stage, GraphStage):
+                spec = stage.output_spec if peer > own else stage.input_spec
+            self._links[key], self._peers[key] = (link, spec), peer
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
-        self.move_link: MoveLink | None = None
+        self.move_link: GlooMoveLink | None = None
         partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
         if partner != rank:
             pair = sorted((rank, partner))
             name = f"{scope}/moves/{pair[0]}-{pair[1]}"
             self.move_link = MOVE_LINKS[backend, device.type](name, member=pair.index(rank), **options)
-
-    def _connect(self, kinds, source, destination, spec, name, link_class, options, *, own) -> None:
-        sends = source in own
-        kind, stage, peer = (kinds[0], source, destination) if sends else (kinds[1], destination, source)
-        key = kind, stage, self._graph.named_peer(Instruction(kind, stage), peer)
-        name = f"{name}/{source}-{destination}"
-        link = link_class(name, sends=sends, on_error=lambda error: self._broken(key, error), **options)
-        self._links[key] = link, spec
-        self._peers[key] = peer
 
     @property
     def waiting(self) -> Instruction | None:

@@ -189,15 +189,8 @@ class MoveQueue(LaneThread):
     On CUDA a call's result is held until the device has done the move or another stream waits for it.
     """
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        tracer: Tracer | None = None,
-        on_error: Callable[[Exception], None] = lambda error: None,
-        annotate: Callable[[Exception, Instruction], None] = lambda error, instruction: None,
-    ) -> None:
-        super().__init__(MOVES, device=device, tracer=tracer, on_error=on_error, annotate=annotate)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(MOVES, **options)
         self._given: deque[_Given] = deque()  # moves that the device may still work on; empty on a CPU
 
     def incomplete_move(self, count: int) -> Instruction | None:

@@ -17,7 +17,7 @@ later.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,26 +30,11 @@ from megatron.pipeline.runtime.transport.links import FOREVER, NUM_TAGS, gloo_pa
 _SIZE_TAG = NUM_TAGS  # no microbatch has this tag
 
 
-class MoveLink(Protocol):
-    """One end of a link for moves. Both ends make their calls in the same order: one sends when the other receives."""
-
-    def send(self, buffer: Tensor, tag: int) -> None:
-        """Send uint8 [bytes]. Afterwards the current stream may write to the buffer."""
-
-    def receive(self, buffer: Tensor, tag: int) -> None:
-        """Receive uint8 [bytes] into `buffer`."""
-
-    def send_size(self, num_bytes: int) -> None:
-        """Send the size of a stage's buffers, in bytes."""
-
-    def receive_size(self) -> int: ...
-
-    def close(self) -> None:
-        """End the link's groups. Called when all moves are done."""
-
-
 class GlooMoveLink:
-    """CPU buffers over gloo."""
+    """One end of a link for moves. This class carries CPU buffers over gloo.
+
+    Both ends make their calls in the same order: one sends when the other receives.
+    """
 
     def __init__(self, name: str, store: Store, *, member: int, timeout: timedelta, device: torch.device) -> None:
         """`member`: 0 at one end, 1 at the other. `timeout`: how long connecting may take."""
@@ -58,12 +43,15 @@ class GlooMoveLink:
         self._streams = streams_of(device)
 
     def send(self, buffer: Tensor, tag: int) -> None:
+        """Send uint8 [bytes]. Afterwards the current stream may write to the buffer."""
         self._group.send([buffer], self._peer, tag % NUM_TAGS).wait(FOREVER)
 
     def receive(self, buffer: Tensor, tag: int) -> None:
+        """Receive uint8 [bytes] into `buffer`."""
         self._group.recv([buffer], self._peer, tag % NUM_TAGS).wait(FOREVER)
 
     def send_size(self, num_bytes: int) -> None:
+        """Send the size of a stage's buffers, in bytes."""
         self._group.send([torch.tensor([num_bytes])], self._peer, _SIZE_TAG).wait(FOREVER)
 
     def receive_size(self) -> int:
@@ -72,7 +60,7 @@ class GlooMoveLink:
         return int(size.item())
 
     def close(self) -> None:
-        """Do nothing."""
+        """End the link's groups. Called when all moves are done. gloo's end with their last reference."""
 
 
 class HostStagedMoveLink(GlooMoveLink):
@@ -124,7 +112,7 @@ class NcclMoveLink(GlooMoveLink):
         shut_down(self._nccl)
 
 
-MOVE_LINKS: dict[tuple[str, str], type] = {
+MOVE_LINKS: dict[tuple[str, str], type[GlooMoveLink]] = {
     ("gloo", "cpu"): GlooMoveLink,
     ("gloo", "cuda"): HostStagedMoveLink,
     ("nccl", "cuda"): NcclMoveLink,

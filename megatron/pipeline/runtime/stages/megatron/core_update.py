@@ -1,8 +1,8 @@
 """The base class of the weight updates over megatron.core, with their decisions about a batch.
 
-The decisions must be equal on all ranks: loss scale, clipping, skipped steps, learning rate. One float64 all-reduce gives
-all ranks the norm and the overflow of a batch. Then the step multiplies the gradients by one factor that unscales and
-clips, and learning rate and loss scale advance. Weights may be on the device or on the host.
+The decisions must be equal on all ranks: loss scale, clipping, skipped steps, learning rate. One float64 all-reduce
+gives all ranks the norm and the overflow of a batch. Then the step multiplies the gradients by one factor that unscales
+and clips, and learning rate and loss scale advance. Weights may be on the device or on the host.
 """
 
 import math

@@ -134,22 +134,18 @@ class ChainGroups:
                 return None
             return ChainGroup(name, ranks, backend_name=backend_name, timeout=timeout)
 
-        if copies is not None:
-            return cls(
-                data=duplicate("copies", list(copies.copies)),
-                expert_data=None,
-                tensor=duplicate("tensor", _ranks(parallel_state.get_tensor_model_parallel_group())),
-                embedding=duplicate("embedding", list(copies.tied)),
-                world=duplicate("world", list(copies.job)),
-                copies=copies,
-            )
-        return cls(
-            data=duplicate("data", _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
-            expert_data=duplicate("expert_data", _expert_data_ranks()),
-            tensor=duplicate("tensor", _ranks(parallel_state.get_tensor_model_parallel_group())),
-            embedding=duplicate("embedding", _ranks(parallel_state.get_embedding_group(check_initialized=False))),
-            world=duplicate("world", list(range(dist.get_world_size()))),
-        )
+        if copies is None:
+            ranks = {
+                "data": _ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+                "expert_data": _expert_data_ranks(),
+                "embedding": _ranks(parallel_state.get_embedding_group(check_initialized=False)),
+                "world": list(range(dist.get_world_size())),
+            }
+        else:
+            ranks = {"data": list(copies.copies), "embedding": list(copies.tied), "world": list(copies.job)}
+        ranks["tensor"] = _ranks(parallel_state.get_tensor_model_parallel_group())
+        order = ("data", "expert_data", "tensor", "embedding", "world")
+        return cls(**{name: duplicate(name, ranks.get(name, [])) for name in order}, copies=copies)
 
     @property
     def num_replicas(self) -> int:
