@@ -271,6 +271,10 @@ class HostStore:
         """The bytes of weights, gradients and masters, without the moments of an optimizer."""
         return sum(stage.num_bytes for stage in self.stages.values())
 
+    def newest_tensors(self) -> dict[str, Tensor]:
+        """Name -> weight of all stages, not copied."""
+        return {name: weight for stage in self.stages.values() for name, weight in stage.weights.items()}
+
     @torch.no_grad()
     def write_weights(self, stage: int) -> None:
         """Write this process's share of a stage's low-precision weights from the masters. Called after a step."""

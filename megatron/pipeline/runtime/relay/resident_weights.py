@@ -282,7 +282,7 @@ class HostVersions:
 
     def newest_tensors(self) -> dict[str, Tensor]:
         """Name -> weight on the host, not copied."""
-        return {name: weight for stage in self._store.stages.values() for name, weight in stage.weights.items()}
+        return self._store.newest_tensors()
 
     def live(self) -> list[int]:
         """The only version."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.backend.streams import nccl_communicator, shut_down
+from megatron.backend.streams import shut_down, streams_of
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from tests.pipeline.runtime.activations import balance_cases
 from tests.pipeline.runtime.activations.transfer_cases import wait_until
@@ -67,7 +67,7 @@ def bytes_of_communicators() -> dict[str, int]:
         before, _ = torch.cuda.mem_get_info()
         prefix = dist.PrefixStore(f"communicators/{number}", store)
         groups.append(
-            nccl_communicator(
+            streams_of(torch.device("cuda")).communicator(
                 prefix, rank, size, max_ctas=COMMUNICATOR_CTAS[purpose], timeout=timedelta(seconds=60)
             )
         )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import nn
 from megatron.pipeline.runtime.relay import host_store
 from megatron.pipeline.runtime.relay.host_optimizer import HostOptimizer
 from megatron.pipeline.runtime.relay.host_store import HostStore
+from megatron.pipeline.runtime.update.optimizer_wrappers import note_step
 from tests.pipeline.runtime.update.test_provisional_step import OPTIMIZERS
 
 NUM_STAGES = 3
@@ -115,7 +116,7 @@ def test_updates_use_what_the_groups_said_when_the_batch_began():
     schedule = torch.optim.lr_scheduler.ExponentialLR(host.host.optimizer, 0.5)
     settings = host.host.settings()
     host.step(0)
-    host.host.note_step()
+    note_step(host.host.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of a schedule that advances before its optimizer's step
         schedule.step()
