@@ -24,18 +24,20 @@ def install_hooks() -> None:
     from megatron.training import arguments, checkpointing, training
 
     modules = {"arguments.py": arguments, "checkpointing.py": checkpointing, "training.py": training}
-    needed = [(modules[file], name, around) for file, names in NEEDED.items() for name, around in names.items()]
+    needed = [(modules[file], name, ours) for file, names in NEEDED.items() for name, ours in names.items()]
     where_there = (  # functions that only some versions have, in which all ranks wait for each other
         (training, "logical_and_across_model_parallel_group", _known_on_all_ranks),
         (training, "reduce_max_stat_across_model_parallel_group", _known_on_all_ranks),
         (training, "get_signal_handler", _with_agreed_requests),
     )
-    for module, name, around in (*needed, *(each for each in where_there if hasattr(each[0], each[1]))):
-        replace(module, name, around)
+    for module, name, ours in (*needed, *(each for each in where_there if hasattr(each[0], each[1]))):
+        replace(module, name, ours)
 
 
-def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable]) -> None:
-    """Put ``around(original)`` in the place of a function in all of Megatron-LM's modules, and in the script.
+def replace(module: ModuleType, name: str, ours: Callable) -> None:
+    """Put `ours` in the place of a function in all of Megatron-LM's modules, and in the script.
+
+    Its first argument is the original.
 
     Raises:
         ValueError: `module` has no function `name`.
@@ -46,7 +48,7 @@ def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable
             f"{module.__file__} has no {name}, which the schedules replace; use another Megatron-LM, or a fork that "
             "keeps the name"
         )
-    replacement = functools.wraps(original)(around(original))
+    replacement = functools.wraps(original)(functools.partial(ours, original))
     for holder_name, holder in list(sys.modules.items()):
         if holder_name == "__main__" or holder_name.split(".")[:2] == ["megatron", "training"]:
             for key, value in list(vars(holder).items()):
@@ -54,42 +56,31 @@ def replace(module: ModuleType, name: str, around: Callable[[Callable], Callable
                     setattr(holder, key, replacement)
 
 
-def _with_our_flags(original: Callable) -> Callable:
-    def add_megatron_arguments(parser):
-        return add_flags(original(parser))
-
-    return add_megatron_arguments
+def _with_our_flags(original: Callable, parser):
+    return add_flags(original(parser))
 
 
-def _with_no_other_file(original: Callable) -> Callable:
+def _with_no_other_file(original: Callable, *args: Any, **named: Any):
     """Refuse a file of arguments beside the project's flags: the file replaces the whole command line."""
-
-    def parse_args(*args: Any, **named: Any):
-        parsed = original(*args, **named)
-        file = getattr(parsed, "yaml_cfg", None)
-        with errors_end_the_job():
-            given = {word.split("=")[0] for word in sys.argv} & {"--pipeline-schedule", "--pipeline-program"}
-            if given and file is not None:
-                raise ValueError(
-                    f"--yaml-cfg {file} takes the place of the command line, with {given.pop()} in it; give flags "
-                    "instead of the file"
-                )
-        return parsed
-
-    return parse_args
+    parsed = original(*args, **named)
+    file = getattr(parsed, "yaml_cfg", None)
+    with errors_end_the_job():
+        given = {word.split("=")[0] for word in sys.argv} & {"--pipeline-schedule", "--pipeline-program"}
+        if given and file is not None:
+            raise ValueError(
+                f"--yaml-cfg {file} takes the place of the command line, with {given.pop()} in it; give flags "
+                "instead of the file"
+            )
+    return parsed
 
 
-def _with_our_rules(original: Callable) -> Callable:
+def _with_our_rules(original: Callable, args, *further, **named):
     """Refuse combinations of arguments that are not supported. The arguments are complete here, and no process group
     exists yet."""
-
-    def validate_args(args, *further, **named):
-        with _any_number_of_queues(original, args):
-            validated = original(args, *further, **named)
-        _prepare(args if validated is None else validated)
-        return validated
-
-    return validate_args
+    with _any_number_of_queues(original, args):
+        validated = original(args, *further, **named)
+    _prepare(args if validated is None else validated)
+    return validated
 
 
 @contextmanager
@@ -128,116 +119,94 @@ def _prepare(args) -> None:
         _session = Session(args, prepare(args))
 
 
-def _with_our_schedule(original: Callable) -> Callable:
-    def get_forward_backward_func(*which, **named):
-        theirs, session = original(*which, **named), _session
-        if session is None:
-            return theirs
+def _with_our_schedule(original: Callable, *which: Any, **named: Any) -> Callable[..., list]:
+    theirs, session = original(*which, **named), _session
+    if session is None:
+        return theirs
 
-        def run(**call: Any) -> list:
-            if call.get("forward_only"):
-                session.drain()
-                return theirs(**call)
-            return session.run_batch(call)
+    def run(**call: Any) -> list:
+        if call.get("forward_only"):
+            session.drain()
+            return theirs(**call)
+        return session.run_batch(call)
 
-        return run
-
-    return get_forward_backward_func
+    return run
 
 
-def _with_engine_update(original: Callable) -> Callable:
-    def setup_model_and_optimizer(*args: Any, **named: Any):
-        built = original(*args, **named)
-        if _session is not None:
-            with errors_end_the_job():
-                _session.take_parts(*built)
-                _session.begin()
-        return built
-
-    return setup_model_and_optimizer
-
-
-def _with_both_versions_loaded(original: Callable) -> Callable:
-    def load_checkpoint(*args: Any, **named: Any):
-        # The run's own checkpoint is loaded with (chunks, optimizer, scheduler); other checkpoints are read, too.
-        is_of_the_run = len(args) >= 3 and args[1] is not None
-        if _session is None or not is_of_the_run:
-            return original(*args, **named)
+def _with_engine_update(original: Callable, *args: Any, **named: Any):
+    built = original(*args, **named)
+    if _session is not None:
         with errors_end_the_job():
-            _session.take_parts(*args[:3])
-        iteration, *rest = original(*args, **named)
-        _session.loaded(iteration)
-        return (iteration, *rest)
-
-    return load_checkpoint
+            _session.take_parts(*built)
+            _session.begin()
+    return built
 
 
-def _asking_for_both_versions(original: Callable) -> Callable:
-    def _load_base_checkpoint(load_dir, args, rank0=False, sharded_state_dict=None, **named: Any):
-        checkpoints = None if _session is None else _session.checkpoints
-        if checkpoints is not None and not rank0 and sharded_state_dict is not None:
-            checkpoints.ask_for(sharded_state_dict, starts_anew=getattr(args, "finetune", False))
-        found = original(load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **named)
-        if checkpoints is not None and found[0] is not None:
-            if rank0:
-                checkpoints.note_common(found[1], found[0])
-            else:
-                checkpoints.note_loaded(found[0])
-        return found
-
-    return _load_base_checkpoint
+def _with_both_versions_loaded(original: Callable, *args: Any, **named: Any):
+    # The run's own checkpoint is loaded with (chunks, optimizer, scheduler); other checkpoints are read, too.
+    is_of_the_run = len(args) >= 3 and args[1] is not None
+    if _session is None or not is_of_the_run:
+        return original(*args, **named)
+    with errors_end_the_job():
+        _session.take_parts(*args[:3])
+    iteration, *rest = original(*args, **named)
+    _session.loaded(iteration)
+    return (iteration, *rest)
 
 
-def _with_both_versions(original: Callable) -> Callable:
-    def generate_state_dict(*args: Any, **named: Any):
-        state = original(*args, **named)
-        if _session is not None:
-            _session.add_to_checkpoint(state)
-        return state
-
-    return generate_state_dict
-
-
-def _drained_and_saved(original: Callable) -> Callable:
-    def save_checkpoint(*args: Any, **named: Any):
-        session = _session
-        if session is None:
-            return original(*args, **named)
-        session.drain()
-        session.is_saving = True
-        try:
-            return original(*args, **named)
-        finally:
-            session.is_saving = False
-
-    return save_checkpoint
+def _asking_for_both_versions(original: Callable, load_dir, args, rank0=False, sharded_state_dict=None, **named: Any):
+    checkpoints = None if _session is None else _session.checkpoints
+    if checkpoints is not None and not rank0 and sharded_state_dict is not None:
+        checkpoints.ask_for(sharded_state_dict, starts_anew=getattr(args, "finetune", False))
+    found = original(load_dir, args, rank0=rank0, sharded_state_dict=sharded_state_dict, **named)
+    if checkpoints is not None and found[0] is not None:
+        if rank0:
+            checkpoints.note_common(found[1], found[0])
+        else:
+            checkpoints.note_loaded(found[0])
+    return found
 
 
-def _to_the_end(original: Callable) -> Callable:
+def _with_both_versions(original: Callable, *args: Any, **named: Any):
+    state = original(*args, **named)
+    if _session is not None:
+        _session.add_to_checkpoint(state)
+    return state
+
+
+def _drained_and_saved(original: Callable, *args: Any, **named: Any):
+    session = _session
+    if session is None:
+        return original(*args, **named)
+    session.drain()
+    session.is_saving = True
+    try:
+        return original(*args, **named)
+    finally:
+        session.is_saving = False
+
+
+def _to_the_end(original: Callable, *args: Any, **named: Any):
     """Drain the pipeline when the loop returns, or raises SystemExit after a request to stop.
 
     After any other error the pipeline cannot be drained, and the guard ends all ranks.
     """
-
-    def train(*args: Any, **named: Any):
-        session = _session
-        if session is None:
-            return original(*args, **named)
-        result, leaves = None, None
-        with _guarded(session):
-            try:
-                result = original(*args, **named)
-            except SystemExit as error:
-                leaves = error
-            session.finish()
-        if leaves is None:
-            return result
+    session = _session
+    if session is None:
+        return original(*args, **named)
+    result, leaves = None, None
+    with _guarded(session):
         try:
-            raise leaves  # outside the guard, to which the status for launchers, if it is not 0, is a failure
-        finally:
-            del leaves  # otherwise the exception keeps this frame, and so the data loaders, past the process's end
-
-    return train
+            result = original(*args, **named)
+        except SystemExit as error:
+            leaves = error
+        session.finish()
+    if leaves is None:
+        return result
+    try:
+        raise leaves  # outside the guard, to which the status for launchers, if it is not 0, is a failure
+    finally:
+        del leaves  # otherwise the exception keeps this frame, and so the data loaders, past the process's end
 
 
 def _guarded(session):
@@ -250,29 +219,21 @@ def _guarded(session):
     return failure_guard.guard(timeout=session.timeout)
 
 
-def _known_on_all_ranks(original: Callable) -> Callable:
+def _known_on_all_ranks(original: Callable, value, *args: Any, **named: Any):
     """Return the value without a reduction if the engine steps: its report is equal on all ranks, and a reduction would
     make the ranks wait."""
-
-    def reduce(value, *args: Any, **named: Any):
-        if _session is not None and _session.steps_itself:
-            return value
-        return original(value, *args, **named)
-
-    return reduce
+    if _session is not None and _session.steps_itself:
+        return value
+    return original(value, *args, **named)
 
 
-def _with_agreed_requests(original: Callable) -> Callable:
+def _with_agreed_requests(original: Callable):
     """Agree on requests to stop through the engine's reductions: all ranks read the sum from the same batch's
     report."""
-
-    def get_signal_handler():
-        handler, session = original(), _session
-        if session is None or not session.steps_itself or not hasattr(handler, "_signal_received"):
-            return handler
-        return SimpleNamespace(signals_received=lambda: [session.agrees_to_stop(handler._signal_received)])
-
-    return get_signal_handler
+    handler, session = original(), _session
+    if session is None or not session.steps_itself or not hasattr(handler, "_signal_received"):
+        return handler
+    return SimpleNamespace(signals_received=lambda: [session.agrees_to_stop(handler._signal_received)])
 
 
 NEEDED = {

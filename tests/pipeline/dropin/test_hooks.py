@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_function_is_replaced_wherever_megatrons_modules_hold_it(monkeypatch):
         module.__file__ = f"{name}.py"
         module.known_as = original
         monkeypatch.setitem(sys.modules, name, module)
-    hooks.replace(modules["megatron.training.one"], "known_as", lambda theirs: lambda: f"ours, around {theirs()}")
+    hooks.replace(modules["megatron.training.one"], "known_as", lambda theirs: f"ours, around {theirs()}")
     said = {name: module.known_as() for name, module in modules.items()}
     assert said["megatron.training.one"] == said["megatron.training.two"] == "ours, around theirs"
     assert said["megatron.core.three"] == said["elsewhere"] == "theirs"
@@ -68,10 +69,10 @@ def test_without_a_schedule_each_wrapper_is_the_original(monkeypatch):
     others = {hooks._with_our_flags, hooks._with_our_rules, hooks._with_no_other_file, hooks._with_agreed_requests,
               hooks._asking_for_both_versions}  # fmt: skip
     for around in set(wrappers) - others:
-        assert around(lambda *args, **named: (args, named))(1, 2, key=3) == ((1, 2), {"key": 3}), around
-    assert hooks._with_agreed_requests(lambda: "handler")() == "handler"
-    load = hooks._asking_for_both_versions(lambda *args, **named: (args, named))
-    assert load("folder", "args", rank0=True) == (("folder", "args"), {"rank0": True, "sharded_state_dict": None})
+        assert around(lambda *args, **named: (args, named), 1, 2, key=3) == ((1, 2), {"key": 3}), around
+    assert hooks._with_agreed_requests(lambda: "handler") == "handler"
+    load = hooks._asking_for_both_versions(lambda *args, **named: (args, named), "folder", "args", rank0=True)
+    assert load == (("folder", "args"), {"rank0": True, "sharded_state_dict": None})
 
 
 def test_a_save_drains_first_and_is_known_as_one(session):
@@ -82,7 +83,7 @@ def test_a_save_drains_first_and_is_known_as_one(session):
         raise OSError("full")
 
     with pytest.raises(OSError, match="full"):
-        hooks._drained_and_saved(save)(7)
+        hooks._drained_and_saved(save, 7)
     assert not session.is_saving
 
 
@@ -94,7 +95,7 @@ def test_an_exit_status_survives(status, session, no_guard):
         raise SystemExit(status)
 
     with pytest.raises(SystemExit) as raised:
-        hooks._to_the_end(train)()
+        hooks._to_the_end(train)
     assert raised.value.code == status and session.called == ["finish"]
 
 
@@ -105,13 +106,13 @@ def test_an_error_does_not_drain(session, no_guard):
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        hooks._to_the_end(train)()
+        hooks._to_the_end(train)
     assert session.called == []
 
 
 def test_checkpoints_of_others_pass_by(session):
     """Only the run's own has chunks, optimizer and scheduler."""
-    load = hooks._with_both_versions_loaded(lambda *args, **named: (5, 0))
+    load = partial(hooks._with_both_versions_loaded, lambda *args, **named: (5, 0))
     assert load(["chunk"], None, None) == load(model=["chunk"]) == (5, 0) and session.called == []
     assert load(["chunk"], "optimizer", "scheduler", strict=True) == (5, 0)
     assert session.called == ["take_parts", "loaded"]
@@ -119,7 +120,7 @@ def test_checkpoints_of_others_pass_by(session):
 
 def test_what_reports_say_is_asked_of_no_rank(session):
     """Where the engine steps; elsewhere it is reduced, as before."""
-    reduce = hooks._known_on_all_ranks(lambda value, group=None: f"reduced {value}")
+    reduce = partial(hooks._known_on_all_ranks, lambda value, group=None: f"reduced {value}")
     assert reduce(1.5, group="mp") == 1.5
     session.steps_itself = False
     assert reduce(1.5, group="mp") == "reduced 1.5"
@@ -127,9 +128,9 @@ def test_what_reports_say_is_asked_of_no_rank(session):
 
 def test_requests_to_stop_go_through_the_session(session):
     handler = SimpleNamespace(_signal_received=True, signals_received=lambda: ["theirs"])
-    assert hooks._with_agreed_requests(lambda: handler)().signals_received() == ["agrees_to_stop"]
+    assert hooks._with_agreed_requests(lambda: handler).signals_received() == ["agrees_to_stop"]
     session.steps_itself = False
-    assert hooks._with_agreed_requests(lambda: handler)().signals_received() == ["theirs"]
+    assert hooks._with_agreed_requests(lambda: handler).signals_received() == ["theirs"]
 
 
 def test_their_rule_about_queues_is_asked_as_on_blackwell(monkeypatch):
@@ -145,13 +146,13 @@ def test_their_rule_about_queues_is_asked_as_on_blackwell(monkeypatch):
     validate_args.__module__ = module.__name__
     monkeypatch.setattr(hooks, "_prepare", lambda args: None)
     for flags in ("--pipeline-schedule 2bw", ""):
-        hooks._with_our_rules(validate_args)(arguments(flags))
+        hooks._with_our_rules(validate_args, arguments(flags))
     assert asked == [10, 9] and module.get_device_arch_version() == 9
 
 
 def test_a_file_in_place_of_the_command_line(monkeypatch, capsys):
     """It would take our flags away in silence."""
-    parse = hooks._with_no_other_file(lambda: SimpleNamespace(yaml_cfg="run.yaml"))
+    parse = partial(hooks._with_no_other_file, lambda: SimpleNamespace(yaml_cfg="run.yaml"))
     monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", "run.yaml"])
     assert parse().yaml_cfg == "run.yaml"
     monkeypatch.setattr(sys, "argv", ["train.py", "--yaml-cfg", "run.yaml", "--pipeline-schedule=2bw"])
