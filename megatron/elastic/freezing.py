@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 
@@ -102,7 +102,7 @@ class ByHand:
 
     num_layers: int
     counts: tuple[int, ...]
-    num_intervals: int = field(default=0)
+    num_intervals: int = 0
 
     def __post_init__(self) -> None:
         if not self.counts:
@@ -125,26 +125,12 @@ class ByHand:
         self.num_intervals = int(state["num_intervals"])
 
 
-@dataclass(frozen=True)
-class FreezeSettings:
-    """The settings from which a rule is made.
-
-    Attributes:
-        num_layers: number of layers of the model, at least 1.
-        alpha: as in `ByGradients`.
-        counts: as in `ByHand`; empty if they are not given.
-    """
-
-    num_layers: int
-    alpha: float
-    counts: tuple[int, ...] = ()
-
-
-RULES: dict[str, Callable[[FreezeSettings], FreezeRule]] = {
-    "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
-    "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
+RULES: dict[str, Callable[[int, float, tuple[int, ...]], FreezeRule]] = {
+    "gradients": lambda num_layers, alpha, counts: ByGradients(num_layers, alpha),
+    "schedule": lambda num_layers, alpha, counts: ByHand(num_layers, counts),
 }
-"""Value of --freeze-rule -> a function that makes the rule. It raises ValueError for settings that it cannot use."""
+"""Value of --freeze-rule -> a function that makes the rule of the number of the model's layers, `alpha` as in
+`ByGradients`, and `counts` as in `ByHand`, empty if they are not given. It raises ValueError for what it cannot use."""
 
 
 class LayerNorms:

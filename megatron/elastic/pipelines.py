@@ -155,12 +155,14 @@ def pipelines(
         num_replicas = world // num_ranks
         if world % num_ranks or num_microbatches % num_replicas or num_ranks > most:
             continue
-        own = num_microbatches // num_replicas
-        prefix = (cached, num_stored if cached else 0, on_host)
-        counts = layers_of_rank or _cut(layers, num_frozen, *prefix, num_ranks, own, preset, most_bytes)
-        pipeline = _simulated(layers, num_frozen, *prefix, counts, num_replicas, own, preset)
-        if pipeline is not None:
-            found.append(pipeline)
+        option = PipelineOption(
+            num_frozen, cached, num_ranks, num_replicas, num_microbatches // num_replicas, layers_of_rank or (),
+            seconds=0.0, num_bytes=0.0, num_stored=num_stored if cached else 0, on_host=on_host, preset=preset,
+        )  # fmt: skip
+        option = replace(option, layers_of_rank=layers_of_rank or _cut(layers, option, most_bytes))
+        option = _simulated(layers, option)
+        if option is not None:
+            found.append(option)
     return found
 
 
@@ -182,9 +184,25 @@ def seconds_of_prefix(layers: Layers, num_frozen: int, num_stored: int) -> float
 
 def stages_of(layers: Layers, pipeline: PipelineOption) -> list[StageWork]:
     """The stages of a pipeline, first to last: a rank has at most one frozen stage and one trained stage."""
-    return _stages(
-        layers, pipeline.num_frozen, pipeline.cached, pipeline.num_stored, pipeline.on_host, pipeline.layers_of_rank
-    )
+    stages, in_front = [], 0
+    if pipeline.cached:
+        in_front = pipeline.num_frozen
+        seconds = seconds_of_prefix(layers, in_front, pipeline.num_stored)
+        stages.append(StageWork(0, seconds, 0.0, 0, _held_in_front(pipeline)))
+    cut = elastic_stages.stages_of(pipeline.layers_of_rank, pipeline.num_frozen - in_front)
+    own = pairwise(accumulate(cut.layers, initial=in_front))
+    for stage, (rank, (begin, end)) in enumerate(zip(cut.rank_of_stage, own, strict=True)):
+        forward, backward = sum(layers.forward[begin:end]), sum(layers.backward[begin:end])
+        trained = stage >= cut.num_frozen
+        stages.append(
+            StageWork(rank, forward, backward * trained, (end - begin) * trained, (end - begin) * (not trained))
+        )
+    return stages
+
+
+def _held_in_front(pipeline: PipelineOption) -> int:
+    """The number of layers of a cached prefix whose weights the first rank holds."""
+    return pipeline.num_frozen - (pipeline.num_stored if pipeline.on_host else 0)
 
 
 def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Costs]:
@@ -207,23 +225,17 @@ def schedule_of(layers: Layers, pipeline: PipelineOption) -> tuple[Schedule, Cos
     )  # fmt: skip
 
 
-def _bytes_of_prefix(layers: Layers, num_frozen: int, num_stored: int, on_host: bool) -> float:
-    return layers.frozen_bytes * (num_frozen - (num_stored if on_host else 0))
-
-
 @lru_cache(maxsize=4096)
-def _cut(
-    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, num_ranks: int,
-    num_microbatches: int, preset: str, most_bytes: float,
-) -> tuple[int, ...]:  # fmt: skip
+def _cut(layers: Layers, option: PipelineOption, most_bytes: float) -> tuple[int, ...]:
     """The most even cut that fits in memory, or the most even cut of all if none fits."""
-    places = range(num_frozen if cached else 0, len(layers.forward))
+    num_frozen, num_ranks = option.num_frozen, option.num_ranks
+    places = range(num_frozen if option.cached else 0, len(layers.forward))
     work = [layers.forward[each] + (layers.backward[each] if each >= num_frozen else 0.0) for each in places]
     first_bytes = 0.0
-    if cached:
-        work[0] += seconds_of_prefix(layers, num_frozen, num_stored)
-        first_bytes = _bytes_of_prefix(layers, num_frozen, num_stored, on_host)
-    saved = most_saved(preset, num_ranks, num_microbatches)
+    if option.cached:
+        work[0] += seconds_of_prefix(layers, num_frozen, option.num_stored)
+        first_bytes = layers.frozen_bytes * _held_in_front(option)
+    saved = most_saved(option.preset, num_ranks, option.num_microbatches)
 
     def fits(rank: int, begin: int, end: int) -> bool:
         frozen = sum(each < num_frozen for each in places[begin:end])
@@ -233,51 +245,18 @@ def _cut(
     return cut_that_fits(work, num_ranks, fits) or cut_exactly(work, num_ranks)
 
 
-def _stages(
-    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...]
-) -> list[StageWork]:
-    stages = []
-    if cached:
-        seconds = seconds_of_prefix(layers, num_frozen, num_stored)
-        stages.append(StageWork(0, seconds, 0.0, 0, num_frozen - (num_stored if on_host else 0)))
-    in_front = num_frozen if cached else 0
-    cut = elastic_stages.stages_of(layers_of_rank, num_frozen - in_front)
-    own = pairwise(accumulate(cut.layers, initial=in_front))
-    for stage, (rank, (begin, end)) in enumerate(zip(cut.rank_of_stage, own, strict=True)):
-        forward, backward = sum(layers.forward[begin:end]), sum(layers.backward[begin:end])
-        trained = stage >= cut.num_frozen
-        stages.append(
-            StageWork(rank, forward, backward * trained, (end - begin) * trained, (end - begin) * (not trained))
-        )
-    return stages
-
-
 @lru_cache(maxsize=4096)
-def _simulated(
-    layers: Layers, num_frozen: int, cached: bool, num_stored: int, on_host: bool, layers_of_rank: tuple[int, ...],
-    num_replicas: int, num_microbatches: int, preset: str,
-) -> PipelineOption | None:  # fmt: skip
-    """Simulate a pipeline. Returns None if the schedule cannot run so few microbatches."""
-    num_ranks = len(layers_of_rank)
-    pipeline = PipelineOption(
-        num_frozen, cached, num_ranks, num_replicas, num_microbatches, layers_of_rank, 0.0, 0.0,
-        num_stored=num_stored, on_host=on_host, preset=preset,
-    )  # fmt: skip
-    schedule, costs = schedule_of(layers, pipeline)
-    if not schedule.accepts(num_microbatches):
+def _simulated(layers: Layers, option: PipelineOption) -> PipelineOption | None:
+    """The pipeline with its seconds and bytes; None if the schedule cannot run so few microbatches."""
+    schedule, costs = schedule_of(layers, option)
+    batches = (option.num_microbatches,) * _BATCHES
+    if not schedule.accepts(option.num_microbatches):
         return None
-    timeline = simulate(schedule.build((num_microbatches,) * _BATCHES), costs)
-    saved = schedule.max_saved_microbatches((num_microbatches,) * _BATCHES)
-    held = [0.0] * num_ranks
-    for place, stage in enumerate(stages_of(layers, pipeline)):
+    timeline, saved = simulate(schedule.build(batches), costs), schedule.max_saved_microbatches(batches)
+    held = [0.0] * option.num_ranks
+    for place, stage in enumerate(stages_of(layers, option)):
         held[stage.rank] += layers.frozen_bytes * stage.num_frozen
         held[stage.rank] += stage.num_trained * (layers.trained_bytes + layers.saved_bytes * saved[place])
-    ends = [
-        max(
-            span.end
-            for span in timeline.spans
-            if span.instruction.kind is Kind.STEP and span.instruction.version == each
-        )
-        for each in (_BATCHES - 1, _BATCHES)
-    ]
-    return replace(pipeline, seconds=ends[1] - ends[0], num_bytes=max(held))
+    steps = [(span.instruction.version, span.end) for span in timeline.spans if span.instruction.kind is Kind.STEP]
+    before, last = (max(end for version, end in steps if version == each) for each in (_BATCHES - 1, _BATCHES))
+    return replace(option, seconds=last - before, num_bytes=max(held))

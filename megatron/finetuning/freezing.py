@@ -25,7 +25,7 @@ from megatron.capture.export import Captured
 from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import parameters_of
 from megatron.capture.tensors import FolderTensors, Wanted
-from megatron.elastic.freezing import RULES, FreezeRule, FreezeSettings, LayerNorms, Validation, ValidationWatch
+from megatron.elastic.freezing import RULES, FreezeRule, LayerNorms, Validation, ValidationWatch
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline, optimizer_order
 from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
 from megatron.finetuning.plan import RunPlan, with_frozen
@@ -109,9 +109,8 @@ class Freezer:
                 f"--freeze_training would freeze {early[0]}, which several stages share; give another partition, or "
                 "leave it out"
             )
-        settings = FreezeSettings(num_layers, FREEZE_ALPHA if args.freeze_alpha is None else args.freeze_alpha,
-                                  args.freeze_counts)  # fmt: skip
-        rule = RULES["schedule" if args.freeze_counts else "gradients"](settings)
+        alpha = FREEZE_ALPHA if args.freeze_alpha is None else args.freeze_alpha
+        rule = RULES["schedule" if args.freeze_counts else "gradients"](num_layers, alpha, args.freeze_counts)
         watch = ValidationWatch(args.freeze_watch_validation)
         fixed = frozenset(name for name, each in plan.captured.parameters.items() if not each.requires_grad)
         most = num_layers - 1

@@ -12,7 +12,8 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from megatron.partition.exact import cut_sequentially, improve
 from megatron.partition.graph import Graph, Partition, Valuation, evaluate, in_order, stage_edges, stage_graph
@@ -40,17 +41,11 @@ def _cut_with_metis(units: Units, seed: int = 0) -> tuple[list[int], list[int]]:
     import pymetis
 
     neighbours, weights, edges = adjacency(units)
-    starts, flat, bytes_of = [0], [], []
-    for unit, near in enumerate(neighbours):
-        flat += near
-        bytes_of += edges[unit]
-        starts.append(len(flat))
     if units.num_devices == 1:
         return stages_of_devices(units, [0] * len(units))
-    options = pymetis.Options(seed=seed)
-    _, devices = pymetis.part_graph(
-        units.num_devices, pymetis.CSRAdjacency(starts, flat), vweights=weights, eweights=bytes_of, options=options
-    )
+    rows = pymetis.CSRAdjacency([*accumulate(map(len, neighbours), initial=0)], [*chain.from_iterable(neighbours)])
+    options, bytes_of = pymetis.Options(seed=seed), [*chain.from_iterable(edges)]
+    _, devices = pymetis.part_graph(units.num_devices, rows, vweights=weights, eweights=bytes_of, options=options)
     return stages_of_devices(units, devices)
 
 
@@ -291,11 +286,11 @@ class _Mixed:
     def __call__(self, units: Units) -> tuple[Partition, str] | None:
         found = mix(
             units, self.stages * units.num_devices, self.most_stages, seed=self.seed, effort=self.effort,
-            purse=self.purse, before=self.found and self.found.placed, progress=self.progress,
+            purse=self.purse, before=self.found, progress=self.progress,
         )  # fmt: skip
         if found is None:
             return None
-        self.found = found if self.found is None else replace(found, start=self.found.start)
+        self.found = found
         return partition_of(units, found.placed.stage_of, found.placed.device_of), self.found.start
 
 

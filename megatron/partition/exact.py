@@ -14,6 +14,8 @@ program does not contain transfers, so its result is priced like that of every o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from math import prod
 
 import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -45,9 +47,7 @@ class Sequential:
     proven: bool
 
     def stage_of_unit(self) -> list[int]:
-        return [
-            stage for stage, (a, b) in enumerate(zip((0, *self.ends), self.ends, strict=False)) for _ in range(a, b)
-        ]
+        return [stage for stage, (begin, end) in enumerate(pairwise((0, *self.ends))) for _ in range(begin, end)]
 
 
 def cut_sequentially(units: Units) -> Sequential | None:
@@ -61,15 +61,10 @@ class _Tables:
         kinds: dict[tuple[int, float], list[int]] = {}
         for device, kind in enumerate(zip(units.limits, units.speeds, strict=True)):
             kinds.setdefault(kind, []).append(device)
-        states = 1
-        for devices in kinds.values():
-            states *= len(devices) + 1
+        states = prod(len(devices) + 1 for devices in kinds.values())
         self.in_order = states * len(kinds) * size**2 > MAX_CELLS
         self.kinds = list(kinds.values())
-        start = numpy.zeros(size + 1)
-        start[1:] = numpy.cumsum(numpy.array(units.time, dtype=float))
-        time = start[None, :] - start[:, None]
-        sent, memory = self._sent(size), self._memory(size)
+        time, sent, memory = _sums(units.time), self._sent(size), self._memory(size)
         split = self._split(size)
         self.costs = []
         for limit, speed in kinds:
@@ -89,10 +84,7 @@ class _Tables:
         return numpy.cumsum(starts[::-1], axis=0)[::-1]
 
     def _memory(self, size: int) -> numpy.ndarray:
-        start = numpy.zeros(size + 1)
-        start[1:] = numpy.cumsum(numpy.array(self.units.memory, dtype=float))
-        memory = start[None, :] - start[:, None]
-        place = numpy.arange(size + 1)
+        memory, place = _sums(self.units.memory), numpy.arange(size + 1)
         for num_bytes, users in self.units.shared:
             following = numpy.array([min((u for u in users if u >= i), default=size + 1) for i in range(size + 1)])
             memory += num_bytes * (following[:, None] < place[None, :])
@@ -197,6 +189,12 @@ class _Tables:
         return tuple(left[kind].pop(0) for kind in kinds)
 
 
+def _sums(values: Sequence[int]) -> numpy.ndarray:
+    """The matrix of sums: [i, j] is that of the values i to j-1."""
+    start = numpy.cumsum([0, *values], dtype=float)
+    return start[None, :] - start[:, None]
+
+
 REACH = 3
 """The number of stages by which a unit may move in either direction."""
 
@@ -260,11 +258,6 @@ def _solve(rows, low, high, longest: int, seconds: float) -> numpy.ndarray | Non
     cost[longest], whole[longest] = 1, 0
     most = numpy.ones(longest + 1)
     most[longest] = numpy.inf
-    result = milp(
-        cost,
-        constraints=LinearConstraint(matrix, low, high),
-        integrality=whole,
-        bounds=Bounds(numpy.zeros(longest + 1), most),
-        options={"time_limit": seconds, "mip_rel_gap": 1e-5},
-    )
-    return result.x
+    options = {"time_limit": seconds, "mip_rel_gap": 1e-5}
+    constraints = LinearConstraint(matrix, low, high)
+    return milp(cost, constraints=constraints, integrality=whole, bounds=Bounds(0, most), options=options).x

@@ -47,12 +47,11 @@ def assign(units: Units, stage_of: Sequence[int], order: str, most_stages: int) 
             memory[stage] += size
     sums = [(sum(time[s] for s in bundle), sum(memory[s] for s in bundle), bundle) for bundle in bundles]
     sums.sort(key=lambda each: (ORDERS[order](each[0], each[1]), each[2]))
+    every = range(units.num_devices)
     busy, used, held = [0] * units.num_devices, [0] * units.num_devices, [0] * units.num_devices
     device_of = [0] * num_stages
     for more_time, more_memory, bundle in sums:
-        places = [d for d in range(units.num_devices) if held[d] + len(bundle) <= most_stages] or list(
-            range(units.num_devices)
-        )
+        places = [d for d in every if held[d] + len(bundle) <= most_stages] or every
         fitting = [d for d in places if used[d] + more_memory <= units.limits[d]]
         if fitting:
             device = min(fitting, key=lambda d: ((busy[d] + more_time) / units.speeds[d], d))
@@ -86,9 +85,8 @@ def stages_of_devices(units: Units, device_of_unit: Sequence[int]) -> tuple[list
     ready = {unit for unit, count in enumerate(waits) if not count}
     stage_of, device_of = [0] * len(units), []
     while ready:
-        batches = {
-            device: _reachable(units, device_of_unit, waits, ready, device) for device in range(units.num_devices)
-        }
+        devices = range(units.num_devices)
+        batches = {device: _reachable(units, device_of_unit, waits, ready, device) for device in devices}
         device = max(batches, key=lambda each: (len(batches[each]), sum(units.time[u] for u in batches[each]), -each))
         for unit in batches[device]:
             stage_of[unit] = len(device_of)
@@ -186,7 +184,7 @@ def mix(
     seed: int = 0,
     effort: float = 1.0,
     purse: Budget | None = None,
-    before: Placed | None = None,
+    before: Found | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Found | None:
     """The best partition found with `num_stages` stages, at most `most_stages` on a device; None if none fits.
@@ -197,15 +195,13 @@ def mix(
         before: the only partition to start from; None: start from all coarsenings.
     """
     enough = max(units.graph.bound_ms * PICOSECONDS, units.bound) * NEAR_ENOUGH
-    starts = (
-        _starts(units, num_stages, most_stages, enough, purse, progress) if before is None else [(before, "before")]
-    )
+    starts = _starts(units, num_stages, most_stages, enough, purse, progress) if before is None else [before]
     found: dict[Score, Found] = {}
-    for number, (placed, start) in enumerate(starts):
+    for number, start in enumerate(starts):
         progress(f"L = {num_stages}, start {number + 1} of {len(starts)}")
-        state = PartitionState(units, placed.stage_of, placed.device_of)
+        state = PartitionState(units, start.placed.stage_of, start.placed.device_of)
         score = refine(state, Budget(PRICES_PER_START, of=purse), enough=enough)
-        found.setdefault(score, Found(score, state.placed(), start))  # of equal scores the first is kept
+        found.setdefault(score, Found(score, state.placed(), start.start))  # of equal scores the first is kept
         if not score.excess and score.worst <= enough:
             return found[score]
     best = []
@@ -218,21 +214,17 @@ def mix(
 
 
 def _starts(
-    units: Units,
-    num_stages: int,
-    most_stages: int,
-    enough: float,
-    purse: Budget | None,
+    units: Units, num_stages: int, most_stages: int, enough: float, purse: Budget | None,
     progress: Callable[[str], None],
-) -> list[tuple[Placed, str]]:
-    """The best refined partitions of coarse units, expressed in fine units, each with a text on its origin."""
+) -> list[Found]:  # fmt: skip
+    """The best refined partitions of coarse units, expressed in fine units."""
     seen: set[Placed] = set()
-    found: list[tuple[Score, Placed, str]] = []
+    found: list[Found] = []
     coarse_of = without_trifles(units)
     coarse = units.merged(coarse_of)
     for name, coarsening in COARSENINGS.items():
         progress(f"L = {num_stages}, {name}")
-        stages = _trimmed(coarsening(coarse, num_stages), num_stages)
+        stages = [min(stage, num_stages - 1) for stage in coarsening(coarse, num_stages)]  # refinement balances this
         for order in ORDERS:
             placed = Placed(tuple(stages), tuple(assign(coarse, stages, order, most_stages)))
             if placed in seen or _too_many(placed, most_stages):
@@ -241,8 +233,8 @@ def _starts(
             state = PartitionState(coarse, placed.stage_of, placed.device_of)
             score = refine(state, Budget(PRICES_PER_START, of=purse), enough=enough)
             stage_of = tuple(state.stage_of[each] for each in coarse_of)
-            found.append((score, Placed(stage_of, tuple(state.device_of)), f"{name}, {order}"))
-    return [(placed, start) for _, placed, start in sorted(found, key=lambda each: each[0])[:REFINED]]
+            found.append(Found(score, Placed(stage_of, tuple(state.device_of)), f"{name}, {order}"))
+    return sorted(found, key=lambda each: each.score)[:REFINED]
 
 
 def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, patience: float, enough: float) -> Found:
@@ -261,11 +253,6 @@ def _kicked(units: Units, start: Found, rng: random.Random, budget: Budget, pati
         elif score > best.score:
             state.restore(best.placed)
     return best
-
-
-def _trimmed(stages: list[int], num_stages: int) -> list[int]:
-    """Merge all stages beyond `num_stages` into the last one; refinement balances the result."""
-    return [min(stage, num_stages - 1) for stage in stages]
 
 
 def _too_many(placed: Placed, most_stages: int) -> bool:

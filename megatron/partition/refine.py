@@ -8,7 +8,9 @@ partitions, so refinement ends. Stages stay in an order of computation (`Partiti
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
+from itertools import chain
+from operator import itemgetter
 
 from megatron.partition.units import PartitionState, Score
 
@@ -72,33 +74,60 @@ def _busiest(state: PartitionState) -> int:
 
 
 def _units_of(state: PartitionState, device: int) -> list[int]:
-    return [
-        unit for stage, holds in enumerate(state.device_of) if holds == device for unit in sorted(state.members[stage])
-    ]
+    return [unit for stage in _stages_of(state, device) for unit in sorted(state.members[stage])]
 
 
-def _move(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """Make the best move of one unit off the busiest device, or of a reader onto one of its stages, if that stage sends
-    for longer than the device computes."""
-    device, best = _busiest(state), (score, -1, -1)
-    for unit, stage in _moves_off(state, device):
+def _stages_of(state: PartitionState, device: int) -> list[int]:
+    return [stage for stage, holds in enumerate(state.device_of) if holds == device]
+
+
+Steps = list[tuple[int, int, int]]
+"""Moves of units, each as (unit, stage before, stage after)."""
+
+Tries = Iterator[tuple[Score, Steps]]
+"""Steps that were made, priced and taken back, with the score after them."""
+
+
+def _tried(state: PartitionState, budget: Budget, moves: Iterable[tuple[int, int]]) -> Tries:
+    """Try each of `moves`, (unit, stage), by itself."""
+    for unit, stage in moves:
         back = state.stage_of[unit]
         state.move(unit, stage)
         found = state.score()
         state.move(unit, back)
         budget.left -= 1
-        if found.better_than(best[0]):
-            best = (found, unit, stage)
-    if best[1] < 0:
-        return None
-    state.move(best[1], best[2])
-    return best[0]
+        yield found, [(unit, back, stage)]
+
+
+def _best(state: PartitionState, score: Score, tries: Tries) -> Score | None:
+    """Make the steps with the best score; None if no score is better than `score`."""
+    chosen: Steps = []
+    for found, steps in tries:
+        if found.better_than(score):
+            score, chosen = found, steps
+    _make(state, chosen)
+    return score if chosen else None
+
+
+def _make(state: PartitionState, steps: Steps) -> None:
+    for unit, _, stage in steps:
+        state.move(unit, stage)
+
+
+def _undo(state: PartitionState, steps: Steps) -> None:
+    for unit, back, _ in reversed(steps):
+        state.move(unit, back)
+
+
+def _move(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+    """Make the best move of one unit off the busiest device, or of a reader onto one of its stages, if that stage sends
+    for longer than the device computes."""
+    return _best(state, score, _tried(state, budget, _moves_off(state, _busiest(state))))
 
 
 def _moves_off(state: PartitionState, device: int) -> Iterator[tuple[int, int]]:
     for unit in _units_of(state, device):
-        low, high = state.window(unit)
-        for stage in range(low, high + 1):
+        for stage in state.window(unit):
             if state.device_of[stage] != device and state.may_move(unit, stage):
                 yield unit, stage
     if max(state.sent) == 0:
@@ -116,9 +145,7 @@ def _slide(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     """Move the first or the last units of a stage of the busiest device, one after another, to a stage of another
     device, or units of that stage to this one. The best state on the way is kept."""
     device = _busiest(state)
-    for stage, holds in enumerate(state.device_of):
-        if holds != device:
-            continue
+    for stage in _stages_of(state, device):
         for other in sorted(range(len(state.device_of)), key=lambda each: abs(each - stage)):
             if state.device_of[other] == device:
                 continue
@@ -190,8 +217,7 @@ def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     device, units = _busiest(state), state.units
     choices = []
     for unit in _units_of(state, device):
-        low, high = state.window(unit)
-        for stage in range(low, high + 1):
+        for stage in state.window(unit):
             other = state.device_of[stage]
             if other == device or not state.may_move(unit, stage):
                 continue
@@ -208,8 +234,7 @@ def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
         if state.stage_of[each] != stage or not state.may_move(unit, stage):
             continue
         state.move(unit, stage)
-        low, high = state.window(each)
-        for target in range(low, high + 1):
+        for target in state.window(each):
             if state.device_of[target] != device or not state.may_move(each, target):
                 continue
             state.move(each, target)
@@ -220,15 +245,6 @@ def _swap(state: PartitionState, score: Score, budget: Budget) -> Score | None:
             state.move(each, stage)
         state.move(unit, back)
     return None
-
-
-Steps = list[tuple[int, int, int]]
-"""Moves of units, each as (unit, stage before, stage after)."""
-
-
-def _undo(state: PartitionState, steps: Steps) -> None:
-    for unit, back, _ in reversed(steps):
-        state.move(unit, back)
 
 
 def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps]:
@@ -263,25 +279,23 @@ def _passes(state: PartitionState, stage: int, direction: int) -> Iterator[Steps
         target += direction
 
 
-def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | None:
-    """Make the best pass of work (`_passes`) that begins at a stage of the busiest device."""
-    device, best, chosen = _busiest(state), score, None
-    for stage, holds in enumerate(state.device_of):
-        if holds != device:
-            continue
+def _passed(state: PartitionState, budget: Budget, locked: Set[int] = frozenset()) -> Tries:
+    """Try each pass of work (`_passes`) that begins at a stage of the busiest device, up to the first locked unit."""
+    for stage in _stages_of(state, _busiest(state)):
         for direction in (-1, 1):
             steps: Steps = []
             for steps in _passes(state, stage, direction):
+                if not locked.isdisjoint(unit for unit, _, _ in steps):
+                    break
                 found = state.score()
                 budget.left -= 1
-                if found.better_than(best):
-                    best, chosen = found, list(steps)
+                yield found, list(steps)
             _undo(state, steps)
-    if chosen is None:
-        return None
-    for unit, _, stage in chosen:
-        state.move(unit, stage)
-    return best
+
+
+def _pass_on(state: PartitionState, score: Score, budget: Budget) -> Score | None:
+    """Make the best pass of work that begins at a stage of the busiest device."""
+    return _best(state, score, _passed(state, budget))
 
 
 def _chain(state: PartitionState, score: Score, budget: Budget) -> Score | None:
@@ -296,43 +310,19 @@ def _chain(state: PartitionState, score: Score, budget: Budget) -> Score | None:
     for _ in range(CHAIN):
         if budget.spent:
             break
-        found, steps = _least_bad(state, locked, budget)
-        if steps is None:
+        moves = [move for move in _moves_off(state, _busiest(state)) if move[0] not in locked]
+        tries = chain(_tried(state, budget, moves), _passed(state, budget, locked))
+        least_bad = min(tries, key=itemgetter(0), default=None)
+        if least_bad is None:
             break
-        for unit, _, stage in steps:
-            state.move(unit, stage)
+        found, steps = least_bad
+        _make(state, steps)
         done += steps
         locked.update(unit for unit, _, _ in steps)
         if found.better_than(best):
             best, length = found, len(done)
     _undo(state, done[length:])
     return best if length else None
-
-
-def _least_bad(state: PartitionState, locked: set[int], budget: Budget) -> tuple[Score | None, Steps | None]:
-    device = _busiest(state)
-    best: tuple[Score | None, Steps | None] = (None, None)
-    for unit, stage in _moves_off(state, device):
-        if unit not in locked:
-            back = state.stage_of[unit]
-            state.move(unit, stage)
-            found = state.score()
-            state.move(unit, back)
-            budget.left -= 1
-            if best[0] is None or found < best[0]:
-                best = (found, [(unit, back, stage)])
-    for stage in [stage for stage, holds in enumerate(state.device_of) if holds == device]:
-        for direction in (-1, 1):
-            steps: Steps = []
-            for steps in _passes(state, stage, direction):
-                if not locked.isdisjoint(unit for unit, _, _ in steps):
-                    break
-                found = state.score()
-                budget.left -= 1
-                if best[0] is None or found < best[0]:
-                    best = (found, list(steps))
-            _undo(state, steps)
-    return best
 
 
 def kick(state: PartitionState, rng: random.Random) -> None:

@@ -16,15 +16,7 @@ from typing import NamedTuple
 
 import networkx
 
-from megatron.partition.graph import (
-    Graph,
-    Partition,
-    crowded,
-    in_order,
-    stage_graph,
-    tensors,
-    without_circles,
-)
+from megatron.partition.graph import Graph, Partition, crowded, in_order, stage_graph, tensors, without_circles
 
 PICOSECONDS = 10**9
 """Picoseconds in a millisecond."""
@@ -126,15 +118,9 @@ class Units:
                 crossing.append(UnitTensor(source, tensor.num_bytes, tuple(sorted(consumers))))
         shared = tuple((size, tuple(sorted({group_of[u] for u in users}))) for size, users in self.shared)
         together = [tuple(sorted({group_of[u] for u in each})) for each in self.on_one_device]
-        return Units(
-            self.graph,
-            tuple(map(tuple, nodes)),
-            tuple(time),
-            tuple(memory),
-            tuple(crossing),
-            shared,
-            tuple(each for each in together if len(each) > 1),
-        )
+        on_one_device = tuple(each for each in together if len(each) > 1)
+        merged_nodes = tuple(map(tuple, nodes))
+        return Units(self.graph, merged_nodes, tuple(time), tuple(memory), tuple(crossing), shared, on_one_device)
 
 
 def compiled(graph: Graph, plain: Iterable[int] = ()) -> Units:
@@ -278,23 +264,21 @@ class PartitionState:
             self.sent[source] += tensor.num_bytes * self._receivers(readers, source)
 
     def _receivers(self, readers: dict[int, int], source: int) -> int:
-        device, devices = self.device_of[source], self.device_of
-        return sum(devices[stage] != device for stage in readers)
+        devices = self.device_of
+        return sum(devices[stage] != devices[source] for stage in readers)
 
     def placed(self) -> Placed:
         return Placed(tuple(self.stage_of), tuple(self.device_of))
 
-    def window(self, unit: int) -> tuple[int, int]:
-        """The first and the last stage to which a unit may move."""
+    def window(self, unit: int) -> range:
+        """The stages to which a unit may move, but for `may_move`'s rule on devices."""
         stage_of = self.stage_of
-        return (
-            max((stage_of[each] for each in self.units.producers[unit]), default=0),
-            min((stage_of[each] for each in self.units.consumers[unit]), default=len(self.device_of) - 1),
-        )
+        first = max((stage_of[each] for each in self.units.producers[unit]), default=0)
+        last = min((stage_of[each] for each in self.units.consumers[unit]), default=len(self.device_of) - 1)
+        return range(first, last + 1)
 
     def may_move(self, unit: int, stage: int) -> bool:
-        low, high = self.window(unit)
-        if not low <= stage <= high:
+        if stage not in self.window(unit):
             return False
         return unit not in self._held or self.device_of[self.stage_of[unit]] == self.device_of[stage]
 

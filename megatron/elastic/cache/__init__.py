@@ -11,16 +11,9 @@ measured          counts, median times, and whether reading is faster than compu
 from megatron.elastic.cache.activation_cache import ActivationCache, CacheSeconds, measure
 from megatron.elastic.cache.folder import require_usable
 from megatron.elastic.cache.generation import Generation, weights_digest
-from megatron.elastic.cache.measured import CacheCounts, Measured, reading_pays
+from megatron.elastic.cache.measured import Measured, reading_pays
 
 __all__ = [
-    "ActivationCache",
-    "CacheCounts",
-    "CacheSeconds",
-    "Generation",
-    "Measured",
-    "measure",
-    "reading_pays",
-    "require_usable",
+    "ActivationCache", "CacheSeconds", "Generation", "Measured", "measure", "reading_pays", "require_usable",
     "weights_digest",
-]
+]  # fmt: skip

@@ -305,18 +305,9 @@ def measure(folder: Path | str, num_bytes: int, *, microbatch_rows: int = 8, num
         ValueError: as `ActivationCache`.
     """
     generation = Generation(
-        weights="measured",
-        depth=1,
-        dtype=torch.float16,
-        shape=(-(-num_bytes // 2),),
-        tensor_ranks=1,
-        tensor_rank=0,
-        microbatch_rows=microbatch_rows,
-        padding="",
-        threads=1,
-        kernels="",
-        data="",
-    )
+        weights="measured", depth=1, dtype=torch.float16, shape=(-(-num_bytes // 2),), tensor_ranks=1, tensor_rank=0,
+        microbatch_rows=microbatch_rows, padding="", threads=1, kernels="", data="",
+    )  # fmt: skip
     most_bytes = 4 * FEWEST_BYTES + 2 * (num_bytes + 8192) * microbatch_rows * num_microbatches
     draws = torch.Generator().manual_seed(0)  # its own, so that a measurement does not change the run's random numbers
     value = torch.randint(-(1 << 15), 1 << 15, generation.shape, dtype=torch.int16, generator=draws)

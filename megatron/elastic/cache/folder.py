@@ -89,11 +89,8 @@ class CacheFolder:
 
     def write_whole(self, name: str, content: bytes) -> None:
         """Write a file atomically. Precondition: the folder's lock is held."""
-        file = self.open(_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_all(file, memoryview(content))
-        finally:
-            os.close(file)
+        with os.fdopen(self.open(_NEW, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(content)
         os.replace(_NEW, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
 
     def unlink(self, name: str) -> None:

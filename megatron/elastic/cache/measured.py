@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from dataclasses import dataclass, replace
+from collections import Counter, deque
 from statistics import median
 
 _MOST_TIMES = 256
 
 
-@dataclass(frozen=True)
-class CacheCounts:
-    """The counts of a cache since this process has opened it.
+class Measured:
+    """The counts of a cache, and its seconds per sample as medians over the last calls.
 
-    Attributes:
+    `counts` has, since this process has opened the cache:
+
         hits, misses: number of samples found and not found, in the current generation.
         older_hits: number of samples found in the generation before.
         prefetched: number of hits of both kinds that were read ahead.
@@ -25,30 +24,15 @@ class CacheCounts:
         bytes_read, bytes_written: bytes of tensors read and written.
     """
 
-    hits: int = 0
-    misses: int = 0
-    older_hits: int = 0
-    prefetched: int = 0
-    written: int = 0
-    not_written: int = 0
-    damaged: int = 0
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-
-class Measured:
-    """The counts of a cache, and its seconds per sample as medians over the last calls."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = CacheCounts()
+        self._counts: Counter[str] = Counter()
         self._reads: deque[float] = deque(maxlen=_MOST_TIMES)
         self._writes: deque[float] = deque(maxlen=_MOST_TIMES)
 
     def add(self, **counts: int) -> None:
         with self._lock:
-            now = {name: getattr(self._counts, name) + count for name, count in counts.items()}
-            self._counts = replace(self._counts, **now)
+            self._counts.update(counts)
 
     def add_read(self, seconds: float, num_samples: int, num_bytes: int) -> None:
         """Add the time of one call that read `num_samples` samples."""
@@ -65,8 +49,9 @@ class Measured:
                 self._writes.append(seconds / num_samples)
 
     @property
-    def counts(self) -> CacheCounts:
-        return self._counts
+    def counts(self) -> Counter[str]:
+        with self._lock:
+            return self._counts.copy()
 
     @property
     def read_seconds(self) -> float | None:

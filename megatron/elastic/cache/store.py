@@ -328,7 +328,11 @@ class CacheStore:
             self._delete_unneeded(None)
         self.full = self._room() < 2
         if self.full and not (makes_way and self._room()):
-            self._warn_of_limit()
+            self._warn(
+                "full",
+                f"the cache in {self._folder.path} has come to its limit of {self._folder.most_bytes} bytes; it is "
+                "read, and nothing new is written",
+            )
             return None
         with self._mutex:
             if not self._free:
@@ -361,13 +365,6 @@ class CacheStore:
     def _miss_damaged(self, reason: str) -> None:
         self._measured.add(damaged=1)
         self._warn("value", f"a value in the cache in {self._folder.path} is not used: {reason}")
-
-    def _warn_of_limit(self) -> None:
-        where, limit = self._folder.path, self._folder.most_bytes
-        self._warn(
-            "full",
-            f"the cache in {where} has come to its limit of {limit} bytes; it is read, and nothing new is written",
-        )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

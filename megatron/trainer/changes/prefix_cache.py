@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from megatron import backend
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
-from megatron.elastic.cache import ActivationCache, CacheCounts, Generation, require_usable, weights_digest
+from megatron.elastic.cache import ActivationCache, Generation, require_usable, weights_digest
 from megatron.elastic.cache.folder import FEWEST_BYTES
 from megatron.pipeline.runtime.failure.agreement import control_group
 from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
@@ -55,7 +56,7 @@ class PrefixCache:
             )
         self._args, self._dataset = args, dataset
         self._cache: ActivationCache | None = None
-        self._told = CacheCounts()
+        self._told: Counter[str] = Counter()
         self._unread = 0  # samples to read until each sample has been read at this depth
         self._depth = 0  # depth of the cached outputs; known on all ranks, since any may get the first stage
 
@@ -173,7 +174,7 @@ class PrefixCache:
         found = [each for each in gathered if each is not None]
         if not found:
             return ""
-        total = {each.name: sum(getattr(counts, each.name) for counts in found) for each in fields(CacheCounts)}
+        total = sum(found, Counter())
         return (
             f"activation cache: {total['hits']} samples read ({total['prefetched']} ahead), {total['misses']} not "
             f"found ({total['older_hits']} at the depth before), {total['written']} written, "
@@ -181,18 +182,16 @@ class PrefixCache:
             f"{total['bytes_read'] / 2**20:.1f} MiB read"
         )
 
-    def _take_counts(self) -> CacheCounts:
+    def _take_counts(self) -> Counter[str]:
         self._cache.flush()
-        now = self._cache.measured.counts
-        own = CacheCounts(**{name: value - getattr(self._told, name) for name, value in asdict(now).items()})
-        self._told = now
-        return own
+        before, self._told = self._told, self._cache.measured.counts
+        return self._told - before
 
     def close(self) -> None:
         """Write pending outputs, and close the files."""
         if self._cache is not None:
             self._cache.close()
-            self._cache, self._told = None, CacheCounts()
+            self._cache, self._told = None, Counter()
 
 
 def require_cache(args: TrainConfig) -> None:

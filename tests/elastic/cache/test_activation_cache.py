@@ -46,8 +46,8 @@ def test_bits(dtype, in_background, tmp_path):
         settled(cache)
         assert same(cache.get(reversed(SAMPLES)), expected[::-1])
         counts = cache.measured.counts
-        assert (counts.hits, counts.misses, counts.prefetched, counts.written) == (24, 1, 12, 12)
-        assert counts.bytes_read == 2 * counts.bytes_written == 24 * expected[0].nbytes
+        assert (counts["hits"], counts["misses"], counts["prefetched"], counts["written"]) == (24, 1, 12, 12)
+        assert counts["bytes_read"] == 2 * counts["bytes_written"] == 24 * expected[0].nbytes
         assert cache.measured.read_seconds > 0 and cache.measured.write_seconds > 0
         assert cache.get([]) == []
         cache.put([], [])
@@ -77,7 +77,7 @@ def test_deepen(tmp_path):
         cache.flush()
         assert same(cache.get([3, 4, 50, 5]), [*outputs([3, 4, 50], DEEPER), None])
         assert same(cache.get_older([3, 4, 50, 5]), [output(3), output(4), None, output(5)])
-        assert cache.measured.counts.older_hits == 15
+        assert cache.measured.counts["older_hits"] == 15
         cache.deepen(DEEPEST)
         cache.flush()
         assert same(cache.get_older([3, 5]), [output(3, DEEPER), None])
@@ -100,7 +100,7 @@ def test_prefetch_finds_older_ones(tmp_path):
         settled(cache)
         assert same(cache.get([1, 2]), [output(1, DEEPER), None])
         assert same(cache.get_older([2]), outputs([2]))
-        assert cache.measured.counts.prefetched == 2
+        assert cache.measured.counts["prefetched"] == 2
 
 
 def test_values_of_another_way_to_compute_are_not_older_ones(tmp_path):
@@ -188,7 +188,7 @@ def test_killed_writers(rounds, tmp_path, caplog):
                 found = cache.get(range(100))
                 here = [sample for sample in range(100) if found[sample] is not None]
                 assert same([found[sample] for sample in here], outputs(here, generation))
-                assert cache.measured.counts.damaged == 0
+                assert cache.measured.counts["damaged"] == 0
                 assert {sample for depth, sample in reported if depth == generation.depth} <= {*here}
                 num_reported += len(reported)
                 cache.put([200], outputs([200], generation))
@@ -207,7 +207,7 @@ def in_child(cache):
     found = found and same(cache.get(SAMPLES), outputs(SAMPLES))
     counts = cache.measured.counts
     cache.close()
-    return found, counts.hits, threading.active_count()
+    return found, counts["hits"], threading.active_count()
 
 
 def test_fork(tmp_path):
@@ -313,7 +313,7 @@ def test_a_writer_that_falls_behind(tmp_path, caplog, monkeypatch):
         os.read(ready, 1)
         for sample in range(100, 106):
             cache.put([sample], outputs([sample]))
-        assert cache.measured.counts.not_written == 3
+        assert cache.measured.counts["not_written"] == 3
         assert same(cache.get(SAMPLES), outputs(SAMPLES))
         assert ["takes too long" in record.message for record in caplog.records] == [True]
         os.kill(child, signal.SIGKILL)
@@ -333,7 +333,7 @@ def test_it_ends_while_another_process_is_in_the_way(tmp_path, caplog, monkeypat
         child, file = start(stop_while_writing, tmp_path, says)
         os.read(ready, 1)
         cache.put([100], outputs([100]))
-    assert cache.measured.counts.not_written == 1
+    assert cache.measured.counts["not_written"] == 1
     assert ["takes too long" in record.message for record in caplog.records] == [True]
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -101,7 +101,7 @@ def test_any_changed_byte_is_found(part, tmp_path, caplog):
             cache.put(SAMPLES, outputs(SAMPLES))
             cache.flush()
             assert same(cache.get(SAMPLES), outputs(SAMPLES))
-            assert cache.measured.counts.damaged == 1
+            assert cache.measured.counts["damaged"] == 1
         shutil.rmtree(tmp_path / "activations")
 
 
@@ -184,7 +184,7 @@ def test_damage_while_the_files_are_open(tmp_path, caplog):
             file.write(bytes(5 * 768))
             file.truncate(15 * 768)
         assert sum(each is not None for each in cache.get(SAMPLES)) == 10
-        assert cache.measured.counts.damaged == 10
+        assert cache.measured.counts["damaged"] == 10
         assert [record.message.count("its checksum is wrong") for record in caplog.records] == [1]
         assert call(count_found, tmp_path) == (10, {"value"})
         cache.put(SAMPLES, outputs(SAMPLES))

@@ -50,10 +50,10 @@ def test_limit(tmp_path, caplog):
         assert ROOM - 2 <= len(here) <= ROOM
         assert file_bytes(tmp_path) <= LIMIT
         counts = cache.measured.counts
-        assert counts.written == len(here) and counts.not_written == 80 - len(here)
+        assert counts["written"] == len(here) and counts["not_written"] == 80 - len(here)
         assert len(said(caplog)) == 1 and "has come to its limit of 2097152 bytes" in said(caplog)[0]
         put_all(cache, [*range(80, 200)])
-        assert present(cache, samples) == here and cache.measured.counts.not_written == 200 - len(here)
+        assert present(cache, samples) == here and cache.measured.counts["not_written"] == 200 - len(here)
     with open_cache(tmp_path, LARGE, LIMIT) as cache:
         assert present(cache, samples) == here
     assert len(said(caplog)) == 1
@@ -206,7 +206,7 @@ def test_a_slot_that_is_used_again_is_no_damage(tmp_path):
         here = present(cache, range(80))
         assert call(deepen_beside, tmp_path, here) == here
         assert cache.get(here) == [None] * len(here)
-        assert cache.measured.counts.damaged == 0 and cache._said == {"full"}
+        assert cache.measured.counts["damaged"] == 0 and cache._said == {"full"}
 
 
 def deepen_beside(folder, samples):
@@ -250,7 +250,7 @@ def write_with_file_limit(folder):
         here = present(cache, range(80))
         put_all(cache, range(80))
         assert present(cache, range(80)) == here
-        return here, cache._said, cache.measured.counts.not_written
+        return here, cache._said, cache.measured.counts["not_written"]
 
 
 def test_a_disk_that_takes_no_more(tmp_path):
@@ -292,5 +292,5 @@ def test_a_full_disk(small_disk, caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING), open_cache(small_disk / "other", LARGE) as cache:
         put_all(cache, range(4))
-        assert present(cache, range(4)) == [] and cache.measured.counts.not_written == 4
+        assert present(cache, range(4)) == [] and cache.measured.counts["not_written"] == 4
     assert len(said(caplog)) == 1 and "cannot be opened" in said(caplog)[0]
