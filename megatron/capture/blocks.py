@@ -26,11 +26,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx
-import torch
 from torch import fx
 
 from megatron.capture.export import Captured, is_size
-from megatron.capture.nodes import aliased_by, attribute, differentiable, is_getitem, without_model, written_by
+from megatron.capture.nodes import aliased_by, differentiable, is_getitem, without_model, written_by
 from megatron.capture.randomness import seeded_attention
 
 
@@ -67,7 +66,8 @@ def free_nodes(captured: Captured) -> frozenset[fx.Node]:
     If one operator depends on a parameter, all operators that share written memory with it, or must stay in its stage,
     are not free either.
     """
-    bound = {node for node in captured.nodes if any(_is_parameter(captured, each) for each in node.all_input_nodes)}
+    parameters = {node for node in captured.graph_module.graph.nodes if captured.parameter(node) is not None}
+    bound = {node for node in captured.nodes if not parameters.isdisjoint(node.all_input_nodes)}
     together = [set(members) for members in (*written_groups(captured.nodes), *_inseparable(captured.nodes))]
     while True:
         before = len(bound)
@@ -79,10 +79,6 @@ def free_nodes(captured: Captured) -> frozenset[fx.Node]:
                 bound |= members
         if len(bound) == before:
             return frozenset(node for node in captured.nodes if node not in bound)
-
-
-def _is_parameter(captured: Captured, node: fx.Node) -> bool:
-    return node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter)
 
 
 def written_groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
@@ -235,7 +231,7 @@ def _owners(
     """
     found: dict[str, set[int]] = {}
     for node in captured.graph_module.graph.nodes:
-        if node.op == "get_attr" and isinstance(attribute(captured.graph_module, node.target), torch.nn.Parameter):
+        if captured.parameter(node) is not None:
             stages = {stage_of[user] for user in node.users if user in stage_of}
             found.setdefault(without_model(node.target), set()).update(stages)
     for name, stages in found.items():

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from megatron.capture.blocks import Crossings, crossings, written_groups
 from megatron.capture.decisions import as_decided
 from megatron.capture.export import Captured
-from megatron.capture.nodes import attribute, without_model
+from megatron.capture.nodes import attribute, on_device, reached, without_model
 from megatron.capture.randomness import DRAW, Draw
 
 
@@ -100,15 +100,8 @@ class CapturedStage(torch.nn.Module):
         persistent: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.index = index
-        self.inputs = inputs
-        self.sources = sources
-        self.targets = targets
-        self.has_loss = has_loss
-        self.results = results
-        self.names = names
-        self.graph = graph
-        self._draws = draws
+        self.index, self.graph, self._draws, self.inputs = index, graph, draws, inputs
+        self.sources, self.targets, self.has_loss, self.results, self.names = sources, targets, has_loss, results, names
         for name, value in values.items():
             _place(self, name, value, persistent=name in persistent)
         code = graph.python_code("self")
@@ -196,9 +189,7 @@ class _Cutter:
     """Builds the graph of one stage."""
 
     def __init__(self, captured: Captured, plan: Crossings, groups, stage: int, device) -> None:
-        self._captured = captured
-        self._plan = plan
-        self._index = stage
+        self._captured, self._plan, self._index = captured, plan, stage
         self._device = None if device is None else torch.device(device)
         self._members = _members(captured, plan, groups, stage)
         self._graph = fx.Graph()
@@ -223,8 +214,10 @@ class _Cutter:
             self._made[key] = self._from_wire(key)
         for node in self._members:
             if node not in self._made:
-                copied = self._graph.node_copy(node, self._copied)
-                self._made[node] = self._moved(copied)
+                self._made[node] = copied = self._graph.node_copy(node, self._copied)
+                if self._device is not None:
+                    copied.args = on_device(copied.args, self._device)
+                    copied.kwargs = on_device(copied.kwargs, self._device)
         for keys in given.values():
             for key in keys:
                 if key not in self._wire:
@@ -254,9 +247,9 @@ class _Cutter:
         if node.op != "get_attr":
             return self._made[node]
         name = without_model(node.target)
-        value = attribute(self._captured.graph_module, node.target)
-        if not isinstance(value, torch.nn.Parameter):
-            return self._read(name, value)
+        value = self._captured.parameter(node)
+        if value is None:
+            return self._read(name, attribute(self._captured.graph_module, node.target))
         if name not in self._made:
             if self._plan.owner[name] != self._index and name in self._plan.copies:
                 value = torch.nn.Parameter(value.detach(), requires_grad=value.requires_grad)
@@ -267,16 +260,6 @@ class _Cutter:
     def _read(self, name: str, value: object) -> fx.Node:
         self._values[name] = value
         return self._graph.get_attr(name)
-
-    def _moved(self, node: fx.Node) -> fx.Node:
-        """Replace the devices in an operator's arguments, and return the operator."""
-        if self._device is not None:
-            node.args = fx.node.map_aggregate(node.args, self._on_device)
-            node.kwargs = fx.node.map_aggregate(node.kwargs, self._on_device)
-        return node
-
-    def _on_device(self, argument: object) -> object:
-        return self._device if isinstance(argument, torch.device) else argument
 
     def _described(self, key: fx.Node | str) -> EdgeTensor:
         if isinstance(key, str):
@@ -290,9 +273,9 @@ class _Cutter:
 
     def _to_wire(self, key: fx.Node | str) -> fx.Node:
         """The contiguous tensor to send. A dense tensor in another layout is sent in its order in memory."""
-        if isinstance(key, str):
-            return self._made[key]
         made = self._made[key]
+        if isinstance(key, str):
+            return made
         order = _order(key.meta["val"])
         if order is not None:
             made = self._graph.call_function(aten.permute.default, (made, order))
@@ -312,18 +295,15 @@ def _members(captured: Captured, plan: Crossings, groups, stage: int) -> list[fx
     An operator that needs memory that is written also needs the operators that write it. The stage with the loss checks
     the decisions by data.
     """
-    found: set[fx.Node] = set()
+
+    def following(node: fx.Node) -> list[fx.Node]:
+        written = [each for members in groups if node in members for each in members] if node in plan.free else []
+        return written + [source for source in node.all_input_nodes if source in plan.free]
+
     wanted = [node for node, at in plan.stage_of.items() if at == stage]
     if stage == plan.stage_of[captured.loss]:
         wanted += [node for node in captured.nodes if node.target is as_decided]
-    while wanted:
-        node = wanted.pop()
-        if node in found:
-            continue
-        found.add(node)
-        wanted += [source for source in node.all_input_nodes if source in plan.free]
-        if node in plan.free:
-            wanted += [each for members in groups if node in members for each in members]
+    found = set(reached(wanted, following))
     return [node for node in captured.nodes if node in found]
 
 

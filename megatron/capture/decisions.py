@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from megatron.capture.nodes import attribute
+from megatron.capture.nodes import parameter_of, reached
 
 aten = torch.ops.aten
 
@@ -138,15 +138,8 @@ def check_decisions(graph_module: fx.GraphModule) -> fx.Node | None:
 
 def depends_on_more_than_data(graph_module: fx.GraphModule, node: fx.Node) -> bool:
     """Whether an operator depends on a parameter or on random numbers."""
-    wanted, seen = [node], set()
-    while wanted:
-        each = wanted.pop()
-        if each in seen:
-            continue
-        seen.add(each)
-        wanted += each.all_input_nodes
-        if each.op == "get_attr" and isinstance(attribute(graph_module, each.target), torch.nn.Parameter):
-            return True
-        if torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()):
-            return True
-    return False
+    return any(
+        parameter_of(graph_module, each) is not None
+        or torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ())
+        for each in reached([node], lambda each: each.all_input_nodes)
+    )

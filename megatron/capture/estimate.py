@@ -60,9 +60,8 @@ class Roofline:
 
     def milliseconds(self, flops: float, num_bytes: float) -> float:
         """The estimated time of one kernel."""
-        return max(flops / (self.teraflops * 1e9), num_bytes / (self.gigabytes_per_second * 1e6)) + (
-            self.launch_microseconds / 1e3
-        )
+        work = max(flops / (self.teraflops * 1e9), num_bytes / (self.gigabytes_per_second * 1e6))
+        return work + self.launch_microseconds / 1e3
 
 
 def estimate(captured: Captured, batch: Mapping[str, Tensor], roofline: Roofline) -> tuple[BlockCost, ...]:

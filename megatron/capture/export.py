@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from megatron.capture.decisions import Repeated, check_decisions, rehearsed
-from megatron.capture.nodes import attribute, differentiable, parts_of, without_model
+from megatron.capture.nodes import attribute, differentiable, parameter_of, parts_of, without_model
 from megatron.capture.randomness import DRAW, Draw, seed_randomness
 from megatron.capture.refusals import decides_by_values, refuse_decision, refuse_what_cannot_be_cut, sentence_of
 from megatron.capture.stand_ins import settle_stand_ins, standing_in
@@ -76,6 +76,10 @@ class Captured:
     def all_names(self) -> frozenset[str]:
         """The names of all parameters that operators read, and of the buffers that checkpoints contain."""
         return self.persistent.union(*self.names.values())
+
+    def parameter(self, node: fx.Node) -> torch.nn.Parameter | None:
+        """The parameter that a node of the graph reads; None for a node that reads none."""
+        return parameter_of(self.graph_module, node)
 
     def run(self, batch: Mapping[str, Tensor], draw: Draw | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the whole model: its loss, and the kept results. `draw`: required if `num_random` is not 0."""
@@ -217,57 +221,40 @@ def _share_names(graph_module: fx.GraphModule, model: torch.nn.Module) -> dict[s
         names.setdefault(id(parameter), []).append(name)
     used = {}
     for node in list(graph_module.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        value = attribute(graph_module, node.target)
-        if not isinstance(value, torch.nn.Parameter):
-            continue
-        own = names[id(value)]
-        used[own[0]] = tuple(own)
-        node.target = f"model.{own[0]}"
+        if (parameter := parameter_of(graph_module, node)) is not None:
+            own = names[id(parameter)]
+            used[own[0]] = tuple(own)
+            node.target = f"model.{own[0]}"
     return used
 
 
 def _described(model, graph_module, inputs, keep, names, num_random, guards) -> Captured:
     nodes = tuple(node for node in graph_module.graph.nodes if node.op == "call_function")
     loss, *kept = graph_module.graph.output_node().args[0]
-    targets = dict.fromkeys(
-        node.target
+    parameters = {
+        without_model(node.target): parameter
         for node in graph_module.graph.nodes
-        if node.op == "get_attr" and isinstance(attribute(graph_module, node.target), torch.nn.Parameter)
-    )
-    parameters = {without_model(target): attribute(graph_module, target) for target in targets}
-    assert [node.target for node in graph_module.graph.nodes if node.op == "placeholder"] == [
-        *([DRAW] if num_random else []),
-        *inputs,
-    ]
+        if (parameter := parameter_of(graph_module, node)) is not None
+    }
+    placeholders = [node.target for node in graph_module.graph.nodes if node.op == "placeholder"]
+    assert placeholders == [*([DRAW] if num_random else []), *inputs]
     return Captured(
-        model_name=type(model).__name__,
-        graph_module=graph_module,
-        nodes=nodes,
-        parameters=parameters,
-        names={name: names[name] for name in parameters},
-        inputs=inputs,
-        num_random=num_random,
-        persistent=frozenset(model.state_dict(keep_vars=True)).difference(dict(model.named_parameters())),
-        loss=loss,
-        kept=dict(zip(keep, kept, strict=True)),
-        guards=guards,
-    )
+        type(model).__name__, graph_module, nodes, parameters, {name: names[name] for name in parameters}, inputs,
+        num_random, frozenset(model.state_dict(keep_vars=True)).difference(dict(model.named_parameters())),
+        loss, dict(zip(keep, kept, strict=True)), guards,
+    )  # fmt: skip
 
 
 def ask_batch_for_sizes(graph: fx.Graph) -> None:
     """Replace every size that equals a dimension of an input by that dimension, read at the start of the graph."""
-    inputs = [
-        node for node in graph.nodes if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
-    ]
-    dimensions = {}
-    for node in reversed(inputs):
-        for dimension, size in reversed(list(enumerate(node.meta["val"].shape))):
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    dimensions: dict[str, tuple[fx.Node, int]] = {}
+    for node in inputs:
+        value = node.meta.get("val")
+        for dimension, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
             if isinstance(size, torch.SymInt):
-                dimensions[str(size.node.expr)] = node, dimension
+                dimensions.setdefault(str(size.node.expr), (node, dimension))
     asked: dict[str, fx.Node] = {}
-    last_input = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.SymInt):
@@ -277,7 +264,7 @@ def ask_batch_for_sizes(graph: fx.Graph) -> None:
             continue
         if size not in asked:
             tensor, dimension = dimensions[size]
-            with graph.inserting_after(last_input):
+            with graph.inserting_after(inputs[-1]):
                 asked[size] = graph.call_function(aten.sym_size.int, (tensor, dimension))
             asked[size].meta = {"val": value}
         if node is not asked[size]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from megatron.capture.blocks import blocks_of, free_nodes
 from megatron.capture.export import Captured, signature
 from megatron.capture.nodes import modules_of
@@ -37,6 +39,9 @@ def graph_file(
         parameter = captured.parameters[name]
         return parameter.numel() if parameter.requires_grad else -int(-parameter.nbytes // weight_bytes_per_parameter)
 
+    def out_bytes(shared: torch.nn.Parameter) -> float:
+        return shared.nbytes / microbatches_per_version if shared.requires_grad else 0
+
     blocks = blocks_of(captured)
     first = len(captured.inputs)
     block_of = {captured.nodes[number]: first + place for place, block in enumerate(blocks) for number in block}
@@ -50,21 +55,17 @@ def graph_file(
     nodes = []
     for place, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
         own = [each for each in parameters_of(captured, block) if len(users[each]) == 1]
-        nodes.append(
-            {
-                "id": first + place,
-                "scope": _scope(captured, block),
-                "block": special if _lies_in(captured, block, special) else "",
-                "fwd_ms": cost.forward_ms,
-                "bwd_ms": cost.recorded_forward_ms + cost.backward_ms,
-                "fwd_plain_ms": cost.recorded_forward_ms,
-                "bwd_plain_ms": cost.backward_ms,
-                "params": sum(map(count, own)),
-                "mem_bytes": cost.saved_bytes,
-                "mem_plain_bytes": cost.saved_bytes,
-                "out_bytes": cost.out_bytes,
-            }
-        )
+        modules = modules_of(captured.nodes[block[0]])
+        lies_in = special in (kind for path, kind in modules if _is_numbered(path))
+        path = modules[-1][0].replace(".", "/") if modules else "loss"  # of the innermost module
+        scope = (captured.model_name, path, captured.nodes[block[0]].name)
+        nodes.append({
+            "id": first + place, "scope": "/".join(filter(None, scope)), "block": special if lies_in else "",
+            "fwd_ms": cost.forward_ms, "bwd_ms": cost.recorded_forward_ms + cost.backward_ms,
+            "fwd_plain_ms": cost.recorded_forward_ms, "bwd_plain_ms": cost.backward_ms,
+            "params": sum(map(count, own)), "mem_bytes": cost.saved_bytes, "mem_plain_bytes": cost.saved_bytes,
+            "out_bytes": cost.out_bytes,
+        })  # fmt: skip
     return {
         "name": name or captured.model_name,
         "num_devices": num_devices,
@@ -76,13 +77,7 @@ def graph_file(
         "nodes": data + nodes,
         "edges": _edges(captured, block_of),
         "shared_parameters": [
-            {
-                "nodes": those,
-                "params": count(each),
-                "out_bytes": captured.parameters[each].nbytes / microbatches_per_version
-                if captured.parameters[each].requires_grad
-                else 0,
-            }
+            {"nodes": those, "params": count(each), "out_bytes": out_bytes(captured.parameters[each])}
             for each, those in users.items()
             if len(those) > 1
         ],
@@ -130,27 +125,15 @@ def _edges(captured: Captured, block_of: Mapping) -> list[list[int]]:
     return [list(edge) for edge in sorted(found)]
 
 
-def _scope(captured: Captured, block: Sequence[int]) -> str:
-    """The path of the block's innermost module, and the name of the block's first operator."""
-    node = captured.nodes[block[0]]
-    modules = modules_of(node)
-    path = modules[-1][0].replace(".", "/") if modules else "loss"
-    return "/".join(part for part in (captured.model_name, path, node.name) if part)
-
-
-def _layers(captured: Captured, block: Sequence[int]) -> list[str]:
-    """The classes of the modules around a block that are numbered, as in a list of layers."""
-    return [kind for path, kind in modules_of(captured.nodes[block[0]]) if path.rpartition(".")[2].isdigit()]
+def _is_numbered(path: str) -> bool:
+    """Whether a module is one of a list of layers."""
+    return path.rpartition(".")[2].isdigit()
 
 
 def _repeated(captured: Captured) -> str:
     """The class of the outermost repeated layers; empty if no layers repeat."""
     outermost = Counter()
     for node in captured.nodes:
-        kinds = {(path, kind) for path, kind in modules_of(node)[:-1] if path.rpartition(".")[2].isdigit()}
+        kinds = {(path, kind) for path, kind in modules_of(node)[:-1] if _is_numbered(path)}
         outermost.update(kind for path, kind in kinds if sum(part.isdigit() for part in path.split(".")) == 1)
     return outermost.most_common(1)[0][0] if outermost else ""
-
-
-def _lies_in(captured: Captured, block: Sequence[int], special: str) -> bool:
-    return bool(special) and special in _layers(captured, block)

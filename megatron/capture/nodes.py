@@ -8,7 +8,7 @@ the model under ``torch.no_grad`` or ``torch.autocast``) have no schema, so thei
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 
 import torch
 from torch import fx
@@ -41,18 +41,39 @@ def modules_of(node: fx.Node) -> list[tuple[str, str]]:
 def place_of(node: fx.Node) -> str:
     """The innermost module of the operator as text, such as ``encoder.bn1 (BatchNorm2d)``."""
     modules = modules_of(node)
-    if not modules:
-        return "the loss"
-    path, kind = modules[-1]
+    return named(*modules[-1]) if modules else "the loss"
+
+
+def named(path: str, kind: str) -> str:
+    """A module as text: its path and, in brackets, its class; the model itself has no path."""
     return f"{path} ({kind})" if path else kind
 
 
 def attribute(root: torch.nn.Module, name: str) -> object:
     """The attribute of `root` with a dotted name."""
-    value: object = root
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(name)(root)
+
+
+def parameter_of(graph_module: fx.GraphModule, node: fx.Node) -> torch.nn.Parameter | None:
+    """The parameter that a node reads; None for a node that reads none."""
+    value = attribute(graph_module, node.target) if node.op == "get_attr" else None
+    return value if isinstance(value, torch.nn.Parameter) else None
+
+
+def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
+    """Yield `nodes`, and those that `following` leads to from a node that was yielded, each once."""
+    wanted, seen = list(nodes), set()
+    while wanted:
+        node = wanted.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            wanted += following(node)
+
+
+def on_device(arguments: object, device: torch.device) -> object:
+    """An operator's arguments with `device` in the place of every device."""
+    return fx.node.map_aggregate(arguments, lambda each: device if isinstance(each, torch.device) else each)
 
 
 aten = torch.ops.aten
@@ -134,9 +155,7 @@ def aliased_by(node: fx.Node) -> list[fx.Node]:
         return [node.args[randomness.ARGUMENT]]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return [each for each in node.all_input_nodes if each not in parts_of(node)]
-    if is_getitem(node):
-        return node.all_input_nodes
-    if node.target in _RETURNS_ITS_INPUT:
+    if is_getitem(node) or node.target in _RETURNS_ITS_INPUT:
         return node.all_input_nodes
     return [each for argument, each in _arguments(node) if argument.alias_info]
 

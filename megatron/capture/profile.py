@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from megatron.capture.blocks import blocks_of, free_nodes
 from megatron.capture.export import Captured, word
-from megatron.capture.nodes import attribute, differentiable, without_model
+from megatron.capture.nodes import attribute, differentiable, on_device, without_model
 from megatron.capture.randomness import DRAW, Draw
 from megatron.capture.tensors import is_fake
 
@@ -109,14 +109,8 @@ class GraphProfiler:
 
     def _cost(self, nodes: list[fx.Node]) -> BlockCost:
         members = set(nodes)
-        inputs = list(
-            dict.fromkeys(
-                source
-                for node in nodes
-                for source in node.all_input_nodes
-                if source.op != "get_attr" and source not in members
-            )
-        )
+        sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
+        inputs = [source for source in sources if source.op != "get_attr" and source not in members]
         results = [node for node in nodes if any(user not in members for user in node.users)]
         key = self._key(nodes, inputs, results)
         if key not in self._known:
@@ -141,9 +135,8 @@ class GraphProfiler:
             for node in results
             if any(user not in members and user.op != "output" for user in node.users)
         )
-        return BlockCost(
-            measured.forward_ms, measured.recorded_forward_ms, measured.backward_ms, saved_bytes, out_bytes
-        )
+        times = measured.forward_ms, measured.recorded_forward_ms, measured.backward_ms
+        return BlockCost(*times, saved_bytes, out_bytes)
 
     def _key(self, nodes: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]) -> str:
         """A text that is equal for equal blocks: operators, arguments, shapes, strides and dtypes, without names."""
@@ -226,11 +219,7 @@ class GraphProfiler:
             value = attribute(self._captured.graph_module, source.target)
             return value.to(self._device) if isinstance(value, Tensor) else value
 
-        def moved(argument: object) -> object:
-            return self._device if isinstance(argument, torch.device) else argument
-
-        args = fx.node.map_aggregate(fx.node.map_arg(node.args, value_of), moved)
-        kwargs = fx.node.map_aggregate(fx.node.map_arg(node.kwargs, value_of), moved)
+        args, kwargs = (on_device(fx.node.map_arg(each, value_of), self._device) for each in (node.args, node.kwargs))
         return self.apply(node.target, args, kwargs)
 
     def apply(self, target: Callable, args: tuple, kwargs: Mapping[str, object]) -> object:
@@ -240,15 +229,16 @@ class GraphProfiler:
     def _parameters(self, nodes: Sequence[fx.Node]) -> dict[str, Tensor]:
         """The block's parameters, with memory, by their names in the graph."""
         found = {}
-        for source in (source for node in nodes for source in node.all_input_nodes if source.op == "get_attr"):
-            value = attribute(self._captured.graph_module, source.target)
-            if isinstance(value, torch.nn.Parameter):
-                if is_fake(value):
-                    real = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-                    real = real.normal_(0, 0.02, generator=torch.Generator(self._device).manual_seed(0))
-                else:
-                    real = value.detach().to(self._device)
-                found[source.target] = real.requires_grad_(value.requires_grad)
+        for source in (source for node in nodes for source in node.all_input_nodes):
+            value = self._captured.parameter(source)
+            if value is None:
+                continue
+            if is_fake(value):
+                real = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                real = real.normal_(0, 0.02, generator=torch.Generator(self._device).manual_seed(0))
+            else:
+                real = value.detach().to(self._device)
+            found[source.target] = real.requires_grad_(value.requires_grad)
         return found
 
     def timed(self, work: Callable[[], object]) -> tuple[float, object]:

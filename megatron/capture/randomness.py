@@ -144,11 +144,9 @@ def seed_randomness(graph: fx.Graph, trained: Set[fx.Node]) -> int:
 
 def draw_of(graph: fx.Graph) -> fx.Node:
     """The graph's input `DRAW`, its first; it is added where it is missing."""
-    first = next(iter(graph.nodes))
-    placeholders = (node for node in graph.nodes if node.op == "placeholder" and node.target == DRAW)
-    found = next(placeholders, None)
+    found = next((node for node in graph.nodes if node.op == "placeholder" and node.target == DRAW), None)
     if found is None:
-        with graph.inserting_before(first):
+        with graph.inserting_before(next(iter(graph.nodes))):
             found = graph.placeholder(DRAW)
     return found
 
@@ -235,10 +233,7 @@ def is_random(node: fx.Node) -> bool:
         return False
     if node.target is _ATTENTION:
         return bool(arguments_of(node)["dropout_p"])
-    if node.target in SEEDED:
+    if node.target in SEEDED or node.target in _RECURRENT:
         arguments = arguments_of(node)
-        return bool(arguments["train"] and arguments["p"])
-    if node.target in _RECURRENT:
-        arguments = arguments_of(node)
-        return bool(arguments["train"] and arguments["dropout"])
+        return bool(arguments["train"] and arguments["p" if node.target in SEEDED else "dropout"])
     return torch.Tag.nondeterministic_seeded in node.target.tags

@@ -6,7 +6,6 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megatron.capture.decisions import depends_on_more_than_data
-from megatron.capture.nodes import aliased_by, graph_modules_of, place_of, without_model, written_by
+from megatron.capture.nodes import aliased_by, graph_modules_of, named, place_of, reached, without_model, written_by
 from megatron.capture.randomness import is_random
 from megatron.capture.stand_ins import BY_HAND, OtherGeneratorError
 from megatron.capture.wrapper import NoLossError
@@ -41,10 +40,9 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
             _refuse(node, what, f"only dropout can be seeded for each stage, so express it as that, {_OR_ANOTHER}")
         inner = [each for part in graph_modules_of(node) for each in part.graph.nodes if is_random(each)]
         if inner:
-            what = f"draws random numbers ({inner[0].target}) under torch.no_grad or torch.autocast"
-            _refuse(
-                inner[0], f"{what}, where they cannot be seeded for each stage", f"draw them outside, {_OR_ANOTHER}"
-            )
+            where = "under torch.no_grad or torch.autocast, where they cannot be seeded for each stage"
+            what = f"draws random numbers ({inner[0].target}) {where}"
+            _refuse(inner[0], what, f"draw them outside, {_OR_ANOTHER}")
         value = node.meta.get("val")
         unknown = isinstance(value, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(value)
         if unknown and depends_on_more_than_data(graph_module, node):
@@ -59,21 +57,14 @@ def refuse_decision(node: fx.Node | None) -> None:
 
 
 def _refuse_write(node: fx.Node, target: fx.Node) -> None:
-    roots, seen = [target], set()
-    while roots:
-        root = roots.pop()
-        if root in seen:
-            continue
-        seen.add(root)
-        roots += aliased_by(root)
+    for root in reached([target], aliased_by):
         if root.op == "get_attr":
             what = (
                 f"writes into {without_model(root.target)} in its forward ({node.target}), and stages run again, and "
                 "with other weights, so nothing may be kept in a forward"
             )
-            _refuse(
-                node, what, f"call model.train() and eval() of that module, or use one without a state, {_OR_ANOTHER}"
-            )
+            remedy = f"call model.train() and eval() of that module, or use one without a state, {_OR_ANOTHER}"
+            _refuse(node, what, remedy)
         if root.op == "placeholder":
             what = f"writes into {root.target}, which is data, and other stages may read it, too"
             _refuse(node, what, "let it write into a clone")
@@ -137,8 +128,7 @@ def _running(error: BaseException, model: torch.nn.Module) -> str:
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         if id(module) in names and isinstance(module, torch.nn.Module):
-            kind = type(module).__name__
-            found = f"{names[id(module)]} ({kind})" if names[id(module)] else kind
+            found = named(names[id(module)], type(module).__name__)
         trace = trace.tb_next
     return found
 
@@ -151,8 +141,7 @@ _FRAME = re.compile(r'File "([^"]+)", line ([0-9]+)')
 
 def _line_of_node(node: fx.Node) -> str:
     """The innermost source line outside of torch, as ``FILE:12: code``; empty if torch.export has kept none."""
-    frames = [(file, int(number)) for file, number in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    return _innermost(frames)
+    return _innermost([(file, int(number)) for file, number in _FRAME.findall(node.meta.get("stack_trace") or "")])
 
 
 def _line_of_error(error: BaseException) -> str:
@@ -173,62 +162,36 @@ def _innermost(frames: list[tuple[str, int]]) -> str:
 # --- remedies for models of transformers that cannot be captured with their own configuration
 
 
-@dataclass(frozen=True)
-class _Remedy:
-    """A remedy and the errors that it is for.
-
-    `found_in`: a regular expression that matches the module's class, its line of source or the reason. `remedy`: the
-    end of the error message, after a semicolon.
-    """
-
-    found_in: str
-    remedy: str
-
-
 _CONFIG = "in its configuration (config.json)"
 
 _REMEDIES = (
-    _Remedy(
-        BY_HAND,
-        f"a captured graph has the gradients of its operators alone, so write it without one, {_OR_ANOTHER}",
-    ),
-    _Remedy(
-        r"grid_thw|num_real_images_per_batch",
-        "no setting changes that, so choose a model whose images have one size, such as LLaVA",
-    ),
-    _Remedy(
-        r"layerdrop|skip_the_layer",
-        f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them",
-    ),
-    _Remedy(r"DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
-    _Remedy(r"jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
-    _Remedy(r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
-    _Remedy(
-        r"loop over the samples", "give a loss of your own that takes the batch as a whole, or choose another model"
-    ),
-    _Remedy(
-        r"(SwitchTransformers|NllbMoe|Dbrx|LongcatFlash|JetMoeParallel|Step3p7)Experts",
-        "no setting changes that, so choose a model whose experts are one tensor (Mixtral)",
-    ),
-    _Remedy(r"Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
-    _Remedy(r"label_index", f"set problem_type to single_label_classification {_CONFIG}"),
-    _Remedy(
-        r"RotaryEmbedding ",
-        f"set rope_type {_CONFIG} to default: up to the trained length dynamic has the same numbers; those of "
-        "longrope differ",
-    ),
-    _Remedy(r"(?i)flex_?attention|flash_?attn|flash_?attention", f"set attn_implementation to eager or sdpa {_CONFIG}"),
-    _Remedy(r"past_key_values|DynamicCache|use_cache", f"set use_cache to false {_CONFIG}"),
-    _Remedy(r"mask_time_|_compute_mask_indices", f"set apply_spec_augment to false {_CONFIG}"),
-    _Remedy(r"is_(index_)?global_attn", "no setting changes that, so choose a model without global attention"),
-    _Remedy(
-        r"BatchNorm",
-        "no setting changes that, so choose a model with LayerNorm, such as a ViT; in one of your own call eval() of "
-        "that module, or use GroupNorm or LayerNorm",
-    ),
-    _Remedy(r"vmap", "Hugging Face models do so for their masks before transformers 5, so install transformers>=5"),
-)
-"""The remedies by priority: the first that matches is used."""
+    (BY_HAND, f"a captured graph has the gradients of its operators alone, so write it without one, {_OR_ANOTHER}"),
+    ("grid_thw|num_real_images_per_batch",
+     "no setting changes that, so choose a model whose images have one size, such as LLaVA"),
+    ("layerdrop|skip_the_layer",
+     f"set layerdrop, encoder_layerdrop and decoder_layerdrop to 0.0 {_CONFIG}, where it has them"),
+    ("DropPath|StochasticDepth|drop_path", f"set drop_path_rate to 0 {_CONFIG}"),
+    ("jitter_noise", f"set router_jitter_noise to 0.0 {_CONFIG}"),
+    (r"self\.classifier\.to\(self\.dtype\)", f"set router_dtype {_CONFIG} to the dtype of the parameters"),
+    ("loop over the samples", "give a loss of your own that takes the batch as a whole, or choose another model"),
+    ("(SwitchTransformers|NllbMoe|Dbrx|LongcatFlash|JetMoeParallel|Step3p7)Experts",
+     "no setting changes that, so choose a model whose experts are one tensor (Mixtral)"),
+    ("Experts ", f"set experts_implementation to batched_mm {_CONFIG}, which computes the same"),
+    ("label_index", f"set problem_type to single_label_classification {_CONFIG}"),
+    ("RotaryEmbedding ",
+     f"set rope_type {_CONFIG} to default: up to the trained length dynamic has the same numbers; those of longrope "
+     "differ"),
+    ("(?i)flex_?attention|flash_?attn|flash_?attention", f"set attn_implementation to eager or sdpa {_CONFIG}"),
+    ("past_key_values|DynamicCache|use_cache", f"set use_cache to false {_CONFIG}"),
+    ("mask_time_|_compute_mask_indices", f"set apply_spec_augment to false {_CONFIG}"),
+    ("is_(index_)?global_attn", "no setting changes that, so choose a model without global attention"),
+    ("BatchNorm",
+     "no setting changes that, so choose a model with LayerNorm, such as a ViT; in one of your own call eval() of that "
+     "module, or use GroupNorm or LayerNorm"),
+    ("vmap", "Hugging Face models do so for their masks before transformers 5, so install transformers>=5"),
+)  # fmt: skip
+"""Pairs of a regular expression, which matches the module's class, its line of source or the reason, and the remedy,
+which ends the sentence. The first that matches is used."""
 
 
 def remedy_of(*clues: str, otherwise: str) -> str:
@@ -238,4 +201,4 @@ def remedy_of(*clues: str, otherwise: str) -> str:
     matches.
     """
     text = " ".join(f"{clue} " for clue in clues)
-    return next((each.remedy for each in _REMEDIES if re.search(each.found_in, text)), otherwise)
+    return next((remedy for found_in, remedy in _REMEDIES if re.search(found_in, text)), otherwise)

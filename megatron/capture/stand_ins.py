@@ -71,7 +71,7 @@ def _to_unless_the_same(module: torch.nn.Module, *args: object, **kwargs: object
 
 
 BY_HAND = "has a gradient that is written by hand"
-_APPLY, _HOOK = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+_APPLY = torch.autograd.Function.__dict__["apply"]
 _AS_AUTOGRAD = {
     ("transformers.models.bloom.modeling_bloom", "GeLUFunction"),  # the same derivative
     ("torch._library.autograd", None),  # of operators that the graph keeps
@@ -91,7 +91,7 @@ def _register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> o
 
 
 _EXPORTING, _DELTA_RULE = "is_torchdynamo_exporting", "torch_chunk_gated_delta_rule"
-_TO, _CHECK_ALL = torch.nn.Module.to, torch._check_tensor_all
+_TO = torch.nn.Module.to
 
 
 def _of_all_indices(mask_function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -159,33 +159,31 @@ def standing_in(model: torch.nn.Module) -> Iterator[None]:
     than torch's.
     """
     sources = {type(module).__module__ for module in model.modules()}
-    spaces = [vars(sys.modules[name]) for name in sources if name in sys.modules and not name.startswith("torch.")]
-    replaced = [(space, "len", _symbolic_len) for space in spaces if "len" not in space]
-    replaced += [(space, _EXPORTING, lambda: False) for space in spaces if _DELTA_RULE in space and _EXPORTING in space]
-    spaces = [vars(module) for name, module in sys.modules.items() if name == "transformers.masking_utils"]
-    replaced += [(space, name, value) for space in spaces for name, value in _MASKS.items() if name in space]
-    originals = [(space, name, space[name]) for space, name, _ in replaced if name in space]
+    places = [sys.modules[name] for name in sources if name in sys.modules and not name.startswith("torch.")]
+    replaced = [(place, "len", _symbolic_len) for place in places if "len" not in vars(place)]
+    replaced += [
+        (place, _EXPORTING, lambda: False) for place in places if vars(place).keys() >= {_DELTA_RULE, _EXPORTING}
+    ]
+    places = [module for name, module in sys.modules.items() if name == "transformers.masking_utils"]
+    replaced += [(place, name, value) for place in places for name, value in _MASKS.items() if name in vars(place)]
+    replaced += [
+        (torch.nn.functional, "ctc_loss", _exported_ctc_loss), (torch.nn.Module, "to", _to_unless_the_same),
+        (torch, "_check_tensor_all", check_all), (torch.autograd.Function, "apply", classmethod(_apply)),
+        (Tensor, "register_hook", _register_hook), (Tensor, "__iter__", _iter), (Tensor, "__len__", _len),
+    ]  # fmt: skip
+    originals = [(place, name, vars(place).get(name)) for place, name, _ in replaced]
     attributes = {module: dict(vars(module)) for module in model.modules()}
     drawn = _other_generators()
-    torch.nn.functional.ctc_loss = _exported_ctc_loss
-    torch.nn.Module.to = _to_unless_the_same
-    torch._check_tensor_all = check_all
-    torch.autograd.Function.apply, Tensor.register_hook = classmethod(_apply), _register_hook
-    Tensor.__iter__, Tensor.__len__ = _iter, _len
-    for space, name, value in replaced:
-        space[name] = value
     try:
+        for place, name, value in replaced:
+            setattr(place, name, value)
         yield
     finally:
-        torch.nn.functional.ctc_loss = _CTC_LOSS
-        torch.nn.Module.to = _TO
-        torch._check_tensor_all = _CHECK_ALL
-        torch.autograd.Function.apply, Tensor.register_hook = _APPLY, _HOOK
-        Tensor.__iter__, Tensor.__len__ = _ITER, _LEN
-        for space, name, _ in replaced:
-            del space[name]
-        for space, name, value in originals:
-            space[name] = value
+        for place, name, value in originals:
+            if value is None:
+                delattr(place, name)
+            else:
+                setattr(place, name, value)
         for module, before in attributes.items():
             for name, value in list(vars(module).items()):
                 if isinstance(value, FakeTensor) and before.get(name) is not value:

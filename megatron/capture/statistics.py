@@ -73,10 +73,8 @@ def count_statistics(graph_module: fx.GraphModule) -> int:
             continue
         path = mean.target.rpartition(".")[0]
         owner = graph_module.get_submodule(path)
-        counts = [
-            each for each in graph.nodes if each.op == "get_attr" and each.target == f"{path}.num_batches_tracked"
-        ]
-        count = counts[0] if counts else None
+        counter = f"{path}.num_batches_tracked"
+        count = next((each for each in graph.nodes if each.op == "get_attr" and each.target == counter), None)
         if count is not None:
             adds = list(count.users)
             if [each.target for each in adds] != [aten.add_.Tensor] or adds[0].users:

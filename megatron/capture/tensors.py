@@ -158,16 +158,14 @@ def load_stage(
     Returns the names of the tensors that the folder lacked. Raises ValueError for a tensor that is missing without
     `initial`, or has another shape.
     """
-    buffers = _persistent_buffers(stage)
+    kept = stage.state_dict(keep_vars=True)
+    buffers = {name: buffer for name, buffer in stage.named_buffers() if name in kept}  # that checkpoints have
     targets = {**dict(stage.named_parameters()), **buffers}
 
-    def in_files(tensor: Tensor) -> torch.dtype:
-        return torch.float32 if exact is not None and tensor.is_floating_point() else tensor.dtype
-
-    wanted = {
-        name: Wanted(tuple(stage.names.get(name, (name,))), tensor.shape, in_files(tensor))
-        for name, tensor in targets.items()
-    }
+    wanted = {}
+    for name, tensor in targets.items():
+        dtype = torch.float32 if exact is not None and tensor.is_floating_point() else tensor.dtype
+        wanted[name] = Wanted(tuple(stage.names.get(name, (name,))), tensor.shape, dtype)
     values: dict[str, Tensor] = {}
     counted = counted_in(stage.graph)
 
@@ -191,11 +189,6 @@ def load_stage(
                 tensor.copy_(values[name])
     give_values(stage, lambda name: values[name].to(device))
     return made
-
-
-def _persistent_buffers(stage: CapturedStage) -> dict[str, Tensor]:
-    kept = stage.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in stage.named_buffers() if name in kept}
 
 
 def _opened(path: Path):
@@ -268,12 +261,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def give_values(stage: CapturedStage, values: Mapping[str, Tensor] | Callable[[str], Tensor]) -> None:
+def give_values(stage: CapturedStage, value_of: Callable[[str], Tensor]) -> None:
     """Replace a stage's fake parameters by real ones.
 
-    `values`: name in the model -> tensor of the parameter's shape, which is converted to the parameter's dtype.
+    `value_of`: name in the model -> tensor of the parameter's shape, which is converted to the parameter's dtype.
     """
-    value_of = values if callable(values) else values.__getitem__
     for name, parameter in list(stage.named_parameters()):
         if is_fake(parameter):
             path, _, last = name.rpartition(".")

@@ -47,14 +47,11 @@ class LossOnly(torch.nn.Module):
         for name in names:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
                 raise ValueError(f"a batch has a tensor called {name!r}; give it a name that an argument can have")
-        self.model = model
-        self._loss = loss
-        self._keep = tuple(keep)
-        self._forward = forward
+        self.model, self._loss, self._keep, self._forward = model, loss, tuple(keep), forward
         self._fixed = _fixed_arguments(model, {"use_cache": False, **({"return_loss": True} if loss is None else {})})
-        arguments = ", ".join(names)
+        arguments, pairs = ", ".join(names), ", ".join(f"{name}={name}" for name in names)
         namespace: dict[str, Callable] = {}
-        exec(f"def forward(self, {arguments}): return self.loss_of(dict({_pairs(names)}))", namespace)
+        exec(f"def forward(self, {arguments}): return self.loss_of(dict({pairs}))", namespace)
         self.forward = namespace["forward"].__get__(self)
 
     def loss_of(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -74,10 +71,6 @@ class LossOnly(torch.nn.Module):
             if not isinstance(tensor, Tensor):
                 raise NoLossError(f"{type(self.model).__name__} returns no tensor called {name}; leave it out of keep")
         return (loss, *kept)
-
-
-def _pairs(names: Sequence[str]) -> str:
-    return ", ".join(f"{name}={name}" for name in names)
 
 
 def _field(output: object, name: str) -> object:
