@@ -9,9 +9,8 @@ versions, updates and the engine are the same as the library's.
 from __future__ import annotations
 
 import argparse
-import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
@@ -30,8 +29,10 @@ from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.data.lengths import Widths
 from megatron.finetuning.frozen_rank import FrozenRank
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
+from megatron.finetuning.relay import relay_update
 from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.runtime.contract.stage import Microbatch
@@ -43,7 +44,6 @@ from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, make_updates, make_versions, steps_of
 from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
 from megatron.pipeline.runtime.update.loss_scales import DynamicScaler, LossScales
-from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
 
@@ -152,38 +152,74 @@ def build_pipeline(
 
     Args:
         groups: those of a pipeline before, which was closed; None: new ones.
-        observe: as for `ModuleUpdate`.
+        observe: as for `ModuleUpdate`; where weights live on the host, it gets norms for gradients.
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.
     """
-    device, schedule = backend.device(), plan.schedule
-    weights, graph = schedule.weights, schedule.graph
-    results = Results(summary)
-    cut_stages = cut(plan.captured, plan.stage_of_operator, device=device, only=schedule.stages_of(ranks.rank))
-    exact: dict[str, Tensor] = {}
+    device, schedule, results = backend.device(), plan.schedule, Results(summary)
+    relays, timeout = schedule.residency is not None, timedelta(minutes=args.distributed_timeout_minutes)
+    groups = groups or Groups(ranks, timeout)
+    stages = cut(
+        plan.captured, plan.stage_of_operator, chain=relays, device=device, only=schedule.stages_of(ranks.rank)
+    )
+    modules = {index: StageModule(stage, results) for index, stage in stages.items()}
     initial = initial_tensors(args, plan, pretrained)
-    modules, frozen = {}, {}
-    with agreed():  # each rank reads its own tensors
-        for index, stage in cut_stages.items():
-            load_stage(
-                stage, pretrained.folder, device=device, read=pretrained.read, initial=initial,
-                exact=exact if has_masters(args) else None,
-            )  # fmt: skip
-            _share_frozen(stage, frozen)
-            modules[index] = StageModule(stage.to(device), results)
-    scales = _loss_scales(args, weights)
-    scale_of = (lambda batch: 1.0) if scales is None else scales.of_batch
-    of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
-    versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_batch)
-    stages = [
+    load = partial(load_stage, folder=pretrained.folder, read=pretrained.read, initial=initial)
+    exact: dict[str, Tensor] = {}
+    common = {
+        "clip_grad": args.max_grad_norm, "data_parallel_group": groups.replicas, "observe": observe,
+        "job_group": groups.reductions, "counts_in_norm": ranks.replica == 0, "device": device,
+    }  # fmt: skip
+    scales = None
+    if relays:
+        update = relay_update(
+            plan, args, modules, load=load, exact=exact, ranks=ranks, groups=groups, num_steps=num_steps,
+            first_version=first_batch, **common,
+        )  # fmt: skip
+        updates, versions = {TOGETHER: update}, dict.fromkeys(modules, update.versions)
+        shown = {index: update.weights.of_stage(index) for index in modules}
+    else:
+        frozen: dict[str, nn.Parameter] = {}
+        with agreed():  # each rank reads its own tensors
+            for stage in stages.values():
+                load(stage, device=device, exact=exact if has_masters(args) else None)
+                _share_frozen(stage, frozen)
+                stage.to(device)
+        scales = _loss_scales(args, schedule.weights)
+        update, updates, versions = _updates(
+            plan, args, modules, exact, feed=feed, scales=scales, num_replicas=len(ranks.pipelines),
+            num_steps=num_steps, first_version=first_batch, common=common,
+        )  # fmt: skip
+        shown = versions
+    runs = [
         GraphModuleStage(
-            module, index=index, graph=graph, edges=edges_of_stage(plan, cut_stages[index]),
-            edges_at=edges_by_microbatch(plan, cut_stages[index], feed), versions=versions[index], data=feed,
-            has_loss=cut_stages[index].has_loss, recompute=schedule.recomputes(index),
-            loss_scale=scale_of, device=device,
+            module, index=index, graph=schedule.graph, edges=edges_of_stage(plan, module.stage),
+            edges_at=edges_by_microbatch(plan, module.stage, feed), versions=shown[index], data=feed,
+            has_loss=module.stage.has_loss, recompute=schedule.recomputes(index), device=device,
+            loss_scale=(lambda batch: 1.0) if scales is None else scales.of_batch,
         )
         for index, module in modules.items()
     ]  # fmt: skip
+    tracer = Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
+    engine = PipelineEngine(
+        schedule, runs, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
+        device=device, tracer=tracer, first_batch=first_batch, first_microbatch=first_microbatch,
+        ledger=update.ledger if relays else None,
+    )  # fmt: skip
+    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact, ranks, groups)
+
+
+def _updates(
+    plan: RunPlan, args: argparse.Namespace, modules: Mapping[int, StageModule], exact: Mapping[str, Tensor], *,
+    feed: Feed, scales: LossScales | None, num_replicas: int, num_steps: int, first_version: int,
+    common: Mapping[str, Any],
+) -> tuple[Any, dict[int, ModuleUpdate | FrozenRank], dict[int, WeightVersions]]:  # fmt: skip
+    """The weight update of a rank whose weights are on the device, its parts and the versions, as `BuiltPipeline` has
+    them. `common`: further arguments of updates."""
+    schedule = plan.schedule
+    weights, graph = schedule.weights, schedule.graph
+    of_stage = {index: module.parameters_by_name() for index, module in modules.items()}
+    versions = make_versions(weights, of_stage, num_stages=schedule.num_stages, first_version=first_version)
 
     def stepping(key: int, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
         masters = {name: nn.Parameter(exact[name]) for name in parameters} if has_masters(args) else {}
@@ -195,25 +231,15 @@ def build_pipeline(
             optimizer = (GapAwareMasters if has_masters(args) else GapAware)(optimizer)
         return {"optimizer": optimizer, "scheduler": scheduler}
 
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    groups = groups or Groups(ranks, timeout)
     steps = steps_of(weights, of_stage)
     made = {key: stepping(key, own) for key, own in steps.items()}
-    common = {"job_group": groups.reductions, "counts_in_norm": ranks.replica == 0, "device": device}
-    if all(map(graph.is_forward_only, modules)):
-        (own,) = set(versions.values())
-        update = FrozenRank(versions=own, **made[TOGETHER], num_replicas=len(ranks.pipelines), **common)
-        updates = {TOGETHER: update}
-    else:
-        update, updates = make_updates(
-            steps, versions, made, weights=weights, data_parallel_group=groups.replicas, counts=feed.counts,
-            clip_grad=args.max_grad_norm, scales=scales, observe=observe, **common,
-        )  # fmt: skip
-    engine = PipelineEngine(
-        schedule, stages, update, ranks=ranks.pipeline, timeout=timeout, backend=args.distributed_backend,
-        device=device, tracer=make_tracer(args), first_batch=first_batch, first_microbatch=first_microbatch,
-    )  # fmt: skip
-    return BuiltPipeline(engine, modules, versions, updates, feed, results, exact, ranks, groups)
+    if not all(map(graph.is_forward_only, modules)):
+        made_updates = make_updates(steps, versions, made, weights=weights, counts=feed.counts, scales=scales, **common)
+        return *made_updates, versions
+    (own,) = set(versions.values())
+    options = {name: common[name] for name in ("job_group", "counts_in_norm", "device")}
+    update = FrozenRank(versions=own, **made[TOGETHER], num_replicas=num_replicas, **options)
+    return update, {TOGETHER: update}, versions
 
 
 def _loss_scales(args: argparse.Namespace, weights: WeightPolicy) -> LossScales | None:
@@ -225,11 +251,6 @@ def _loss_scales(args: argparse.Namespace, weights: WeightPolicy) -> LossScales 
         args.min_loss_scale,
     )  # fmt: skip
     return LossScales(scaler, delay=weights.delay + 1)
-
-
-def make_tracer(args: argparse.Namespace) -> Tracer | None:
-    """The tracer of --pipeline_timeline."""
-    return Tracer(num_batches=4 * args.pipeline_timeline_iterations) if args.pipeline_timeline else None
 
 
 def _share_frozen(stage: CapturedStage, frozen: dict[str, nn.Parameter]) -> None:
@@ -282,70 +303,3 @@ def initial_tensors(
         return torch.empty(shape).normal_(0.0, plan.initializer_range, generator=generator).to(dtype)
 
     return source.initial(make) if isinstance(source, AdapterTensors) else make
-
-
-# --- optimizers and learning rates
-
-
-def _of_adam(args: argparse.Namespace) -> dict[str, Any]:
-    return {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-
-
-_OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], Callable[[argparse.Namespace], dict[str, Any]]]] = {
-    "adam": (torch.optim.Adam, _of_adam),
-    "adamw": (torch.optim.AdamW, _of_adam),
-    "adamw_torch_fused": (torch.optim.AdamW, lambda args: _of_adam(args) | {"fused": True}),
-    "sgd": (torch.optim.SGD, lambda args: {"momentum": args.momentum}),
-    "adafactor": (torch.optim.Adafactor, lambda args: {}),
-}
-"""Word of --optim -> class of the optimizer, and its options besides the learning rate."""
-
-
-def make_optimizer(
-    parameters: Mapping[str, nn.Parameter], args: argparse.Namespace, *, decays: Set[str]
-) -> torch.optim.Optimizer:
-    """The optimizer of a stage's parameters; `parameters` may be empty. Only l2l has moments in BF16.
-
-    `decays`: the names of the weights to which --weight_decay applies.
-    """
-    groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": decay}
-        for names, decay in zip(_groups_of(parameters, decays), (args.weight_decay, 0.0), strict=True)
-    ]
-    optimizer, options = _OPTIMIZERS[args.optim]
-    if args.l2l_moments == "bfloat16":
-        optimizer = partial(NarrowMoments, dtypes=(torch.bfloat16, torch.bfloat16), dithers=True)
-    return optimizer(groups, lr=args.learning_rate, **options(args))
-
-
-def optimizer_order(names: Iterable[str], decays: Set[str]) -> list[str]:
-    """The names of parameters in the order in which the state of `make_optimizer` numbers them."""
-    return [name for group in _groups_of(names, decays) for name in group]
-
-
-def _groups_of(names: Iterable[str], decays: Set[str]) -> tuple[list[str], list[str]]:
-    ordered = sorted(names)
-    return [name for name in ordered if name in decays], [name for name in ordered if name not in decays]
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, args: argparse.Namespace, *, num_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scheduler of --lr_scheduler_type over `num_steps` batches; it steps after each step of the optimizer."""
-    from transformers import get_scheduler
-
-    num_warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * num_steps)
-    return get_scheduler(
-        args.lr_scheduler_type, optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
-    )
-
-
-def take_rates(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """Let the next step have the learning rates of `scheduler`, in place of those of the run that saved its state.
-
-    The state counts steps. A schedule over another number of batches has other rates after as many.
-    """
-    for group, base, factor in zip(
-        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-    ):
-        group["lr"] = base * factor(scheduler.last_epoch)

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from megatron.documents.files import write_whole
 from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.assembly import BuiltPipeline, take_rates
+from megatron.finetuning.assembly import BuiltPipeline
+from megatron.finetuning.optimizers import take_rates
 from megatron.finetuning.partition_file import KEPT_PARTITION, PartitionFile
 from megatron.finetuning.pretrained import Pretrained, first_line
 from megatron.pipeline.runtime.failure.agreement import agreed

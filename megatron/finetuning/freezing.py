@@ -26,10 +26,10 @@ from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import parameters_of
 from megatron.capture.tensors import FolderTensors, Wanted
 from megatron.elastic.freezing import RULES, FreezeRule, LayerNorms, Validation, ValidationWatch
-from megatron.finetuning.assembly import BuiltPipeline, build_pipeline, optimizer_order
+from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
+from megatron.finetuning.optimizers import optimizer_order
 from megatron.finetuning.plan import RunPlan, with_frozen
-from megatron.finetuning.relay import build_relay
 from megatron.pipeline.library.ranks import Ranks
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.update.optimizer_wrappers import MasterWeights
@@ -197,8 +197,7 @@ class Freezer:
         kept = _Kept.of(pipeline, plan, Path(self.args.model_name_or_path))
         engine = pipeline.engine
         engine.close()
-        build = build_pipeline if plan.schedule.residency is None else build_relay
-        new = build(
+        new = build_pipeline(
             plan, self.args, feed=pipeline.feed, summary=summary, pretrained=kept, ranks=pipeline.ranks,
             num_steps=num_steps, first_batch=engine.next_batch, first_microbatch=engine.next_microbatch,
             groups=pipeline.groups, observe=self.observe,

@@ -37,7 +37,7 @@ from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan, shorter_lines
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.references import set_references
-from megatron.finetuning.relay import build_relay, rounding_of
+from megatron.finetuning.relay import rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import (
     Data,
@@ -193,8 +193,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if freezer.num_frozen:  # frozen weights are in the checkpoint's model alone
             with agreement.agreed():
                 weights = Pretrained(plan.model, str(args.resumed_from), new_head=data.task.new_head)
-    build = build_pipeline if plan.schedule.residency is None else build_relay
-    pipeline = build(
+    pipeline = build_pipeline(
         plan, args, feed=feed, summary=data.task.summary, pretrained=weights, ranks=ranks,
         num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches, **options,
     )  # fmt: skip

@@ -12,108 +12,61 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron import backend
-from megatron.capture.cut import CapturedStage, cut
-from megatron.capture.tensors import load_stage
-from megatron.finetuning.adapters import AdapterTensors
-from megatron.finetuning.assembly import (
-    BuiltPipeline,
-    Results,
-    StageModule,
-    Summary,
-    edges_by_microbatch,
-    edges_of_stage,
-    initial_tensors,
-    make_optimizer,
-    make_scheduler,
-    make_tracer,
-)
-from megatron.finetuning.data.batches import Feed
+from megatron.capture.cut import CapturedStage
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import RunPlan
-from megatron.finetuning.pretrained import Pretrained
 from megatron.pipeline.library.ranks import Groups, Ranks
-from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.relay.host_store import HostStore, trained
 from megatron.pipeline.runtime.relay.node_replicas import NodeReplicas
 from megatron.pipeline.runtime.relay.packed_weights import PACKINGS, Packing
-from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
-from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, ModuleRelayUpdate
+from megatron.pipeline.runtime.stages.module.rank_update import ModuleRelayUpdate
 from megatron.pipeline.runtime.stages.module.reduction import TiedParameter
 
 
-def build_relay(
-    plan: RunPlan,
-    args: argparse.Namespace,
-    *,
-    feed: Feed,
-    summary: Summary,
-    pretrained: Pretrained | AdapterTensors,
-    ranks: Ranks,
-    num_steps: int,
-    first_batch: int = 0,
-    first_microbatch: int = 0,
-    groups: Groups | None = None,
-    observe: Callable[[Mapping[str, Tensor]], None] | None = None,
-) -> BuiltPipeline:
-    """As `build_pipeline`, for a schedule whose weights live on the host. `observe`: gets norms for gradients."""
-    schedule, device, results = plan.schedule, backend.device(), Results(summary)
-    own = schedule.stages_of(ranks.rank)
+def relay_update(
+    plan: RunPlan, args: argparse.Namespace, modules: Mapping[int, nn.Module], *, load: Callable[..., object],
+    exact: dict[str, Tensor], ranks: Ranks, groups: Groups, num_steps: int, first_version: int, **options: Any,
+) -> ModuleRelayUpdate:  # fmt: skip
+    """The update of this rank's stages, whose weights live on the host and are read here.
+
+    Args:
+        modules: by stage; each has the cut stage as `stage`, without memory for its parameters.
+        load: `load_stage` with the run's files.
+        exact: gets the FP32 values that `BuiltPipeline` has.
+        options: further arguments of `ModuleRelayUpdate`.
+
+    Collective: every rank must call it. Raises ValueError if tensors cannot be read.
+    """
+    schedule, device = plan.schedule, options["device"]
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    groups = groups or Groups(ranks, timeout)
     replicas = NodeReplicas(ranks.columns[ranks.rank], device=device, timeout=timeout)
-    stages = cut(plan.captured, plan.stage_of_operator, chain=True, device=device, only=own)
-    modules = {index: StageModule(stage, results) for index, stage in stages.items()}
+    stages = {index: module.stage for index, module in modules.items()}
     names = {index: _own_names(stage, plan.crossing.copies) for index, stage in stages.items()}
     model_names = {key: name for own_names in names.values() for key, name in own_names.items()}
     packed = packed_names(plan, args)
-    exact: dict[str, Tensor] = {}
     with agreed():  # each rank reads its own tensors
         store = HostStore(
             {index: dict(zip(names[index], stage.parameters(), strict=True)) for index, stage in stages.items()},
-            device=device, masters=args.bf16, first_version=first_batch, replicas=replicas,
+            device=device, masters=args.bf16, first_version=first_version, replicas=replicas,
             packing=packing_of(args), packs=lambda key: model_names[key] in packed,
-            values=lambda index: _values(stages[index], names[index], plan, args, pretrained, exact),
+            values=lambda index: _values(stages[index], names[index], args, load, exact),
         )  # fmt: skip
     steps = trained(store.parameters)
     if args.bf16:
         masters = steps if args.freeze_training else store.parameters
         exact |= {model_names[key]: parameter.detach() for key, parameter in masters.items()}
     optimizer = make_optimizer(steps, args, decays={key for key in steps if model_names[key] in plan.decays})
-    update = ModuleRelayUpdate(
-        modules,
-        store,
-        residency=schedule.residency,
-        optimizer=optimizer,
-        scheduler=make_scheduler(optimizer, args, num_steps=num_steps),
-        clip_grad=args.max_grad_norm,
-        data_parallel_group=groups.replicas,
-        counts_in_norm=ranks.replica == 0,
-        job_group=groups.reductions,
-        tied=_tied(plan, names, ranks, groups),
-        frozen=filter(schedule.graph.is_forward_only, own),
-        observe=observe,
-        device=device,
-    )
-    runs = [
-        GraphModuleStage(
-            module, index=index, graph=schedule.graph, edges=edges_of_stage(plan, stages[index]),
-            edges_at=edges_by_microbatch(plan, stages[index], feed), versions=update.weights.of_stage(index), data=feed,
-            has_loss=stages[index].has_loss, recompute=schedule.recomputes(index), device=device,
-        )
-        for index, module in modules.items()
-    ]  # fmt: skip
-    engine = PipelineEngine(
-        schedule, runs, update, ranks=ranks.pipeline, timeout=timeout,
-        backend=args.distributed_backend, device=device, tracer=make_tracer(args), first_batch=first_batch,
-        first_microbatch=first_microbatch, ledger=update.ledger,
+    return ModuleRelayUpdate(
+        modules, store, residency=schedule.residency, optimizer=optimizer,
+        scheduler=make_scheduler(optimizer, args, num_steps=num_steps), tied=_tied(plan, names, ranks, groups),
+        frozen=filter(schedule.graph.is_forward_only, modules), **options,
     )  # fmt: skip
-    versions = dict.fromkeys(own, update.versions)
-    return BuiltPipeline(engine, modules, versions, {TOGETHER: update}, feed, results, exact, ranks, groups)
 
 
 def packing_of(args: argparse.Namespace) -> Packing | None:
@@ -153,19 +106,12 @@ def _own_names(stage: CapturedStage, copies: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _values(
-    stage: CapturedStage,
-    names: Mapping[str, str],
-    plan: RunPlan,
-    args: argparse.Namespace,
-    pretrained: Pretrained | AdapterTensors,
+    stage: CapturedStage, names: Mapping[str, str], args: argparse.Namespace, load: Callable[..., object],
     exact: dict[str, Tensor],
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Read a stage. Its parameters have no memory again when this returns; with --bf16 the values are FP32."""
     found: dict[str, Tensor] = {}
-    load_stage(
-        stage, pretrained.folder, read=pretrained.read, initial=initial_tensors(args, plan, pretrained),
-        exact=found if args.bf16 else None,
-    )  # fmt: skip
+    load(stage, exact=found if args.bf16 else None)
     parameters = dict(stage.named_parameters())
     # A layer that trains again begins with the FP32 values that it was frozen with.
     own = trained(parameters) if args.freeze_training else parameters

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from benchmarks.common.tables import Row, show_table, spread
 from megatron import backend
 from megatron.finetuning.arguments import changed, parse_args
-from megatron.finetuning.assembly import BuiltPipeline, build_pipeline, make_optimizer
+from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.job import on_this_device
+from megatron.finetuning.optimizers import make_optimizer
 from megatron.finetuning.plan import decaying, make_plan
 from megatron.finetuning.pretrained import Pretrained
-from megatron.finetuning.relay import build_relay
 from megatron.finetuning.samples import epochs_of, read_data
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
@@ -89,8 +89,7 @@ class Built:
         plan = make_plan(args, model.data)
         feed = Feed(model.data.training, size=model.microbatch_size, seed=args.seed, device=backend.device())
         pretrained = Pretrained(plan.model, args.model_name_or_path, new_head=model.data.task.new_head)
-        build = build_pipeline if plan.schedule.residency is None else build_relay
-        self.pipeline: BuiltPipeline = build(
+        self.pipeline: BuiltPipeline = build_pipeline(
             plan, args, feed=feed, summary=model.data.task.summary, pretrained=pretrained,
             ranks=find_ranks(None, None, 1), num_steps=args.max_steps,
         )  # fmt: skip

@@ -19,7 +19,7 @@ from megatron.capture.blocks import blocks_of
 from megatron.capture.export import signature
 from megatron.finetuning import job
 from megatron.finetuning.arguments import changed, has_masters, parse_args
-from megatron.finetuning.assembly import make_optimizer, make_scheduler
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.partition_file import FORM, PartitionFile, StageCost
 from megatron.finetuning.plan import captured_model, decaying
 from megatron.finetuning.pretrained import open_model

@@ -12,8 +12,8 @@ import transformers
 
 from megatron.capture.blocks import crossings
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.data.batches import Epochs
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.plan import captured_model, decaying
 from megatron.finetuning.samples import read_data

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron.finetuning.assembly import make_optimizer
 from megatron.finetuning.data.batches import Epochs
+from megatron.finetuning.optimizers import make_optimizer
 from megatron.finetuning.plan import decaying
 from megatron.finetuning.pretrained import open_model
 from megatron.finetuning.samples import read_data

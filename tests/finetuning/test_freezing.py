@@ -11,10 +11,10 @@ import transformers
 from megatron.capture.layers import stages_of_layers
 from megatron.elastic.freezing import LayerNorms
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.checkpoint import SavedProgress
 from megatron.finetuning.data.batches import Epochs
 from megatron.finetuning.freezing import Freezer
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.partition_file import PartitionFile
 from megatron.finetuning.plan import captured_model, decaying, make_plan
 from megatron.finetuning.pretrained import open_model

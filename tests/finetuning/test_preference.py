@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.finetuning.arguments import parse_args
-from megatron.finetuning.assembly import make_optimizer, make_scheduler
 from megatron.finetuning.data.batches import Epochs
+from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import decaying
 from tests import workers
 from tests.finetuning import cases, lora, tiny

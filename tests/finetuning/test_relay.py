@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron.finetuning import job
-from megatron.finetuning.relay import build_relay
+from megatron.finetuning.assembly import build_pipeline
 from megatron.finetuning.relay_plan import relay_bytes
 from megatron.pipeline.runtime.relay.packed_weights import PACKINGS
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
@@ -131,14 +131,14 @@ def device_peak(folder: Path, kind: str, layers: int, evaluates: bool, *flags: s
     kept = []
 
     def keep(plan, args, **options):
-        kept.append((build_relay(plan, args, **options), relay_bytes(plan, args)[0]))
+        kept.append((build_pipeline(plan, args, **options), relay_bytes(plan, args)[0]))
         return kept[0][0]
 
     argv = ["--model_name_or_path", path, "--max_steps", 2, "--gradient_accumulation_steps", 4, "--pipeline_schedule",
             "l2l", "--num_train_epochs", 9, "--do_train", *flags]  # fmt: skip
     if evaluates:
         argv += ["--do_eval", "--validation_file", tiny.data_file(folder, task, num_samples=100, seed=3)]
-    with mock.patch.object(job, "build_relay", keep), mock.patch.object(job, "relay_peaks", lambda pipeline: ""):
+    with mock.patch.object(job, "build_pipeline", keep), mock.patch.object(job, "relay_peaks", lambda pipeline: ""):
         cases.finetune(folder, task, argv=[str(each) for each in argv], name=path.name)
     [(pipeline, planned)] = kept
     ledger = pipeline.updates[TOGETHER].ledger

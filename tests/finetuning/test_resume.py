@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.finetuning.assembly import make_scheduler
 from megatron.finetuning.data.files import state_of_file
+from megatron.finetuning.optimizers import make_scheduler
 from tests import workers
 from tests.finetuning import cases, tiny
 from tests.finetuning.test_runs import CLASSES, run, same
