@@ -31,8 +31,8 @@ from megatron.documents.command_line import add_flags, count, positive
 from megatron.documents.files import write_whole
 from megatron.documents.picture import new_figure, require_picture, save
 from megatron.documents.tables import console, lined_table
-from megatron.finetuning.adapter_arguments import validate_adapter
-from megatron.finetuning.arguments import add_adapters, add_data, add_microbatch, changed, settle_precision
+from megatron.finetuning.adapter_arguments import add_adapters, validate_adapter
+from megatron.finetuning.arguments import add_data, add_microbatch, changed, settle_precision
 from megatron.finetuning.row_arguments import validate_rows
 from megatron.partition import METHODS, CompeteResult, Competition, Graph, compete, read_graph
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.finetuning.flag_types import both_spellings, part, within
+
 SOURCES = ("lora_r", "peft_config", "adapter_name_or_path")
 """The flags that ask for an adapter, of which a run takes one."""
 
@@ -20,30 +22,26 @@ ALL_LINEAR = "all-linear"
 """PEFT's word for all linear layers but the head."""
 
 
-def add_adapter(add: Callable[..., argparse.Action], *, within: Callable[..., Callable[[str], float]]) -> None:
-    """Add the flags that decide an adapter's shape. `add`: as of a group; `within`: makes a parser of numbers."""
+def add_adapters(group) -> None:
+    """Add the flags that decide which parameters are trained."""
+    add = both_spellings(group)
     add("--lora_r", type=within(1, int), metavar="R", help="train LoRA adapters of this rank; the model stays frozen")
     add("--lora_alpha", type=within(0, int), metavar="A", help="adapters are scaled by A / R; none: 8, as PEFT")
-    add("--lora_dropout", type=within(0, float, most=1.0), metavar="P", help="dropout of what adapters read; none: 0")
-    add("--target_modules", nargs="+", metavar="NAME",
-        help="ends of the names of adapted modules, or all-linear; none: those that PEFT knows of the architecture",
-    )  # fmt: skip
+    add("--lora_dropout", type=part, metavar="P", help="dropout of what adapters read; none: 0")
+    known = "ends of the names of adapted modules, or all-linear; none: those that PEFT knows of the architecture"
+    add("--target_modules", nargs="+", metavar="NAME", help=known)
     add("--use_dora", action="store_true", help="DoRA: LoRA with a trained magnitude of each output")
     add("--use_rslora", action="store_true", help="adapters are scaled by A over the root of R")
-    add(
-        "--modules_to_save", nargs="+", metavar="NAME", help="modules that are trained and written whole, as a new head"
-    )
+    add("--modules_to_save", nargs="+", metavar="NAME",
+        help="modules that are trained and written whole, as a new head")  # fmt: skip
     add("--peft_config", metavar="FILE", help="PEFT's adapter_config.json, or its folder, in place of these flags")
     add("--adapter_name_or_path", metavar="FOLDER", help="go on with the adapter that PEFT or a run wrote there")
 
 
 def add_merge(add: Callable[..., argparse.Action]) -> None:
     """Add the flag of what is written besides the adapter."""
-    add(
-        "--merge_adapter",
-        action="store_true",
-        help="also write the model with the adapter merged in: OUTPUT_DIR/merged",
-    )
+    add("--merge_adapter", action="store_true",
+        help="also write the model with the adapter merged in: OUTPUT_DIR/merged")  # fmt: skip
 
 
 def has_adapter(args: argparse.Namespace) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -104,10 +104,10 @@ class Adapter:
             raise ValueError(f"{path} cannot be read ({first_line(error)}); give the folder of an adapter") from error
         written, shapes = self.written, self.model.state_dict()
         for name in sorted(found.keys() ^ set(written.values())):
-            what = (
-                "of which the adapter of its configuration has no use" if name in found else "which the adapter needs"
-            )
-            raise ValueError(f"{path} {'has' if name in found else 'lacks'} {name}, {what}; give one model's adapter")
+            what = f"lacks {name}, which the adapter needs"
+            if name in found:
+                what = f"has {name}, of which the adapter of its configuration has no use"
+            raise ValueError(f"{path} {what}; give one model's adapter")
         for own, name in written.items():
             if found[name].shape != shapes[own].shape:
                 raise ValueError(
@@ -210,25 +210,28 @@ class AdapterTensors:
         """The tensors with which an adapted layer begins, by their names in the adapted model."""
         adapter, values = self._adapter, {}
         if adapter.config.use_dora:  # its magnitudes begin as the norms of the frozen weight
-            state = adapter.model.state_dict()
-            frozen = [name for name in state if name.startswith(f"{path}.base_layer.")]
-            wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in frozen}
-            with FolderTensors(self.folder) as files:
-                values = {name: self._rounded(name, value) for name, value in self.read(files, wanted)}
+            frozen = [name for name in adapter.model.state_dict() if name.startswith(f"{path}.base_layer.")]
+            values = {name: self._rounded(name, value) for name, value in self._read_all(frozen).items()}
         layer = adapter.layer_with(path, values)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(mixed(self._seed, zlib.crc32(path.encode())))
             layer.reset_lora_parameters(_NAME, adapter.config.init_lora_weights)
             if adapter.config.use_dora:
-                of_embedding = _NAME in layer.lora_embedding_A
-                tables = (
-                    (layer.lora_embedding_A, layer.lora_embedding_B) if of_embedding else (layer.lora_A, layer.lora_B)
-                )
-                first, second = (each[_NAME] if of_embedding else each[_NAME].weight for each in tables)
+                if _NAME in layer.lora_embedding_A:
+                    first, second = layer.lora_embedding_A[_NAME], layer.lora_embedding_B[_NAME]
+                else:
+                    first, second = layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight
                 layer.lora_magnitude_vector[_NAME].update_layer(
                     base_layer=layer.get_base_layer(), lora_A=first, lora_B=second, scaling=layer.scaling[_NAME]
                 )
         return {f"{path}.{name}": each.detach() for name, each in layer.named_parameters()}
+
+    def _read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Those of these tensors of the adapted model that `read` has."""
+        state = self._adapter.model.state_dict()
+        wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in names}
+        with FolderTensors(self.folder) as files:
+            return dict(self.read(files, wanted))
 
     # --- what a run writes
 
@@ -238,11 +241,8 @@ class AdapterTensors:
 
     def unused(self, used: Collection[str]) -> dict[str, Tensor]:
         """The adapter's tensors whose names are not in `used`, as they began: of layers that the task leaves out."""
-        state = self._adapter.model.state_dict()
         names = [name for name in self._adapter.written if name not in used]
-        wanted = {name: Wanted((name,), state[name].shape, state[name].dtype) for name in names}
-        with FolderTensors(self.folder) as files:
-            found = dict(self.read(files, wanted))
+        found = self._read_all(names)
         for name in names:
             if name not in found and (path := self._adapter.layer_of(name)):
                 found[name] = self._layer(path)[name]

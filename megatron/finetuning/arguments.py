@@ -9,16 +9,16 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, freezing_arguments, trackers
-from megatron.finetuning.adapter_arguments import add_adapter, add_merge, validate_adapter
-from megatron.finetuning.data.task_arguments import add_task, validate_task
+from megatron.finetuning.adapter_arguments import add_adapters, add_merge, validate_adapter
+from megatron.finetuning.data.task_arguments import PREFERENCE, add_task, validate_task
+from megatron.finetuning.flag_types import both_spellings, count, part, real, scale, steps, whole, within
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
-from megatron.finetuning.preference_arguments import PREFERENCE, add_preference, validate_preference
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
 from megatron.finetuning.row_arguments import add_rows, validate_rows
 from megatron.pipeline.runtime.failure.errors import environment_ranks
@@ -31,9 +31,6 @@ TASKS = (
     "regression", "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
     "speech-to-text", "contrastive-image-text", "image-text-to-text",
 )  # fmt: skip
-CHATS = ("chat", "image-text-to-text")
-"""Tasks whose samples are conversations."""
-
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
@@ -135,10 +132,6 @@ def validate(args: argparse.Namespace) -> None:
     trackers.settle(args)
     validate_task(args)
     validate_generation(args)
-    for name in ("messages_column", "chat_template", "train_on_prompt"):
-        if getattr(args, name) and args.task not in (*CHATS, *[PREFERENCE] * (name == "chat_template")):
-            raise ValueError(f"--{name} is for --task {' or '.join(CHATS)}, and --task is {args.task}; leave it out")
-    validate_preference(args)
     if args.packing and not (args.task == "chat" or (args.task == "causal-lm" and args.no_group_texts)):
         otherwise = "give --no_group_texts" if args.task == "causal-lm" else "leave it out"
         raise ValueError(
@@ -253,56 +246,6 @@ def _settle_loss_scale(args: argparse.Namespace) -> None:
         )
 
 
-def _boolean(text: str) -> bool:
-    """Parse a boolean. Raises ArgumentTypeError for any other word."""
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() == "true"
-
-
-def both_spellings(group) -> Callable[..., argparse.Action]:
-    """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate.
-
-    A flag without a value also accepts true and false, as those of transformers do.
-    """
-
-    def add(*names: str, **options: object) -> argparse.Action:
-        if options.get("action") == "store_true":
-            del options["action"]
-            options = {"nargs": "?", "const": True, "default": False, "type": _boolean, "metavar": "BOOL", **options}
-        others = [name.replace("_", "-") for name in names if "_" in name]
-        return group.add_argument(*names, *others, **options)
-
-    return add
-
-
-def _within(least: float, kind: type, most: float = math.inf) -> Callable[[str], float]:
-    def parse(text: str) -> float:
-        value = kind(text)
-        if not (least <= value <= most and math.isfinite(value)):
-            limits = f"from {least:g} on" if most == math.inf else f"from {least:g} to {most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is no number {limits}")
-        return value
-
-    parse.__name__ = "number"
-    return parse
-
-
-_count, _whole, _real, _part = _within(1, int), _within(0, int), _within(0, float), _within(0, float, most=1.0)
-_scale = _within(2.0**-24, float, most=2.0**100)
-
-
-def _steps(text: str) -> float:
-    """Parse a number of batches, or a fraction of all batches if it is below 1. Raises ArgumentTypeError otherwise."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf or (value > 1 and not value.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of batches, and no part of all between 0 and 1")
-    return value
-
-
 class _Parser(FlagFileParser):
     def end(self, mistakes: list[str]) -> NoReturn:
         raise ValueError(in_one(self.with_usage(mistakes), HEAD))
@@ -316,7 +259,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     _add_model_and_data(parser.add_argument_group("model and data"))
     _add_training(parser.add_argument_group("training"))
     add_adapters(parser.add_argument_group("adapters"))
-    add_generation(both_spellings(parser.add_argument_group("generation")), count=_count)
+    add_generation(both_spellings(parser.add_argument_group("generation")))
     _add_pipeline(parser.add_argument_group("pipeline"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -345,36 +288,30 @@ def add_data(group, *, required: bool) -> None:
     add("--answers_column", help="column of the answers")
     add("--messages_column", help="column of the messages of a conversation (chat, image-text-to-text)")
     add("--source_prefix", default="", help="put before each text (T5)")
-    add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=_count, default=128,
+    add("--max_seq_length", "--max_source_length", "--block_size", dest="max_seq_length", type=count, default=128,
         help="tokens of a sequence, to which all are padded or cut")  # fmt: skip
-    add("--max_target_length", type=_count, default=128, help="tokens of a target (text-to-text)")
-    add("--doc_stride", type=_whole, default=64, help="tokens that two windows of a long context share")
+    add("--max_target_length", type=count, default=128, help="tokens of a target (text-to-text)")
+    add("--doc_stride", type=whole, default=64, help="tokens that two windows of a long context share")
     add("--no_group_texts", action="store_true", help="one text a row, instead of rows cut of all (causal-lm)")
     add("--packing", action="store_true", help="several samples a row, each by itself (chat, causal-lm without groups)")
     add("--chat_template", metavar="FILE", help="a template in place of the model's (chat, dpo, image-text-to-text)")
     add("--train_on_prompt", action="store_true",
         help="all tokens count in the loss, not only answers' (chat, image-text-to-text)")  # fmt: skip
-    add_preference(add, within=_within)
-    add_task(add, within=_within)
-    add_rows(add, count=_count)
-    add("--max_train_samples", type=_count, help="number of the file's first samples to use")
-    add("--max_eval_samples", type=_count, help="number of the file's first samples to use")
+    add_task(add)
+    add_rows(add)
+    add("--max_train_samples", type=count, help="number of the file's first samples to use")
+    add("--max_eval_samples", type=count, help="number of the file's first samples to use")
 
 
 def add_microbatch(group) -> None:
     """Add the flags that decide the memory of a microbatch and of a parameter."""
     add = both_spellings(group)
-    add("--per_device_train_batch_size", type=_count, default=8, help="samples of a microbatch")
-    add("--gradient_accumulation_steps", type=_count, default=1, help="microbatches of a batch on each replica")
+    add("--per_device_train_batch_size", type=count, default=8, help="samples of a microbatch")
+    add("--gradient_accumulation_steps", type=count, default=1, help="microbatches of a batch on each replica")
     add("--optim", choices=OPTIMIZERS, default="adamw", help="the optimizer")
     add("--dtype", choices=DTYPES, help="dtype of weights, gradients and optimizer; none: float32")
     add("--bf16", action="store_true", help="weights and gradients in bfloat16, FP32 masters and optimizer")
     add("--fp16", action="store_true", help="the same in float16, with a loss scale (flush, gpipe, 2bw)")
-
-
-def add_adapters(group) -> None:
-    """Add the flags that decide which parameters are trained."""
-    add_adapter(both_spellings(group), within=_within)
 
 
 def _add_training(group) -> None:
@@ -382,26 +319,26 @@ def _add_training(group) -> None:
     add("--do_train", action="store_true", help="train; without --do_train and --do_eval: both, as files are given")
     add("--do_eval", action="store_true", help="evaluate at the end, and as --eval_strategy says")
     add_microbatch(group)
-    add("--per_device_eval_batch_size", type=_count, help="must equal that of training: stages have one shape")
-    add("--learning_rate", type=_real, default=5e-5, help="peak of the learning rate")
-    add("--weight_decay", type=_real, default=0.0, help="decay of all weights except biases and norms")
-    add("--adam_beta1", type=_part, default=0.9, help="decay of the first moment")
-    add("--adam_beta2", type=_part, default=0.999, help="decay of the second moment")
-    add("--adam_epsilon", type=_real, default=1e-8, help="added to the root of the second moment")
-    add("--momentum", type=_real, default=0.9, help="momentum of sgd")
-    add("--max_grad_norm", type=_real, help="gradients are clipped to this norm, 0: never; default 1, asynchronous 0")
-    add("--num_train_epochs", type=_real, default=3.0, help="passes over the data")
+    add("--per_device_eval_batch_size", type=count, help="must equal that of training: stages have one shape")
+    add("--learning_rate", type=real, default=5e-5, help="peak of the learning rate")
+    add("--weight_decay", type=real, default=0.0, help="decay of all weights except biases and norms")
+    add("--adam_beta1", type=part, default=0.9, help="decay of the first moment")
+    add("--adam_beta2", type=part, default=0.999, help="decay of the second moment")
+    add("--adam_epsilon", type=real, default=1e-8, help="added to the root of the second moment")
+    add("--momentum", type=real, default=0.9, help="momentum of sgd")
+    add("--max_grad_norm", type=real, help="gradients are clipped to this norm, 0: never; default 1, asynchronous 0")
+    add("--num_train_epochs", type=real, default=3.0, help="passes over the data")
     add("--max_steps", type=int, default=-1, help="batches, in place of epochs, if above 0")
     add("--lr_scheduler_type", choices=SCHEDULERS, default="linear", help="schedule of transformers")
-    add("--warmup_steps", type=_whole, default=0, help="batches in which the learning rate rises")
-    add("--warmup_ratio", type=_part, default=0.0, help="the same as a fraction of all batches")
+    add("--warmup_steps", type=whole, default=0, help="batches in which the learning rate rises")
+    add("--warmup_ratio", type=part, default=0.0, help="the same as a fraction of all batches")
     add("--dataloader_drop_last", action="store_true", help="leave out an epoch's short last batch")
-    add("--initial_loss_scale", type=_scale, help="loss scale of the first batch (--fp16); 65536")
-    add("--loss_scale_window", type=_count, help="batches without an overflow after which it grows; 2000")
-    add("--loss_scale_growth", type=_within(1, float), help="factor by which it grows; 2")
-    add("--loss_scale_backoff", type=_part, help="factor by which an overflow lowers it; 0.5")
-    add("--min_loss_scale", type=_scale, help="an overflow at this scale ends the run; 1")
-    add("--seed", type=_whole, default=42, help="seed of dropout, the order of samples and new parameters")
+    add("--initial_loss_scale", type=scale, help="loss scale of the first batch (--fp16); 65536")
+    add("--loss_scale_window", type=count, help="batches without an overflow after which it grows; 2000")
+    add("--loss_scale_growth", type=within(1, float), help="factor by which it grows; 2")
+    add("--loss_scale_backoff", type=part, help="factor by which an overflow lowers it; 0.5")
+    add("--min_loss_scale", type=scale, help="an overflow at this scale ends the run; 1")
+    add("--seed", type=whole, default=42, help="seed of dropout, the order of samples and new parameters")
 
 
 def _add_pipeline(group) -> None:
@@ -409,21 +346,21 @@ def _add_pipeline(group) -> None:
     add("--pipeline_schedule", choices=SCHEDULES, default="ftpipe",
         help="ftpipe does not wait; flush is exact; l2l has weights on the host")  # fmt: skip
     add("--partition", metavar="FILE", help="file of tools/partition.py; none: the model is profiled and cut here")
-    add("--max_stages_per_device", type=_count, default=2, help="limit if the model is cut here")
+    add("--max_stages_per_device", type=count, default=2, help="limit if the model is cut here")
     add("--memory", default="16GiB", help="memory of a device, if the model is cut here")
-    add("--bandwidth", type=_real, default=10.0, metavar="GB/S", help="between devices, if the model is cut here")
+    add("--bandwidth", type=real, default=10.0, metavar="GB/S", help="between devices, if the model is cut here")
     add("--weight_prediction", action="store_true", help="forwards use the weights that their backwards will (4.2)")
     add("--gap_aware", action="store_true", help="gradients are divided by how far the weights have moved since")
     add("--provisional_steps", action="store_true", help="forwards use a step with the gradients so far")
-    add("--data_parallel_size", type=_count, default=1, help="replicas of the pipeline, which share each batch")
+    add("--data_parallel_size", type=count, default=1, help="replicas of the pipeline, which share each batch")
     add("--no_recompute", action="store_true", help="keep activations instead (flush, gpipe, 2bw)")
-    add_relay(add, count=_count)
-    freezing_arguments.add_freezing(add, count=_count, whole=_whole)
+    add_relay(add)
+    freezing_arguments.add_freezing(add)
     add("--gradient_checkpointing", action="store_true", default=None, help="recompute, which is the default")
     add("--dry_run", action="store_true", help="memory and time of the job, without weights")
-    add("--devices", type=_count, help="number of devices for --dry_run; a run has one for each process")
+    add("--devices", type=count, help="number of devices for --dry_run; a run has one for each process")
     add("--distributed_backend", choices=("gloo", "nccl"), help="none: nccl on GPUs")
-    add("--distributed_timeout_minutes", type=_count, default=10, help="limit of a transfer's duration")
+    add("--distributed_timeout_minutes", type=count, default=10, help="limit of a transfer's duration")
 
 
 def _add_output(group) -> None:
@@ -436,27 +373,27 @@ def _add_output(group) -> None:
     )
     add("--save_strategy", choices=(*STRATEGIES, "best"),
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
-    add("--save_steps", type=_steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
+    add("--save_steps", type=steps, help="batches between checkpoints, or below 1 a fraction of all; 500")
     add_merge(add)
-    add("--save_total_limit", type=_count, help="largest number of checkpoints to keep")
+    add("--save_total_limit", type=count, help="largest number of checkpoints to keep")
     add("--resume_from_checkpoint", "--resume", dest="resume_from_checkpoint", nargs="?", const="last",
         metavar="FOLDER", help="go on from there, or the last one; auto: the last one if there is one")  # fmt: skip
     add("--load_best_model_at_end", action="store_true", help="the model at the end is that of the best checkpoint")
     add("--metric_for_best_model", metavar="NAME", help="metric of the evaluations that is compared; loss")
     add("--greater_is_better", action="store_true", default=None, help="none: unless the name ends with loss")
-    add("--early_stopping_patience", type=_count, help="evaluations without an improvement that end the run")
-    add("--early_stopping_threshold", type=_real, help="what an improvement has to exceed; 0")
+    add("--early_stopping_patience", type=count, help="evaluations without an improvement that end the run")
+    add("--early_stopping_threshold", type=real, help="what an improvement has to exceed; 0")
     add("--eval_strategy", "--evaluation_strategy", dest="eval_strategy", choices=STRATEGIES,
         help="when the run evaluates before its end; none: steps with --eval_steps, or no")  # fmt: skip
-    add("--eval_steps", type=_steps,
+    add("--eval_steps", type=steps,
         help="batches between evaluations, or below 1 a fraction of all; as --logging_steps")  # fmt: skip
     add("--eval_each_epoch", action="store_true", help="the same as --eval_strategy epoch")
-    add("--logging_steps", type=_count, default=10, help="batches of a log line")
+    add("--logging_steps", type=count, default=10, help="batches of a log line")
     add("--report_to", nargs="+", choices=("tensorboard", "wandb", "none"),
         help="where values are shown; none given: tensorboard, if --logging_dir is given")  # fmt: skip
     add("--logging_dir", metavar="FOLDER", help="for TensorBoard; OUTPUT_DIR/runs")
     add("--run_name", help="name of the run at Weights & Biases")
     add("--metrics_file", metavar="FILE", help="each batch and evaluation as a JSON line")
     add("--pipeline_timeline", metavar="FOLDER", help="draw the last batches, planned above measured")
-    add("--pipeline_timeline_iterations", type=_count, default=6, help="number of batches in the picture")
+    add("--pipeline_timeline_iterations", type=count, default=6, help="number of batches in the picture")
     add("--logging_level", type=int, help="level of Python's logging")

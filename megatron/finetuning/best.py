@@ -44,12 +44,7 @@ def settle(args: argparse.Namespace) -> None:
 
     Raises ValueError if checkpoints or evaluations do not fit the flags, or the metric is none of the task's.
     """
-    asked = (
-        "--load_best_model_at_end" if args.load_best_model_at_end
-        else "--save_strategy best" if args.save_strategy == "best"
-        else "--early_stopping_patience" if args.early_stopping_patience is not None
-        else None
-    )  # fmt: skip
+    asked = _asked(args)
     if asked is None:
         for name in ("metric_for_best_model", "greater_is_better", "early_stopping_threshold"):
             if getattr(args, name) is not None:
@@ -82,6 +77,15 @@ def settle(args: argparse.Namespace) -> None:
                 f"--metric_for_best_model {name} is better where it is less, and as in transformers the greatest value "
                 "of all but losses would be taken as the best; give --greater_is_better false"
             )
+
+
+def _asked(args: argparse.Namespace) -> str | None:
+    """The flag that asks for the best evaluation; None if none does."""
+    if args.load_best_model_at_end:
+        return "--load_best_model_at_end"
+    if args.save_strategy == "best":
+        return "--save_strategy best"
+    return None if args.early_stopping_patience is None else "--early_stopping_patience"
 
 
 def require_evaluated(args: argparse.Namespace) -> None:
@@ -126,8 +130,7 @@ class Best:
     @staticmethod
     def of(args: argparse.Namespace) -> Best | None:
         """The rule that the flags describe; None if they ask for none."""
-        asks = args.load_best_model_at_end or args.save_strategy == "best" or args.early_stopping_patience is not None
-        if not asks:
+        if _asked(args) is None:
             return None
         threshold = args.early_stopping_threshold or 0.0
         return Best(args.metric_for_best_model, args.greater_is_better, args.early_stopping_patience, threshold)

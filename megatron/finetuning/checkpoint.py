@@ -32,8 +32,7 @@ from megatron.finetuning.assembly import BuiltPipeline
 from megatron.finetuning.optimizers import take_rates
 from megatron.finetuning.partition_file import KEPT_PARTITION, PartitionFile
 from megatron.finetuning.pretrained import Pretrained, first_line
-from megatron.pipeline.runtime.failure.agreement import agreed
-from megatron.pipeline.runtime.update.loss_scales import LossScales
+from megatron.pipeline.runtime.failure.agreement import agreed, gathered
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 _NAME = re.compile(r"checkpoint-([0-9]+)")
@@ -223,8 +222,7 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
         if progress is not None and writes:
             torch.save(_state_of(pipeline), partial / f"training-{rank}.pt")
             sync_file(partial / f"training-{rank}.pt")
-    sizes: list[dict[str, int]] = [{} for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(sizes, {name: tensor.nbytes for name, tensor in own.items()})
+    sizes = gathered({name: tensor.nbytes for name, tensor in own.items()})
     with all_write(partial):
         if rank == 0:
             if one is None:
@@ -242,8 +240,8 @@ def _write(pipeline: BuiltPipeline, partial: Path, origin: CheckpointOrigin, pro
 def write_index(folder: Path, files: Mapping[str, Mapping[str, int]]) -> None:
     """Write the index of a model. `files`: name of a file -> its tensors' names and bytes."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
-    total = sum(sum(tensors.values()) for tensors in files.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    total = {"total_size": sum(sum(tensors.values()) for tensors in files.values())}
+    index = {"metadata": total, "weight_map": weight_map}
     write_whole(folder / _INDEX, json.dumps(index, indent=1, sort_keys=True) + "\n")
 
 
@@ -346,15 +344,12 @@ def _state_of(pipeline: BuiltPipeline) -> dict[int | str, dict]:
             "versions": {version: update.versions.tensors(version) for version in update.versions.live()},
             "optimizer": update.optimizer.state_dict(),
             "scheduler": update.scheduler.state_dict(),
-            **_state_of_scales(update.scales),
+            **({} if scales is None else {"scaler": scales.scaler.state_dict(), "scales": scales.state_dict()}),
         }
         for key, update in pipeline.updates.items()
+        for scales in [update.scales]
     }
     return {"statistics": pipeline.statistics(), **updates}
-
-
-def _state_of_scales(scales: LossScales | None) -> dict[str, dict]:
-    return {} if scales is None else {"scaler": scales.scaler.state_dict(), "scales": scales.state_dict()}
 
 
 def _newest(pipeline: BuiltPipeline, writes: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -376,8 +371,7 @@ def _reunited(own: dict[str, Tensor], written_with: Callable[[str], str]) -> dic
     Collective: every rank must call it. `written_with`: name of a tensor -> name of its group of tensors.
     """
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    groups: list[dict[str, str]] = [{} for _ in range(size)]
-    torch.distributed.all_gather_object(groups, {name: written_with(name) for name in own})
+    groups = gathered({name: written_with(name) for name in own})
     ranks: dict[str, set[int]] = {}
     for holder, names in enumerate(groups):
         for group in names.values():

@@ -31,6 +31,7 @@ from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
 from megatron.finetuning.optimizers import optimizer_order
 from megatron.finetuning.plan import RunPlan, with_frozen
 from megatron.pipeline.library.ranks import Ranks
+from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.update.optimizer_wrappers import MasterWeights
 
@@ -177,8 +178,7 @@ class Freezer:
 
     def _gathered(self) -> list[dict[str, Any]]:
         """The norms of each rank of the first replica; gradients are equal on all replicas."""
-        found: list = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, self.norms.state_dict())
+        found = gathered(self.norms.state_dict())
         return [found[rank] for rank in self.ranks.pipelines[0]]
 
     def _plan_of(self, num_frozen: int) -> RunPlan:
@@ -238,9 +238,14 @@ class _Kept:
             trained.update(module.parameters_by_name())
         state = _inner(update.optimizer).state_dict()
         names = optimizer_order(trained, plan.decays)
+
+        def copied(version: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            # The new versions take over the memory of the newest ones, and are written in another order.
+            return {name: tensor.clone() for name, tensor in version.items()}
+
         return _Kept(
             folder, tensors | {name: each.detach() for name, each in pipeline.exact.items() if name in tensors},
-            {} if relays else {at: _copies(update.versions.tensors(at)) for at in update.versions.live()},
+            {} if relays else {at: copied(update.versions.tensors(at)) for at in update.versions.live()},
             {names[number]: moments for number, moments in state["state"].items()},
             [{name: each for name, each in group.items() if name != "params"} for group in state["param_groups"]],
             update.scheduler.state_dict(), pipeline.statistics(),
@@ -253,9 +258,8 @@ class _Kept:
     def hand_over(self, pipeline: BuiltPipeline, plan: RunPlan, step: int) -> None:
         """Give a new pipeline the versions, the optimizer's state and the scheduler."""
         update = pipeline.updates[TOGETHER]
-        names = optimizer_order(
-            {name for module in pipeline.modules.values() for name in module.parameters_by_name()}, plan.decays
-        )
+        trained = {name for module in pipeline.modules.values() for name in module.parameters_by_name()}
+        names = optimizer_order(trained, plan.decays)
         if names and plan.schedule.residency is None:
             # Of a layer that was frozen, an older version is what it was frozen with.
             own, window = update.versions.newest_tensors(), update.versions.window
@@ -275,8 +279,3 @@ class _Kept:
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, since the new versions take over the memory of the newest ones and are written in another order."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}

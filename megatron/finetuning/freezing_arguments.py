@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron.finetuning.preference_arguments import PREFERENCE
+from megatron.finetuning.data.task_arguments import PREFERENCE
+from megatron.finetuning.flag_types import count, whole
 
 FREEZING = (
     "freeze_training", "freeze_interval", "freeze_start", "freeze_alpha", "freeze_schedule", "freeze_watch_validation",
@@ -18,8 +19,8 @@ FREEZE_SCHEDULES = ("flush", "gpipe", "2bw", "l2l")
 FREEZE_ALPHA = 1 / 3
 
 
-def add_freezing(add: Callable[..., argparse.Action], *, count: Callable, whole: Callable) -> None:
-    """Add the flags. `count`, `whole`: parse a whole number from 1 on, and from 0 on."""
+def add_freezing(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags. `add`: as of a group."""
     add("--freeze_training", action="store_true", help="freeze layers from the input on as they converge")
     add("--freeze_interval", type=count, help="batches between two decisions")
     add("--freeze_start", type=whole, default=0, help="batches before the first interval begins")

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.finetuning.data.text_metrics import TEXT_METRICS
+from megatron.finetuning.flag_types import count
 
 GENERATES = ("text-to-text", "chat")
 """The tasks with prompts."""
@@ -19,8 +20,8 @@ OTHERS = ("max_new_tokens", "generation_max_length", "num_beams", "generation_me
 """The flags that describe a generation."""
 
 
-def add_generation(add: Callable[..., argparse.Action], *, count: Callable[[str], float]) -> None:
-    """Add the flags. `add`: as of a group; `count`: parses a number from 1 on."""
+def add_generation(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags. `add`: as of a group."""
     add("--predict_with_generate", action="store_true",
         help="evaluations generate an answer to each prompt (text-to-text, chat)")  # fmt: skip
     add("--max_new_tokens", type=count, metavar="N", help="most tokens of an answer; none: --max_target_length")

@@ -47,11 +47,11 @@ from megatron.finetuning.samples import (
     read_data,
     require_whole_microbatches,
 )
-from megatron.finetuning.trainer import Report, Trainer, peak_memory
+from megatron.finetuning.trainer import Report, Trainer
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
-from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
+from megatron.pipeline.runtime.failure.agreement import agree_to_start, gathered, guarded
 from megatron.pipeline.runtime.failure.errors import OnThisRank, environment_ranks
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER
 from megatron.pipeline.runtime.timeline_files import write_pictures
@@ -91,7 +91,7 @@ def join_job(args: argparse.Namespace) -> argparse.Namespace:
 
     Returns the arguments with the device's backend and the checkpoint from which the run resumes.
     """
-    problem = None
+    problem, timeout = None, timedelta(minutes=args.distributed_timeout_minutes)
     try:
         args = changed(on_this_device(args), resumed_from=checkpoint_to_resume(args))
     except ValueError as error:
@@ -100,7 +100,6 @@ def join_job(args: argparse.Namespace) -> argparse.Namespace:
         store = initialize.rendezvous()
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
-    timeout = timedelta(minutes=args.distributed_timeout_minutes)
     patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
     agree_to_start(store, rank=args.rank, world_size=args.world_size, problem=problem, timeout=patience)
     initialize.join_process_group(store, args.distributed_backend, timeout)
@@ -159,6 +158,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     data = read_data(args)
     require_whole_microbatches(args, data)
     plan = make_plan(args, data)
+    relays = plan.schedule.residency is not None
     batches = _batches(args, data, plan) if args.do_train else None
     steps_per_epoch = batches.batches_per_epoch if batches else 1
     num_steps = 0
@@ -200,7 +200,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     num_pairs = set_references(pipeline, data, size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
-    lines = first_lines(plan, args) if plan.schedule.residency is None else relay_lines(plan, args)
+    lines = (relay_lines if relays else first_lines)(plan, args)
     of_answers = [] if generation is None else generation.decoder.notes
     notes = [f"note: {note}" for note in [*args.notes, *data.notes, *source.notes, *of_answers]]
     for line in (*lines, *shorter_lines(plan, args, data), *notes):
@@ -210,8 +210,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
     seconds = time.perf_counter() - started
     left = max(num_steps - done.batches, 0)
     report.say(f"{left} of {num_steps} batches to train, {seconds:.1f} s since the start")
-    partition = plan.partition if plan.schedule.residency is None else None
-    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest, partition)
+    origin = CheckpointOrigin(source, plan.captured.all_names, plan.save_rest, None if relays else plan.partition)
     left_batches = batches.batches(done.batches) if batches else iter(())
     best = _best(args, done)
     generate = None if generation is None else generation.evaluate
@@ -225,22 +224,21 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         if args.do_eval and trainer.evaluated_step != pipeline.engine.next_batch:
             trainer.evaluate()
         if args.do_train:
+            output = Path(args.output_dir)
             if args.load_best_model_at_end:
                 if best.checkpoint is not None:
-                    checkpoint.restore(pipeline, Path(args.output_dir) / best.checkpoint)
+                    checkpoint.restore(pipeline, output / best.checkpoint)
                 report.say(best.verdict())
-            checkpoint.save_model(pipeline, Path(args.output_dir), origin)
+            checkpoint.save_model(pipeline, output, origin)
             report.say(f"{'model' if plan.adapter is None else 'adapter'} in {args.output_dir}")
             if args.merge_adapter:
-                output = Path(args.output_dir)
-                save_merged(
-                    plan.adapter, pretrained, output, output / MERGED, dtype=plan.dtype, save_rest=plan.save_merged_rest
-                )
-                report.say(f"merged model in {output / MERGED}")
-    peaks = [f"{peak / 2**20:.0f}" for peak in peak_memory()]
+                merged = output / MERGED
+                save_merged(plan.adapter, pretrained, output, merged, dtype=plan.dtype, save_rest=plan.save_merged_rest)
+                report.say(f"merged model in {merged}")
+    peaks = [f"{peak / 2**20:.0f}" for peak in gathered(backend.peak_memory_bytes())]
     of_replicas = "; ".join(" ".join(peaks[rank] for rank in replica) for replica in ranks.pipelines)
     report.say(f"most memory of each rank{', by replica' * (len(ranks.pipelines) > 1)}, MiB: {of_replicas}")
-    if plan.schedule.residency is not None:
+    if relays:
         report.say(relay_peaks(pipeline))
     if args.pipeline_timeline:
         _draw(plan, pipeline, trainer, args)
@@ -252,8 +250,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
 def relay_peaks(pipeline: BuiltPipeline) -> str:
     """The most bytes of a relay on each rank, in a sentence. Collective."""
     ledger = pipeline.updates[TOGETHER].ledger
-    found: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, (ledger.take_device_peak(), ledger.host_bytes))
+    found = gathered((ledger.take_device_peak(), ledger.host_bytes))
     device, host = (" ".join(f"{each / 2**20:.1f}" for each in part) for part in zip(*found, strict=True))
     what = "" if backend.is_cuda() else " (weights, gradients and inputs)"
     return f"of these, MiB on the device{what}: {device}; on the host: {host}"

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.finetuning.adapters import Adapter
 from megatron.finetuning.checkpoint import all_write, replace_folder, write_index
 from megatron.finetuning.pretrained import Pretrained
+from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.trainer.checkpoint.directory import sync_directory, sync_file
 
 FILE_BYTES = 4e9
@@ -67,8 +68,7 @@ def save_merged(
             save_file(tensors, partial / name, metadata={"format": "pt"})
             sync_file(partial / name)
             own[name] = {each: tensor.nbytes for each, tensor in tensors.items()}
-    of_rank: list[dict[str, dict[str, int]]] = [{} for _ in range(size)]
-    torch.distributed.all_gather_object(of_rank, own)
+    of_rank = gathered(own)
     with all_write(folder):
         if rank == 0:
             write_index(partial, {name: sizes for files in of_rank for name, sizes in files.items()})
@@ -78,12 +78,9 @@ def save_merged(
 
 
 def merged_tensors(
-    adapter: Adapter,
-    pretrained: Pretrained,
-    values: Mapping[str, Tensor],
-    names: Iterable[str],
+    adapter: Adapter, pretrained: Pretrained, values: Mapping[str, Tensor], names: Iterable[str],
     dtype: torch.dtype | None,
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor]:  # fmt: skip
     """Some of the model's tensors with the adapter merged in, by their own names.
 
     `values`: the adapter's tensors, as `Adapter.read` returns them.

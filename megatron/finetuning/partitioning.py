@@ -181,13 +181,21 @@ def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argpa
     stage_of_node = dict.fromkeys(range(first), 0) | dict(enumerate(stages, start=first))
     partition = Partition(stage_of_node, tuple(stage % devices for stage in range(max(stages) + 1)))
     costs = estimate(captured, batch, _COMMON)
+    machine = PlannedMachine(devices, num_bytes(args.memory), args.bandwidth)
+    return _partition_file(captured, costs, partition, machine, args, method="layers", objective_ms=0.0)
+
+
+def _partition_file(
+    captured: Captured, costs: Sequence[BlockCost], partition: Partition, machine: PlannedMachine,
+    args: argparse.Namespace, *, method: str, objective_ms: float,
+) -> PartitionFile:  # fmt: skip
     return PartitionFile(
         form=FORM, model=captured.model_name, task=args.task, signature=signature(captured),
         micro_batch_size=args.per_device_train_batch_size, sequence=(args.max_seq_length, args.max_target_length),
-        dtype=args.dtype, method="layers", objective_ms=0.0, stage_of_node=stage_of_node,
-        rank_of_stage=partition.device_of_stage, stages=stage_costs(captured, costs, partition),
-        bandwidth_gigabytes_per_second=args.bandwidth, memory_limit_bytes=num_bytes(args.memory),
-        weight_bytes_per_parameter=weight_bytes(args),
+        dtype=args.dtype, method=method, objective_ms=objective_ms,
+        stage_of_node=dict(sorted(partition.stage_of_node.items())), rank_of_stage=partition.device_of_stage,
+        stages=stage_costs(captured, costs, partition), bandwidth_gigabytes_per_second=machine.bandwidth,
+        memory_limit_bytes=machine.memory_bytes, weight_bytes_per_parameter=weight_bytes(args),
     )  # fmt: skip
 
 
@@ -207,45 +215,24 @@ def graph_of(
     captured: Captured, costs: Sequence[BlockCost], machine: PlannedMachine, args: argparse.Namespace
 ) -> Graph:
     """The profiled graph that the methods of `megatron.partition` cut."""
-    content = graph_file(
+    return parse_graph(graph_file(
         captured, costs, num_devices=machine.num_devices, bandwidth_gigabytes_per_second=machine.bandwidth,
-        memory_limit_bytes=machine.memory_bytes,
-        weight_bytes_per_parameter=weight_bytes(args),
+        memory_limit_bytes=machine.memory_bytes, weight_bytes_per_parameter=weight_bytes(args),
         microbatches_per_version=args.gradient_accumulation_steps,
-    )  # fmt: skip
-    return parse_graph(content)
+    ))  # fmt: skip
 
 
 def candidate_of(
-    captured: Captured,
-    costs: Sequence[BlockCost],
-    batch: Mapping[str, Tensor],
-    result: CompeteResult,
-    machine: PlannedMachine,
-    args: argparse.Namespace,
-) -> Candidate:
+    captured: Captured, costs: Sequence[BlockCost], batch: Mapping[str, Tensor], result: CompeteResult,
+    machine: PlannedMachine, args: argparse.Namespace,
+) -> Candidate:  # fmt: skip
     """A result of the competition with its stages in pipeline order and its simulated time.
 
     Raises ValueError if the stages do not form a pipeline.
     """
     partition = _in_order(captured, result.partition)
-    file = PartitionFile(
-        form=FORM,
-        model=captured.model_name,
-        task=args.task,
-        signature=signature(captured),
-        micro_batch_size=args.per_device_train_batch_size,
-        sequence=(args.max_seq_length, args.max_target_length),
-        dtype=args.dtype,
-        method=result.method,
-        objective_ms=result.value.objective_ms,
-        stage_of_node=dict(sorted(partition.stage_of_node.items())),
-        rank_of_stage=partition.device_of_stage,
-        stages=stage_costs(captured, costs, partition),
-        bandwidth_gigabytes_per_second=machine.bandwidth,
-        memory_limit_bytes=machine.memory_bytes,
-        weight_bytes_per_parameter=weight_bytes(args),
-    )
+    found = {"method": result.method, "objective_ms": result.value.objective_ms}
+    file = _partition_file(captured, costs, partition, machine, args, **found)
     crossing = crossings(captured, file.stage_of_operators(captured))
     edges = edges_of(captured, crossing)
     edge_bytes = bytes_of_edges(captured, crossing, captured.sizes_of(batch))
@@ -269,17 +256,15 @@ def simulated_seconds(
     """
     gradient_bytes = getattr(torch, file.dtype).itemsize * 2 * (replicas - 1) / replicas
     recomputes = [schedule.recomputes(stage) for stage in range(schedule.num_stages)]
+    bandwidth, plain = 1e9 * file.bandwidth_gigabytes_per_second, [cost.plain_forward_ms / 1000 for cost in file.stages]
     costs = Costs(
         forward=[
-            (cost.forward_ms if again else cost.plain_forward_ms) / 1000
-            for cost, again in zip(file.stages, recomputes, strict=True)
+            cost.forward_ms / 1000 if recomputes[stage] else plain[stage] for stage, cost in enumerate(file.stages)
         ],
-        recompute=[cost.plain_forward_ms / 1000 for cost in file.stages],
+        recompute=plain,
         backward=[cost.plain_backward_ms / 1000 for cost in file.stages],
-        bandwidth=1e9 * file.bandwidth_gigabytes_per_second,
-        reduce_grad=[
-            cost.parameters * gradient_bytes / (1e9 * file.bandwidth_gigabytes_per_second) for cost in file.stages
-        ],
+        bandwidth=bandwidth,
+        reduce_grad=[cost.parameters * gradient_bytes / bandwidth for cost in file.stages],
         forward_bytes=[
             edge_bytes[edge.source, edge.target].a_microbatch(num_microbatches, schedule.weights)
             for edge in schedule.graph.edges

@@ -178,22 +178,14 @@ def make_plan(args: argparse.Namespace, data: Data) -> RunPlan:
         )
     schedule = _schedule(args, captured, crossing, partition)
     return RunPlan(
-        model=opened.model,
-        adapter=opened.adapter,
-        captured=captured,
-        partition=partition,
-        schedule=schedule,
-        stage_of_operator=stage_of_operator,
-        sizes=sizes,
-        decays=decaying(opened.trained),
+        model=opened.model, adapter=opened.adapter, captured=captured, partition=partition, schedule=schedule,
+        stage_of_operator=stage_of_operator, sizes=sizes, decays=decaying(opened.trained),
         initializer_range=float(getattr(opened.model.config, "initializer_range", 0.02) or 0.02),
-        edge_bytes=bytes_of_edges(captured, crossing, sizes),
+        edge_bytes=bytes_of_edges(captured, crossing, sizes), crossing=crossing, batch=batch,
         save_rest=lambda folder: _save_rest(folder, opened, data, args),
         save_merged_rest=lambda folder: _save_rest(folder, opened._replace(adapter=None), data, args),
-        crossing=crossing,
-        batch=batch,
         lengths=next(iter(data.lengths), None),
-    )
+    )  # fmt: skip
 
 
 def with_frozen(plan: RunPlan, args: argparse.Namespace, frozen: Set[str]) -> RunPlan:
@@ -345,11 +337,7 @@ def run_dry(args: argparse.Namespace) -> None:
     """Print the job's memory and time on the first rank. Raises SameEverywhere if the job could not run."""
     if args.rank:
         return
-    try:
-        data = read_data(args)
-        plan = make_plan(args, data)
-    except ValueError as error:
-        raise SameEverywhere(str(error)) from error
+    data, plan = planned(args)
     out = console(150, highlight=True)
     for line in first_lines(plan, args):
         out.print(line, highlight=False)
@@ -362,13 +350,21 @@ def run_dry(args: argparse.Namespace) -> None:
         )  # fmt: skip
     out.print(table)
     accumulation = args.gradient_accumulation_steps
-    seconds = simulated_seconds(
-        plan.schedule, plan.partition, plan.edge_bytes, accumulation, replicas=args.data_parallel_size
-    )
-    each = "" if args.data_parallel_size == 1 else f" on each of {args.data_parallel_size} replicas"
+    replicas = args.data_parallel_size
+    seconds = simulated_seconds(plan.schedule, plan.partition, plan.edge_bytes, accumulation, replicas=replicas)
+    each = "" if replicas == 1 else f" on each of {replicas} replicas"
     out.print(f"simulated: {1000 * seconds:.2f} ms a microbatch, {accumulation} of them a batch{each}")
     for line in shorter_lines(plan, args, data, seconds):
         out.print(line)
+
+
+def planned(args: argparse.Namespace) -> tuple[Data, RunPlan]:
+    """The data and the plan of a dry run. Raises SameEverywhere if the job could not run."""
+    try:
+        data = read_data(args)
+        return data, make_plan(args, data)
+    except ValueError as error:
+        raise SameEverywhere(str(error)) from error
 
 
 def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
@@ -432,13 +428,13 @@ def shorter_lines(plan: RunPlan, args: argparse.Namespace, data: Data, seconds: 
 
 
 def adapter_line(plan: RunPlan) -> str:
-    config, parameters = plan.adapter.config, list(plan.adapter.model.parameters())
-    trained = sum(each.numel() for each in parameters if each.requires_grad)
-    frozen = sum(each.numel() for each in parameters if not each.requires_grad)
+    config, counts = plan.adapter.config, {True: 0, False: 0}
+    for each in plan.adapter.model.parameters():
+        counts[each.requires_grad] += each.numel()
     kind = "DoRA" if config.use_dora else "LoRA"
     return (
-        f"{kind} of rank {config.r} in {counted(len(plan.adapter.layers), 'layer')}: {trained} parameters are trained, "
-        f"{frozen} are frozen"
+        f"{kind} of rank {config.r} in {counted(len(plan.adapter.layers), 'layer')}: {counts[True]} parameters are "
+        f"trained, {counts[False]} are frozen"
     )
 
 

@@ -284,15 +284,8 @@ class Pretrained:
 
     def _tied_copies(self) -> dict[str, str]:
         """Name of a tied tensor that is not read -> name of the tensor that is read in its place."""
-        found = {}
-        for name in self._state:
-            first = self._first_there(name)
-            if first is not None and first != name:
-                found[name] = first
-        return found
-
-    def _first_there(self, name: str) -> str | None:
-        return next((alias for alias in self._aliases[name] if alias in self._recipes), None)
+        there = {name: [alias for alias in self._aliases[name] if alias in self._recipes] for name in self._state}
+        return {name: aliases[0] for name, aliases in there.items() if aliases and aliases[0] != name}
 
     def _head_of(self, name: str) -> str | None:
         """The module of the head to which a tensor belongs, or None; the inner model's pooler is part of the head."""

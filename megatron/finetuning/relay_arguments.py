@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from megatron.finetuning.adapter_arguments import has_adapter
+from megatron.finetuning.flag_types import count
 from megatron.pipeline.program.lane_order import Residency
 
 RELAY = "l2l"
@@ -22,8 +23,8 @@ NARROW = ("adamw", "adamw_torch_fused")
 """Optimizers whose moments may be narrower than FP32."""
 
 
-def add_relay(add: Callable[..., argparse.Action], *, count: Callable[[str], float]) -> None:
-    """Add the flags. `add`: as of a group; `count`: parses a number from 1 on."""
+def add_relay(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags. `add`: as of a group."""
     add("--l2l_resident_stages", type=count, default=ELSEWHERE["l2l_resident_stages"],
         help="most layers on the device at once (l2l)")  # fmt: skip
     add("--l2l_update", choices=("auto", "eager", "deferred"), default=ELSEWHERE["l2l_update"],

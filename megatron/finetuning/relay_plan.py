@@ -19,9 +19,8 @@ from megatron.capture.estimate import Roofline, estimate, estimated_milliseconds
 from megatron.documents import counted
 from megatron.documents.tables import console
 from megatron.finetuning.partitioning import stage_costs, state_bytes
-from megatron.finetuning.plan import RunPlan, adapter_line, make_plan, shorter_lines
+from megatron.finetuning.plan import RunPlan, adapter_line, planned, shorter_lines
 from megatron.finetuning.relay import packed_names, packing_of
-from megatron.finetuning.samples import read_data
 from megatron.finetuning.trainer import EVALUATED_TOGETHER
 from megatron.partition import Partition
 from megatron.pipeline.program.lane_order import GRADIENT_BUFFERS, places
@@ -90,8 +89,8 @@ class StageBytes:
 
 def stage_bytes(plan: RunPlan, args: argparse.Namespace) -> list[StageBytes]:
     """The bytes of each stage."""
-    of_packed = packed_names(plan, args)
-    return [_stage_bytes(plan, packing_of(args), of_packed, stage) for stage in range(plan.schedule.num_stages)]
+    packing, of_packed = packing_of(args), packed_names(plan, args)
+    return [_stage_bytes(plan, packing, of_packed, stage) for stage in range(plan.schedule.num_stages)]
 
 
 def _stage_bytes(plan: RunPlan, packing: Packing | None, of_packed: Set[str], stage: int) -> StageBytes:
@@ -139,14 +138,14 @@ def _bytes_of_rank(plan: RunPlan, args: argparse.Namespace, rank: int, of_stages
     leaving = sum(plan.edge_bytes[stage - 1, stage].activations for stage in _stashed(plan.schedule, rank) if stage)
     gradients, elements = sum(each.gradients for each in found), sum(each.trained for each in found)
     optimizer = elements * (state_bytes(args) + 4) if args.bf16 else gradients * state_bytes(args) // 4
+    on_host = residency.stashes_on_host
     return RelayBytes(
         resident=sum(arenas.values()) + arriving.total(),
         gradients=min(GRADIENT_BUFFERS, len(stages)) * max(each.gradients for each in found),
-        inputs=(at_once + 3) * largest if residency.stashes_on_host else m * leaving + 2 * at_once * largest,
+        inputs=(at_once + 3) * largest if on_host else m * leaving + 2 * at_once * largest,
         layer=max(plan.partition.stages[stage].saved_bytes for stage in stages),
-        host=sum(each.fetched for each in found) + gradients + optimizer,
-        stash=m * leaving if residency.stashes_on_host else 0,
-    )
+        host=sum(each.fetched for each in found) + gradients + optimizer, stash=m * leaving if on_host else 0,
+    )  # fmt: skip
 
 
 def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
@@ -266,13 +265,9 @@ def run_dry(args: argparse.Namespace) -> None:
     """Print a relay's memory and times on the first rank. Raises SameEverywhere if the job could not run."""
     if args.rank:
         return
-    try:
-        if unknown := [name for name in args.dry_run_gpus if name not in DEVICES]:
-            raise ValueError(f"--dry_run_gpus {unknown[0]} is not known; give some of {', '.join(DEVICES)}")
-        data = read_data(args)
-        plan = make_plan(args, data)
-    except ValueError as error:
-        raise SameEverywhere(str(error)) from error
+    if unknown := [name for name in args.dry_run_gpus if name not in DEVICES]:
+        raise SameEverywhere(f"--dry_run_gpus {unknown[0]} is not known; give some of {', '.join(DEVICES)}")
+    data, plan = planned(args)
     out = console(150)
     for line in (*relay_lines(plan, args), *shorter_lines(plan, args, data)):
         out.print(line)

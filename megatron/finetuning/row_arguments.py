@@ -6,6 +6,8 @@ import argparse
 import importlib.util
 from collections.abc import Callable
 
+from megatron.finetuning.flag_types import count
+
 PADDED = ("text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification")
 """The tasks whose rows have different lengths, and whose losses do not depend on the padding behind. A softmax of
 question-answering is over all tokens of a row, padding included."""
@@ -14,8 +16,8 @@ STORED = (*PADDED, "question-answering")
 """The tasks whose rows are whole numbers, decided by the file of samples, the model's folder and the flags."""
 
 
-def add_rows(add: Callable[..., argparse.Action], *, count: Callable[[str], float]) -> None:
-    """Add the flags. `add`: as of a group; `count`: parses a number from 1 on."""
+def add_rows(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags. `add`: as of a group."""
     padding = "a microbatch is padded to the multiple of N tokens that holds its longest row; none: all to one length"
     add("--pad_to_multiple_of", type=count, metavar="N", help=padding)
     add("--group_by_length", action="store_true", default=None, help="rows of similar lengths make a batch")

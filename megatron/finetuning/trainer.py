@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron import backend
 from megatron.finetuning import checkpoint
 from megatron.finetuning.assembly import BuiltPipeline, Summary
 from megatron.finetuning.best import Best
@@ -27,6 +26,7 @@ from megatron.finetuning.data.batches import Evaluated, Rows
 from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
+from megatron.pipeline.runtime.failure.agreement import gathered
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.report.metrics import MetricsFile
 
@@ -237,8 +237,7 @@ def evaluate(pipeline: BuiltPipeline, rows: Rows, *, size: int) -> dict[str, flo
     Collective: every rank must call it. Precondition: the pipeline is drained. `size`: rows of a microbatch.
     """
     if len(pipeline.ranks.pipelines) > 1:  # each replica has counted its own microbatches; the first one's are written
-        found: list = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(found, pipeline.statistics() if pipeline.ranks.replica == 0 else None)
+        found = gathered(pipeline.statistics() if pipeline.ranks.replica == 0 else None)
         pipeline.load_statistics(found[pipeline.ranks.pipelines[0][pipeline.ranks.rank]])
     microbatches = in_order(rows, size)
     losses, predictions = forward(pipeline, rows, microbatches)
@@ -266,12 +265,11 @@ def forward(
         chunk = own[first : first + EVALUATED_TOGETHER]
         pipeline.feed.evaluate(rows, chunk)
         pipeline.engine.evaluate(len(chunk))
-    gathered: list = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, pipeline.results.take())
-    losses = share.joined([of_rank for of_rank, _ in gathered if of_rank], len(microbatches))
+    found = gathered(pipeline.results.take())
+    losses = share.joined([of_rank for of_rank, _ in found if of_rank], len(microbatches))
     predictions = {}
-    for name in {name for _, kept in gathered for name in kept}:
-        parts = share.joined([kept[name] for _, kept in gathered if name in kept], len(microbatches))
+    for name in {name for _, kept in found for name in kept}:
+        parts = share.joined([kept[name] for _, kept in found if name in kept], len(microbatches))
         real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
         predictions[name] = torch.cat(real) if rows.lengths is None else rows.joined(real)
     return losses, predictions
@@ -304,12 +302,8 @@ class Report:
         if not self.writes:
             return
         step, loss = report.batch + 1, report.losses["loss"]
-        values = {
-            "loss": loss,
-            "grad_norm": report.grad_norm,
-            "learning_rate": report.learning_rate,
-            "epoch": step / self._steps_per_epoch,
-        }
+        values = {"loss": loss, "grad_norm": report.grad_norm, "learning_rate": report.learning_rate}
+        values["epoch"] = step / self._steps_per_epoch
         if self._args.fp16:
             values |= {"loss_scale": report.loss_scale, "skipped": int(report.skipped)}
             self._num_skipped += report.skipped
@@ -339,10 +333,8 @@ class Report:
 
     def frozen(self, step: int, num_frozen: int, num_layers: int, before: int, seconds: float) -> None:
         """Report that another number of layers is frozen after `step` batches."""
-        self.say(
-            f"frozen layers after step {step}: {num_frozen} of {num_layers} (before {before}), change took "
-            f"{seconds:.2f} s"
-        )
+        now = f"{num_frozen} of {num_layers} (before {before})"
+        self.say(f"frozen layers after step {step}: {now}, change took {seconds:.2f} s")
         if self._metrics is not None:
             self._metrics.write(step=step, frozen_layers=num_frozen, change_time_ms=1000 * seconds)
 
@@ -352,13 +344,3 @@ class Report:
             self._metrics.close()
         if self._trackers is not None:
             self._trackers.close()
-
-
-def peak_memory() -> list[int]:
-    """The peak memory of each rank in bytes, as `backend.peak_memory_bytes` defines it.
-
-    Collective: every rank must call it.
-    """
-    found: list[int] = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, backend.peak_memory_bytes())
-    return found

@@ -38,7 +38,8 @@ from papers.ftpipe.finetune_models import SOURCE, TARGET, write_t5
 
 def write_cuts(*words: str) -> None:
     """Cut a model by each method, from one profile, and write the best partition of each method."""
-    from megatron.finetuning.arguments import add_adapters, add_data, add_microbatch, settle_precision
+    from megatron.finetuning.adapter_arguments import add_adapters
+    from megatron.finetuning.arguments import add_data, add_microbatch, settle_precision
     from megatron.finetuning.partitioning import PlannedMachine, cut_model, num_bytes
     from megatron.finetuning.plan import captured_model
     from megatron.finetuning.samples import read_data

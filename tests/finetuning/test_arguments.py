@@ -114,7 +114,7 @@ def test_clipping_follows_the_schedule():
         ("--task text-to-text --packing", "and --task is text-to-text; leave it out"),
         (
             "--train_on_prompt",
-            "--train_on_prompt is for --task chat or image-text-to-text, and --task is causal-lm; leave it out",
+            "--train_on_prompt is for --task chat, image-text-to-text, and --task is causal-lm; leave it out",
         ),
         ("--chat_template t.jinja", "--chat_template is for --task chat"),
     ],

@@ -16,7 +16,7 @@ from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.generation import perplexity
 from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
-from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely
+from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely, require_fast
 
 MESSAGES = ("messages", "conversations", "conversation")
 PROMPT, COMPLETION = ("prompt",), ("completion",)
@@ -169,11 +169,7 @@ class Template:
                 f"the tokenizer of {args.model_name_or_path} has no chat template; name a file with one with "
                 "--chat_template"
             )
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(
-                f"--task {args.task} has to know which characters a token is, and the model's tokenizer does not "
-                "say; give its folder a tokenizer.json"
-            )
+        require_fast(tokenizer, f"--task {args.task}")
         self._tokenizer, self._all = tokenizer, args.train_on_prompt
 
     def tokens(self, messages: list[Message], tools: object, where: str) -> Tokens:
@@ -212,9 +208,8 @@ class Template:
             )
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return Tokens(
-            list(encoded["input_ids"]), [token if end > len(before) else IGNORED for token, (_, end) in pairs]
-        )
+        labels = [token if end > len(before) else IGNORED for token, (_, end) in pairs]
+        return Tokens(list(encoded["input_ids"]), labels)
 
     def rendered(self, messages: list[Message], tools: object, where: str, **options: bool) -> str:
         """A conversation as a text. Raises ValueError if the template refuses it."""

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +101,29 @@ def class_name(value: object, where: str) -> str:
     return require_characters(str(value), where)
 
 
-def text_columns(args: argparse.Namespace, file: File) -> tuple[str, str | None]:
-    """The columns of the text and of the second text; None if neither a flag nor the file names a second one."""
+def encoder_of_texts(args: argparse.Namespace, tokenizer: Any, file: File) -> Callable[[File], dict[str, Tensor]]:
+    """A function that encodes the texts of a file with the same columns, or pairs of texts, as `padded`.
+
+    Texts have a second one if a flag or the file names a column for it.
+    """
     first, second = file.column(args.text_column, FIRST, "text"), args.text_pair_column
     if second is not None or set(SECOND) & set(file.fields):
         second = file.column(second, SECOND, "text pair")
-    return first, second
+    give_padding(tokenizer)
+
+    def encoded(file: File) -> dict[str, Tensor]:
+        texts = file.texts(first, "text")
+        pairs = None if second is None else file.texts(second, "text pair")
+        return padded(tokenizer, texts, pairs, length=args.max_seq_length)
+
+    return encoded
 
 
 def _prepare_texts(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
-    first, second = text_columns(args, file)
-    labels = Labels(file, args.label_column, classes)
-    give_padding(tokenizer)
+    encoded, labels = encoder_of_texts(args, tokenizer, file), Labels(file, args.label_column, classes)
 
     def rows(file: File) -> Rows:
-        texts = file.texts(first, "text")
-        pairs = None if second is None else file.texts(second, "text pair")
-        own = labels.of(file)
-        return class_rows(padded(tokenizer, texts, pairs, length=args.max_seq_length), own)
+        return class_rows(encoded(file), labels.of(file))
 
     return Prepared(rows, {**labels.changes, "pad_token_id": tokenizer.pad_token_id})
 
@@ -128,12 +133,16 @@ def _prepare_images(args: argparse.Namespace, processor: Any, file: File, classe
     labels = Labels(file, args.label_column, classes)
 
     def rows(file: File) -> Rows:
-        file.column(image, (), "image")
-        images = [image_of(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
-        own = labels.of(file)
+        images, own = images_of(file, image), labels.of(file)
         return class_rows({"pixel_values": pixels_of(processor, images, file)}, own)
 
     return Prepared(rows, labels.changes)
+
+
+def images_of(file: File, column: str) -> list[numpy.ndarray]:
+    """The images of all samples, as `image_of`."""
+    file.column(column, (), "image")
+    return [image_of(sample[column], file, number) for number, sample in enumerate(file.samples, start=1)]
 
 
 def image_of(value: object, file: File, number: int) -> numpy.ndarray:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.finetuning.data.batches import Rows
-from megatron.finetuning.data.classification import IMAGE, image_of, pixels_of
+from megatron.finetuning.data.classification import IMAGE, images_of, pixels_of
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.task import Prepared, Task, padded, parts_of
 
@@ -28,8 +28,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
 
     def rows(file: File) -> Rows:
         texts = padded(tokenizer, file.texts(text, "text"), length=args.max_seq_length)
-        file.column(image, (), "image")
-        found = [image_of(sample[image], file, number) for number, sample in enumerate(file.samples, start=1)]
+        found = images_of(file, image)
         tensors = {**texts, "pixel_values": pixels_of(images, found, file)}
         return Rows(tensors, ignored={}, num_terms=torch.ones(len(found), dtype=torch.int64), metrics=_accuracies)
 

@@ -9,6 +9,7 @@ import argparse
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import numpy
@@ -215,8 +216,7 @@ def _with_template(args: argparse.Namespace, processor: Any) -> _Make:
 
 def _num_alike(ones: Sequence[int], others: Sequence[int]) -> int:
     """The number of tokens from the first on that are the same."""
-    pairs = enumerate(zip(ones, others, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(ones), len(others)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ones, others, strict=False)))
 
 
 def _messages(sample: Sample, columns: Sequence[str], where: str) -> list[Message]:

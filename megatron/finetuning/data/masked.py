@@ -19,7 +19,7 @@ from megatron.capture.randomness import mixed
 from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.files import File
 from megatron.finetuning.data.generation import TEXT, perplexity
-from megatron.finetuning.data.task import Prepared, Task, padded
+from megatron.finetuning.data.task import Prepared, Task, padded, require_fast
 from megatron.finetuning.data.task_arguments import MLM_PROBABILITY
 
 
@@ -73,11 +73,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
             f"the tokenizer of {args.model_name_or_path} has no mask, which masked-lm puts in the place of tokens; "
             "set mask_token in its configuration, or choose another --task"
         )
-    if whole and not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            "--whole_word_mask has to know which characters a token is, and the model's tokenizer does not say; give "
-            "its folder a tokenizer.json"
-        )
+    if whole:
+        require_fast(tokenizer, "--whole_word_mask")
     collator = DataCollatorForLanguageModeling(
         tokenizer, mlm_probability=args.mlm_probability or MLM_PROBABILITY, whole_word_mask=whole,
         mask_replace_prob=1.0 if whole else 0.8, random_replace_prob=0.0 if whole else 0.1,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.finetuning.data.batches import Metrics, Rows
 from megatron.finetuning.data.files import File
-from megatron.finetuning.data.task import Prepared, Task, give_padding
+from megatron.finetuning.data.task import Prepared, Task, give_padding, require_fast
 
 LONGEST_ANSWER = 30
 """The largest number of tokens of an answer, as in SQuAD's scripts."""
@@ -48,11 +48,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     question = file.column(args.question_column, ("question",), "question")
     context = file.column(args.context_column, ("context", "passage"), "context")
     answer = file.column(args.answers_column, ("answers", "answer"), "answers")
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            "question answering has to know which characters a token is, and the model's tokenizer does not say; give "
-            "its folder a tokenizer.json"
-        )
+    require_fast(tokenizer, "question answering")
     give_padding(tokenizer)
 
     def rows(file: File) -> Rows:

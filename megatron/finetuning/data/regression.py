@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.finetuning.data.batches import Rows
-from megatron.finetuning.data.classification import text_columns
+from megatron.finetuning.data.classification import encoder_of_texts
 from megatron.finetuning.data.files import File
-from megatron.finetuning.data.task import Prepared, Task, give_padding, padded
+from megatron.finetuning.data.task import Prepared, Task
 
 NUMBER = ("label", "labels", "score", "similarity_score", "target")
 
@@ -32,14 +32,12 @@ def forward(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
-    first, second = text_columns(args, file)
+    encoded = encoder_of_texts(args, tokenizer, file)
     column = file.column(args.label_column, NUMBER, "label")
-    give_padding(tokenizer)
     count = len(_numbers(file.samples[0][column], f"{file.path}, sample 1: {column!r}"))
 
     def rows(file: File) -> Rows:
-        texts = file.texts(first, "text")
-        pairs = None if second is None else file.texts(second, "text pair")
+        texts = encoded(file)
         file.column(column, (), "label")
         found = []
         for number, sample in enumerate(file.samples, start=1):
@@ -52,8 +50,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
                 )
         labels = torch.tensor(found, dtype=torch.float64)
         return Rows(
-            {**padded(tokenizer, texts, pairs, length=args.max_seq_length), "labels": labels.float()},
-            ignored={"labels": math.nan}, num_terms=torch.ones(len(labels), dtype=torch.int64),
+            {**texts, "labels": labels.float()}, ignored={"labels": math.nan},
+            num_terms=torch.ones(len(labels), dtype=torch.int64),
             metrics=lambda predictions, loss: scores(predictions["logits"].double(), labels),
         )  # fmt: skip
 

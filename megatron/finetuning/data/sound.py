@@ -57,18 +57,14 @@ class Sounds:
         """
         file.column(self._column, (), "audio")
         rate = self._extractor.sampling_rate
-        waves = [
-            resampled(*_wave(sample, self._column, file.path, number), rate)
-            for number, sample in enumerate(file.samples, start=1)
-        ]
-        own = own_length(self._extractor)
+        found = (_wave(sample, self._column, file.path, number) for number, sample in enumerate(file.samples, start=1))
+        waves, own = [resampled(*wave, rate) for wave in found], own_length(self._extractor)
         seconds = self._seconds or (MAX_SECONDS if own is None else own / rate)
         length = min(math.ceil(seconds * rate), own or math.inf)
         num_cut = sum(len(wave) > length for wave in waves)
         padded = {"padding": "max_length", "max_length": length, "truncation": True} if own is None else {}
-        found = self._extractor(
-            [wave[:length] for wave in waves], sampling_rate=rate, return_tensors="pt", **padded
-        )  # fmt: skip
+        waves = [wave[:length] for wave in waves]
+        found = self._extractor(waves, sampling_rate=rate, return_tensors="pt", **padded)
         cut = f"{file.path}: {counted(num_cut, 'sound')} of {len(waves)} cut to {length / rate:g} s"
         inputs = {name: each.long() if name == "attention_mask" else each for name, each in found.items()}
         return inputs, [cut] if num_cut else []

@@ -120,6 +120,14 @@ def give_padding(tokenizer: Any) -> None:
         tokenizer.pad_token = tokenizer.eos_token
 
 
+def require_fast(tokenizer: Any, who: str, knows: str = "which characters a token is") -> None:
+    """Raise ValueError for a tokenizer that does not say what a task, named by `who`, has to know."""
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{who} has to know {knows}, and the model's tokenizer does not say; give its folder a tokenizer.json"
+        )
+
+
 def parts_of(processor: Any, names: Sequence[str], folder: str) -> tuple[Any, ...]:
     """The parts of a processor, such as its tokenizer. Raises ValueError if it lacks one of them."""
     parts = tuple(getattr(processor, name, None) for name in names)

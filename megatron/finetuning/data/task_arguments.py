@@ -5,6 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.finetuning.flag_types import within
+
+PREFERENCE = "dpo"
+"""The task of direct preference optimization (DPO), whose flags are named as in TRL where their names say whose they
+are."""
+
+CHATS = ("chat", "image-text-to-text")
+"""The tasks whose samples are conversations."""
+
 SOUND = ("audio-classification", "ctc", "speech-to-text")
 """The tasks of sound."""
 
@@ -20,8 +29,15 @@ TASKS_OF_FLAG = {
     "whole_word_mask": ("masked-lm",),
     "audio_column": SOUND,
     "max_seconds": SOUND,
+    "messages_column": CHATS,
+    "chat_template": (*CHATS, PREFERENCE),
+    "train_on_prompt": CHATS,
+    **dict.fromkeys(("chosen_column", "rejected_column", "dpo_beta", "dpo_label_smoothing"), (PREFERENCE,)),
 }
 """Flag -> the tasks that read it."""
+
+DPO_BETA = 0.1
+"""TRL's default."""
 
 MLM_PROBABILITY = 0.15
 """The share of tokens that are hidden if --mlm_probability is not given, as in transformers' examples."""
@@ -42,8 +58,14 @@ def _attention(text: str) -> str:
     return text
 
 
-def add_task(add: Callable[..., argparse.Action], *, within: Callable[..., Callable[[str], float]]) -> None:
-    """Add the flags of single tasks. `add`: as of a group; `within`: makes a parser of numbers."""
+def add_task(add: Callable[..., argparse.Action]) -> None:
+    """Add the flags of single tasks. `add`: as of a group."""
+    add("--chosen_column", help="column of the preferred answer (dpo)")
+    add("--rejected_column", help="column of the other answer (dpo)")
+    add("--dpo_beta", type=within(1e-6, float), metavar="B", default=DPO_BETA,
+        help="how strongly the model is held to the one that it began as (dpo)")  # fmt: skip
+    add("--dpo_label_smoothing", type=within(0, float, most=0.5), metavar="E", default=0.0,
+        help="share of pairs that are taken to be the wrong way round (dpo)")  # fmt: skip
     add("--attn_implementation", type=_attention, metavar="WORD",
         help="attention as operators (eager) or torch's kernel (sdpa); none: what transformers takes")  # fmt: skip
     add("--mlm_probability", type=within(0.001, float, most=1.0),
@@ -57,7 +79,13 @@ def add_task(add: Callable[..., argparse.Action], *, within: Callable[..., Calla
 
 
 def validate_task(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that --task does not read."""
+    """Raise ValueError for a flag that --task does not read, and for a dpo that has no beginning to compare with."""
     for name, tasks in TASKS_OF_FLAG.items():
-        if getattr(args, name) and args.task not in tasks:
+        given = getattr(args, name)
+        if given and args.task not in tasks and not (name == "dpo_beta" and given == DPO_BETA):
             raise ValueError(f"--{name} is for --task {', '.join(tasks)}, and --task is {args.task}; leave it out")
+    if args.task == PREFERENCE and not (args.do_train or args.dry_run or args.resume_from_checkpoint):
+        raise ValueError(
+            "--do_eval alone with --task dpo compares a model with itself, since rewards are relative to where a run "
+            "began; give --resume_from_checkpoint, too"
+        )

@@ -17,7 +17,7 @@ from megatron.documents import counted
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.classification import Labels
 from megatron.finetuning.data.files import File
-from megatron.finetuning.data.task import Prepared, Task, give_padding, most_likely
+from megatron.finetuning.data.task import Prepared, Task, give_padding, most_likely, require_fast
 
 WORDS = ("tokens", "words")
 TAGS = ("ner_tags", "tags", "labels", "label", "pos_tags")
@@ -27,11 +27,7 @@ OUTSIDE = "O"
 
 def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapping[str, int]) -> Prepared:
     words, tags = file.column(args.text_column, WORDS, "text"), file.column(args.label_column, TAGS, "label")
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(
-            "token classification has to know which word a token is of, and the model's tokenizer does not say; give "
-            "its folder a tokenizer.json"
-        )
+    require_fast(tokenizer, "token classification", "which word a token is of")
     give_padding(tokenizer)
     labels = Labels(_single_words(file, words, tags), tags, classes)
 

@@ -101,7 +101,7 @@ def agree(problem: str | None, *, patience: timedelta | None = None) -> None:
     work.wait(*([] if problem is None or patience is None else [patience]))
     if not has_failed.item():
         return
-    distinct = list(dict.fromkeys(text for text in _gathered(problem, verdicts) if text))
+    distinct = list(dict.fromkeys(text for text in gathered(problem, verdicts) if text))
     shown = distinct[:4] + ([f"and {len(distinct) - 4} more"] if len(distinct) > 4 else [])
     raise AgreedError("; ".join(shown))
 
@@ -164,7 +164,7 @@ class Agreement:
 
     def gathered(self, value: Any) -> list[Any]:
         """Collective: return the values of all ranks of the job, in the order of their global ranks."""
-        return [value] if self._group is None else _gathered(value, self._group)
+        return [value] if self._group is None else gathered(value, self._group)
 
     def on(self, function: Callable[[], Any]) -> Any:
         """Collective: return the result of `function`, which must contain no collective.
@@ -195,8 +195,8 @@ class Agreement:
             raise
 
 
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collective: return the picklable values of all ranks of `group`, in rank order."""
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Collective: return the picklable values of all ranks of `group`, or of the job, in rank order."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, value, group=group)
     return found
