@@ -133,12 +133,18 @@ def counts(text: str) -> tuple[int, ...]:
 
 def time(text: str) -> float:
     """A type for argparse: a finite number, at least 0."""
+    return _finite(text, lambda value: value >= 0, "no finite number of 0 and more")
+
+
+def _finite(text: str, fits: Callable[[float], bool], fault: str, *, unit: float = 1.0) -> float:
+    """The number of a text, of which the last letter means `unit` unless that is 1. Raises ArgumentTypeError if it is
+    not finite or does not fit."""
     try:
-        value = float(text)
+        value = float(text if unit == 1.0 else text[:-1]) * unit
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number of 0 and more")
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is {fault}")
     return value
 
 
@@ -151,12 +157,7 @@ def tokens(text: str) -> float:
     """A type for argparse: a number of at least 1, such as "300B", "1.5T" or "300e9"."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper(), 1.0)
-    try:
-        value = float(text if unit == 1.0 else text[:-1]) * unit
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 300B, 1.5T or 300e9")
+    value = _finite(text, lambda value: value >= 1, "no number of tokens; write 300B, 1.5T or 300e9", unit=unit)
     if value > _MOST_TOKENS:
         raise argparse.ArgumentTypeError(f"{text!r} is more than any training has; give {_MOST_TOKENS:g} or less")
     return value
@@ -164,13 +165,7 @@ def tokens(text: str) -> float:
 
 def positive(text: str) -> float:
     """A type for argparse: a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number above 0")
-    return value
+    return _finite(text, lambda value: value > 0, "no finite number above 0")
 
 
 Run = TypeVar("Run")

@@ -16,7 +16,7 @@ from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
 from megatron.finetuning import best, freezing_arguments, trackers
 from megatron.finetuning.adapter_arguments import add_adapters, add_merge, validate_adapter
-from megatron.finetuning.data.task_arguments import PREFERENCE, add_task, validate_task
+from megatron.finetuning.data.task_arguments import add_task, validate_task
 from megatron.finetuning.flag_types import both_spellings, count, part, real, scale, steps, whole, within
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
@@ -26,11 +26,6 @@ from megatron.pipeline.runtime.failure.errors import environment_ranks
 SCHEDULES = ("ftpipe", "flush", "gpipe", "2bw", "pipedream", RELAY)
 OPTIMIZERS = ("adamw", "adamw_torch_fused", "adam", "sgd", "adafactor")
 SCHEDULERS = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt")
-TASKS = (
-    "text-to-text", "sequence-classification", "causal-lm", "chat", PREFERENCE, "masked-lm", "multiple-choice",
-    "regression", "token-classification", "question-answering", "image-classification", "audio-classification", "ctc",
-    "speech-to-text", "contrastive-image-text", "image-text-to-text",
-)  # fmt: skip
 ALONE = ("ftpipe", "pipedream")
 """Schedules under which each stage steps by itself, so that a step cannot depend on all stages."""
 
@@ -275,7 +270,7 @@ def _add_model_and_data(group) -> None:
 def add_data(group, *, required: bool) -> None:
     """Add the flags of the task and its data."""
     add = both_spellings(group)
-    add("--task", choices=TASKS, required=required, help="the task to learn")
+    add("--task", choices=tuple(best.METRICS), required=required, help="the task to learn")
     add("--train_file", metavar="FILE", help="JSONL, CSV (also .gz, .bz2, .xz) or parquet")
     add("--validation_file", metavar="FILE", help="the same for evaluations")
     add("--text_column", help="column of the text; none: the first known name that the file has")
@@ -366,11 +361,8 @@ def _add_pipeline(group) -> None:
 def _add_output(group) -> None:
     add = both_spellings(group)
     add("--output_dir", metavar="FOLDER", help="the model at the end, and checkpoints")
-    add(
-        "--overwrite_output_dir",
-        action="store_true",
-        help="begin again, and remove the checkpoints of another run in --output_dir",
-    )
+    add("--overwrite_output_dir", action="store_true",
+        help="begin again, and remove the checkpoints of another run in --output_dir")  # fmt: skip
     add("--save_strategy", choices=(*STRATEGIES, "best"),
         help="when checkpoints are written, and at the end; none: steps with --save_steps, or no")  # fmt: skip
     add("--save_steps", type=steps, help="batches between checkpoints, or below 1 a fraction of all; 500")

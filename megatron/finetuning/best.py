@@ -30,9 +30,9 @@ METRICS = {
     "image-classification": ("accuracy",),
     "audio-classification": ("accuracy",),
     "ctc": ("wer", "cer"),
+    "speech-to-text": ("perplexity", "token_accuracy", "exact_match"),
     "contrastive-image-text": ("image_to_text_accuracy", "text_to_image_accuracy"),
     "image-text-to-text": ("perplexity", "token_accuracy"),
-    "speech-to-text": ("perplexity", "token_accuracy", "exact_match"),
 }
 """Word of --task -> the metrics of its evaluations besides the loss. Some data have no entities or correlations."""
 

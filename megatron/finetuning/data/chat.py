@@ -34,8 +34,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     template = Template(args, tokenizer)
 
     def rows(file: File) -> Rows:
-        for name, what in columns.items():
-            file.column(name, (), what)
+        file.require(columns)
         sequences, num_cut, num_left_out = [], 0, 0
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -93,6 +93,11 @@ class File:
                     "or leave the sample out"
                 )
         return name
+
+    def require(self, columns: Mapping[str, str]) -> None:
+        """Raise ValueError if a sample lacks one of the columns. `columns`: name -> purpose."""
+        for name, what in columns.items():
+            self.column(name, (), what)
 
     def texts(self, name: str, what: str) -> list[str]:
         """The texts of a column. Raises ValueError if a sample lacks the column or its value is not a text."""

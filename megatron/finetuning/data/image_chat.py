@@ -60,8 +60,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
     make = (_with_suffix if takes_suffix else _with_template)(args, processor)
 
     def rows(file: File) -> Rows:
-        for name, what in {**columns, image: "image"}.items():
-            file.column(name, (), what)
+        file.require({**columns, image: "image"})
         sequences, others, num_cut, num_left_out = [], [], 0, 0
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"

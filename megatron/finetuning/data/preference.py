@@ -72,8 +72,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
     template, beta, length = Template(args, tokenizer), args.dpo_beta, args.max_seq_length
 
     def rows(file: File) -> Rows:
-        for name, what in {**columns, **({} if prompt is None else {prompt: "text"})}.items():
-            file.column(name, (), what)
+        file.require({**columns, **({} if prompt is None else {prompt: "text"})})
         pairs, num_cut, num_left_out = [], 0, 0
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"

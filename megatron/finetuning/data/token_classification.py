@@ -64,8 +64,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 def _single_words(file: File, words: str, tags: str) -> File:
     """The words of all samples one by one, with their labels. Raises ValueError for a sample without a label a word."""
-    file.column(words, (), "text")
-    file.column(tags, (), "label")
+    file.require({words: "text", tags: "label"})
     for number, sample in enumerate(file.samples, start=1):
         found, own = sample[words], sample[tags]
         if not (isinstance(found, list) and found and all(isinstance(word, str) for word in found)):
