@@ -28,21 +28,20 @@ from megatron.finetuning.adapters import AdapterTensors
 from megatron.finetuning.arguments import has_masters
 from megatron.finetuning.data.batches import Feed
 from megatron.finetuning.data.lengths import Widths
-from megatron.finetuning.frozen_rank import FrozenRank
 from megatron.finetuning.optimizers import make_optimizer, make_scheduler
 from megatron.finetuning.plan import RunPlan
 from megatron.finetuning.pretrained import Pretrained
 from megatron.finetuning.relay import relay_update
 from megatron.pipeline.library.ranks import Groups, Ranks
 from megatron.pipeline.program.weight_policies import WeightPolicy
-from megatron.pipeline.runtime.contract.stage import Microbatch
+from megatron.pipeline.runtime.contract.stage import BatchInfo, Microbatch
 from megatron.pipeline.runtime.contract.tensors import EdgeTensors, TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
 from megatron.pipeline.runtime.failure.agreement import agreed
 from megatron.pipeline.runtime.stages.module.graph_stage import GraphModuleStage
 from megatron.pipeline.runtime.stages.module.rank_update import TOGETHER, make_updates, make_versions, steps_of
-from megatron.pipeline.runtime.stages.module.update import ModuleUpdate
+from megatron.pipeline.runtime.stages.module.update import FrozenUpdate, ModuleUpdate
 from megatron.pipeline.runtime.update.loss_scales import DynamicScaler, LossScales
 from megatron.pipeline.runtime.update.optimizer_wrappers import GapAware, GapAwareMasters, MasterWeights
 from megatron.pipeline.runtime.update.versions import WeightVersions
@@ -96,6 +95,46 @@ class StageModule(nn.Module):
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
         """The trained parameters of the stage, by their names in the model."""
         return {name: parameter for name, parameter in self.stage.named_parameters() if parameter.requires_grad}
+
+
+class FrozenRank(FrozenUpdate):
+    """The update of a rank whose parameters are all frozen.
+
+    Its reports equal the reports of the other ranks, since this may be the first rank, which writes the log.
+
+    Args:
+        versions, optimizer: of no parameters, kept so that checkpoints of all ranks have one form.
+        scheduler: of `optimizer`; it goes on, so layers that train again have the right learning rate.
+        num_replicas: replicas of the pipeline.
+        options: arguments of `FrozenUpdate`.
+    """
+
+    scales = None
+
+    def __init__(
+        self, *, versions: WeightVersions, optimizer: torch.optim.Optimizer, scheduler: Any, num_replicas: int,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**options)
+        self.versions, self.optimizer, self.scheduler = versions, optimizer, scheduler
+        self._num_replicas = num_replicas
+        self._sizes: dict[int, int] = {}
+
+    def begin_batch(self, info: BatchInfo) -> None:
+        super().begin_batch(info)
+        self._sizes[info.index + 1] = info.num_microbatches
+
+    def reduce_norm(self, version: int, stop_requests: int, losses: Mapping[str, tuple[float, float]]) -> None:
+        report, size = self._reports.pop(version), self._sizes.pop(version)
+        count = self._reduction.reduce_norm(report, 0.0, stop_requests, losses) / self._num_replicas
+        report.grad_norm /= count / size or 1.0
+        report.learning_rate = self.optimizer.param_groups[0]["lr"]
+        report.skipped = report.overflow or not count
+        if not report.skipped:
+            self.scheduler.step()
+
+    def show_newest(self) -> None:
+        """Do nothing: the parameters always show the newest weights."""
 
 
 @dataclass

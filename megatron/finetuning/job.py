@@ -36,7 +36,6 @@ from megatron.finetuning.freezing_arguments import FREEZING
 from megatron.finetuning.merge import require_mergeable, save_merged
 from megatron.finetuning.plan import RunPlan, first_lines, make_plan, shorter_lines
 from megatron.finetuning.pretrained import Pretrained
-from megatron.finetuning.references import set_references
 from megatron.finetuning.relay import rounding_of
 from megatron.finetuning.relay_plan import relay_lines
 from megatron.finetuning.samples import (
@@ -47,7 +46,7 @@ from megatron.finetuning.samples import (
     read_data,
     require_whole_microbatches,
 )
-from megatron.finetuning.trainer import Report, Trainer
+from megatron.finetuning.trainer import Report, Trainer, set_references
 from megatron.pipeline.library.ranks import find_ranks
 from megatron.pipeline.runtime.contract.trace import gather_traces
 from megatron.pipeline.runtime.failure import agreement, failure_guard
@@ -197,7 +196,7 @@ def run(args: argparse.Namespace, stop: StopSignal) -> None:
         plan, args, feed=feed, summary=data.task.summary, pretrained=weights, ranks=ranks,
         num_steps=max(num_steps, 1), first_batch=done.batches, first_microbatch=done.microbatches, **options,
     )  # fmt: skip
-    num_pairs = set_references(pipeline, data, size=args.per_device_train_batch_size)
+    num_pairs = set_references(pipeline, (data.training, data.validation), size=args.per_device_train_batch_size)
     if args.resumed_from is not None:
         checkpoint.restore(pipeline, args.resumed_from)
     lines = (relay_lines if relays else first_lines)(plan, args)

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from megatron.finetuning.assembly import BuiltPipeline, Summary
 from megatron.finetuning.best import Best
 from megatron.finetuning.checkpoint import CheckpointOrigin, SavedProgress
 from megatron.finetuning.data.batches import Evaluated, Rows
+from megatron.finetuning.data.preference import LOG_PROBABILITIES, Pairs
 from megatron.finetuning.freezing import Freezer
 from megatron.finetuning.trackers import Trackers
 from megatron.pipeline.runtime.contract.stage import BatchReport
@@ -273,6 +274,21 @@ def forward(
         real = [part[: len(indices)] for part, indices in zip(parts, microbatches, strict=True)]
         predictions[name] = torch.cat(real) if rows.lengths is None else rows.joined(real)
     return losses, predictions
+
+
+def set_references(pipeline: BuiltPipeline, sources: Iterable[Rows | None], *, size: int) -> int:
+    """Set the references of all pairs of a preference: their log-probabilities in the model that the run begins with.
+
+    A run that goes on from a checkpoint computes them again before it reads the checkpoint: the same forwards of the
+    same weights. Returns the number of pairs; 0 for another task.
+
+    Collective: every rank must call it, before a step and before a checkpoint is read. `size`: rows of a microbatch.
+    """
+    found = [rows for rows in sources if isinstance(rows, Pairs)]
+    for rows in found:
+        _, kept = forward(pipeline, rows, in_order(rows, size))
+        rows.reference = kept[LOG_PROBABILITIES]
+    return sum(map(len, found))
 
 
 class Report:
