@@ -28,12 +28,12 @@ class EdgeTensor:
 
     Attributes:
         name: the name of the operator that makes it, or of the parameter in the model.
-        sizes: its dimensions, of which those that depend on the batch are expressions.
+        sizes: its dimensions; a dimension that depends on the batch is an expression.
         dtype: the dtype of the tensor and of its gradient.
         has_gradient: whether a gradient is sent back.
         owner: for a shared parameter, which changes only with the version of the weights, the stage that steps it;
             None for a tensor that each microbatch makes.
-        shape: its dimensions, of which those that depend on the batch are None.
+        shape: its dimensions; a dimension that depends on the batch is None.
     """
 
     name: str
@@ -56,7 +56,7 @@ class StageData:
     """The data of a microbatch that a stage does not receive from other stages.
 
     Attributes:
-        tensors: the microbatch's tensors by name, of which the stage reads those that it needs.
+        tensors: the microbatch's tensors by name; the stage reads what it needs.
         draw: the source of random numbers; None if nothing is random.
         weight: the weight of the microbatch's mean loss in the mean over its batch; weights are 1 on average.
     """

@@ -5,7 +5,7 @@ be present. Solution: the blocks run as in a profile, forward and backward, on t
 Each kernel gets an estimated time instead of a measured one: the time of its floating-point operations at the rate of
 matrix products, or of its bytes at the memory's rate, whichever is longer, and a launch. The model does not know
 caches, fused kernels and the inefficiency of small matrices. The bytes of saved tensors and of outputs are exactly
-those of a profile.
+as in a profile.
 """
 
 from __future__ import annotations

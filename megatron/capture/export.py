@@ -120,7 +120,7 @@ def capture(
     """Capture `model` in training mode.
 
     Args:
-        model: the user's model. It keeps its mode, and its parameters become those of the graph.
+        model: the user's model. It keeps its mode, and the graph has its parameters.
         batch: name -> tensor [batch of 2 or more, ...], the arguments of the forward. The graph runs with any batch
             size, 1 included. Values matter only if the forward decides by them; every batch is then decided alike.
         loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.

@@ -2,7 +2,7 @@
 
 A layer is the outermost numbered module around an operator, such as `model.layers.3` or `encoder.block.0`. What lies
 between layers belongs to the stage of the last layer that it needs, and so do the norm, the head and the loss behind
-the last one. What needs no layer (embeddings, also those of a decoder) belongs to the first stage.
+the last one. What needs no layer (embeddings, also of a decoder) belongs to the first stage.
 """
 
 from __future__ import annotations

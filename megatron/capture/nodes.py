@@ -61,7 +61,7 @@ def parameter_of(graph_module: fx.GraphModule, node: fx.Node) -> torch.nn.Parame
 
 
 def reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> Iterator[fx.Node]:
-    """Yield `nodes`, and those that `following` leads to from a node that was yielded, each once."""
+    """Yield `nodes` and all nodes to which `following` leads from a yielded node, each once."""
     wanted, seen = list(nodes), set()
     while wanted:
         node = wanted.pop()

@@ -4,7 +4,7 @@ Problem: a stage runs a microbatch's forward again for a recompute, and must cou
 torch.export writes "training" into the graph.
 Solution: batch norm becomes a call that gets the `Draw`. It updates its statistics for a microbatch whose number is
 above all that it has seen, which a buffer beside the statistics records. So it counts neither a recompute, nor an
-evaluation, nor a trial (a `Draw` with a sample below 0). The statistics are those of the microbatches that a stage
+evaluation, nor a trial (a `Draw` with a sample below 0). The statistics are of the microbatches that a stage
 runs: replicas have their own.
 
 A buffer that each forward overwrites before it reads it (the frequencies of longrope) is no state. Its readers take the

@@ -72,7 +72,7 @@ def state_of_tensors(folder: Path | str) -> str:
 class FolderTensors:
     """The tensors of a folder, by name, as a context manager. A file is opened when a tensor of it is first read.
 
-    Raises ValueError as `tensor_files` does, and for a file whose tensors differ from those that the index names.
+    Raises ValueError as `tensor_files` does, and for a file that has other tensors than the index says.
     """
 
     def __init__(self, folder: Path | str) -> None:

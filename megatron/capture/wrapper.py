@@ -84,9 +84,8 @@ def _field(output: object, name: str) -> object:
 
 
 def _fixed_arguments(model: torch.nn.Module, wanted: dict[str, object]) -> dict[str, object]:
-    """Of the wanted arguments those that the model has. Without a cache of keys and values, which only generation
-    needs; and with the contrastive loss, which CLIP and its kin return when they are asked.
-    """
+    """The wanted arguments that the model's forward takes: no cache of keys and values, which only generation needs,
+    and the contrastive loss, which CLIP and its kin return when they are asked."""
     return {name: value for name, value in wanted.items() if name in inspect.signature(model.forward).parameters}
 
 

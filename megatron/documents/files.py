@@ -26,7 +26,7 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, "
 
 
 def is_compressed(path: str | Path) -> bool:
-    """Whether the file's suffix is that of a compressed file."""
+    """Whether the file's suffix says that it is compressed."""
     return Path(path).suffix.lower() in _OPENERS
 
 

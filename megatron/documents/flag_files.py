@@ -4,7 +4,7 @@ A model's flags are written once into a file, for searches and for training. And
 all mistakes in one run: an invalid value is noted, and parsing continues. The usage text is not printed, since it would
 hide the sentences.
 
-`with_configuration` puts the flags of a YAML file before those of a command line: `run.yaml --seed 2`, or `--config
+`with_configuration` puts the flags of a YAML file before the flags of a command line: `run.yaml --seed 2`, or `--config
 run.yaml`. The keys are the flags without dashes in front. The file becomes words of the command line, so each flag is
 parsed and checked in one way.
 """
@@ -105,7 +105,7 @@ class FlagFileParser(argparse.ArgumentParser):
 
 
 def with_configuration(argv: Sequence[str], parser: FlagFileParser) -> list[str]:
-    """The words of a command line, behind those of the file that the first word or --config names.
+    """The words of a command line, behind the words for the file that the first word or --config names.
 
     Raises ValueError if the file cannot be read, has an unknown key, or a value of the wrong kind.
     """

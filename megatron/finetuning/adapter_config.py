@@ -46,7 +46,7 @@ BEGINNINGS = ("true", "gaussian")
 """Values of `init_lora_weights` with which an adapter begins; the others need data, or change the frozen weights."""
 
 BEGUN = (*BEGINNINGS, "false", "orthogonal")
-"""Values of an adapter that goes on: those that have left the frozen weights as they were."""
+"""Values of an adapter that goes on. Each of them has left the frozen weights as they were."""
 
 
 def require_peft():

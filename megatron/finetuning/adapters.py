@@ -1,8 +1,8 @@
 """LoRA adapters in a captured model: PEFT's own modules, configuration and files.
 
 PEFT replaces modules of the model without memory before the capture, so the graph has PEFT's operators, and the
-parameters of the adapted model have PEFT's names. Three tables connect the names: those in the adapted model, those of
-the frozen weights in the model's folder, and those in PEFT's files. PEFT itself makes the third.
+parameters of the adapted model have PEFT's names. Three tables connect the names in the adapted model, the names of the
+frozen weights in the model's folder, and the names in PEFT's files. PEFT itself makes the third table.
 
 A rank has only a part of a layer's tensors. An adapter begins with PEFT's initialisation of that layer, run with a
 generator that depends on the seed and the layer's name alone. So every partition begins alike.
@@ -36,7 +36,7 @@ class Adapter:
     """PEFT's adapter in a model without memory, which is changed in place.
 
     Attributes:
-        model: the adapted model, whose forward is that of the model before.
+        model: the adapted model, whose forward takes the same tensors as before.
         config: PEFT's configuration; PEFT has filled in what it decides by the architecture.
         layers: paths of the adapted layers.
         base_names: name in the adapted model -> name in the model before; a module that is trained whole has its
@@ -196,7 +196,7 @@ class AdapterTensors:
                 yield name, value if name == first else value.clone()
 
     def initial(self, other: Callable[..., Tensor]) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
-        """A function that makes a tensor that `read` lacks. `other` makes those of a new head, by their own names."""
+        """A function that makes a tensor that `read` lacks. `other`: makes a tensor of a new head, by its own name."""
 
         def make(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             path = self._adapter.layer_of(name)

@@ -47,7 +47,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "finetune.py") -> 
 
 
 def validate(args: argparse.Namespace) -> None:
-    """Check the flags, fill in those that follow from others, and put the sentences for the user into `args.notes`.
+    """Check the flags, fill in the flags that follow from others, and put sentences for the user into `args.notes`.
 
     Raises ValueError, with the remedy, for flags that contradict each other.
     """

@@ -190,7 +190,7 @@ def build_pipeline(
     """Cut this rank's stages, load their tensors and connect the ranks; a new head is initialised at random.
 
     Args:
-        groups: those of a pipeline before, which was closed; None: new ones.
+        groups: the groups of an earlier pipeline, which was closed; None: new ones.
         observe: as for `ModuleUpdate`; where weights live on the host, it gets norms for gradients.
 
     Collective: every rank must call it. Raises ValueError if tensors cannot be read.

@@ -65,7 +65,7 @@ class Decoder:
     Attributes:
         notes: sentences for the user on how answers are generated.
 
-    Raises ValueError for a model or a setting under which answers would not be those of transformers' `generate`.
+    Raises ValueError for a model or a setting with which transformers' `generate` would answer otherwise.
     """
 
     lengths = None  # rows have all padding

@@ -17,7 +17,7 @@ def boolean(text: str) -> bool:
 def both_spellings(group) -> Callable[..., argparse.Action]:
     """The `add_argument` of a group, which also accepts each flag written with dashes, such as --learning-rate.
 
-    A flag without a value also accepts true and false, as those of transformers do.
+    A flag without a value also accepts true and false, as transformers' flags do.
     """
 
     def add(*names: str, **options: object) -> argparse.Action:

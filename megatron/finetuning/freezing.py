@@ -1,6 +1,6 @@
 """Layers of a captured model that freeze during training (PipeTransformer, section 3.2), and train again.
 
-The decisions are those of `megatron.elastic.freezing`. At a change the pipeline is drained, and each rank builds its
+`megatron.elastic.freezing` decides. At a change the pipeline is drained, and each rank builds its
 stages anew: a frozen parameter requires no gradient, so it has no gradient buffer, no optimizer's state and no weight
 versions, and no gradient travels before the first trained parameter. A stage without trained parameters at or before
 it computes only forwards. Weights, moments and versions of what goes on training are kept bit for bit.

@@ -1,4 +1,4 @@
-"""The flags of training that freezes layers, which are those of the Megatron programs in `finetune.py`'s spelling."""
+"""The flags of training that freezes layers: the Megatron programs' flags in `finetune.py`'s spelling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags of texts that evaluations generate, named as those of transformers, and the checks that need no model."""
+"""The flags of texts that evaluations generate, with transformers' names, and the checks that need no model."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ KEPT = (
     "warmup_steps", "warmup_ratio", "max_grad_norm", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
     "momentum", "load_in_4bit", "load_in_8bit", *(name for name in LOSS_SCALE if name != "initial_loss_scale"),
 )  # fmt: skip
-"""Flags that a resumed run must repeat besides those that decide its rows: its place in the rows, its learning rates
-and the state of its optimizers depend on them."""
+"""Flags that a resumed run must repeat besides the flags that decide its rows. Its place in the rows, its learning
+rates and the state of its optimizers depend on them."""
 
 MERGED = "merged"
 """The folder of the merged model in --output_dir."""

@@ -47,7 +47,7 @@ def save_merged(
     save_rest: Callable[[Path], None],
     file_bytes: float = FILE_BYTES,
 ) -> None:
-    """Write the merged model as `folder`, in `dtype`, or in that of the model's files.
+    """Write the merged model as `folder`. `dtype`: None: the dtype in the model's files.
 
     Collective: every rank must call it. `save_rest`: writes all but the tensors; called on rank 0. Raises ValueError on
     all ranks if any rank cannot write.

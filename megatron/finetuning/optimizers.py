@@ -68,7 +68,7 @@ def make_scheduler(
 
 
 def take_rates(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
-    """Let the next step have the learning rates of `scheduler`, in place of those of the run that saved its state.
+    """Let the next step have the learning rates of `scheduler`, and not the rates of the run that saved its state.
 
     The state counts steps. A schedule over another number of batches has other rates after as many.
     """

@@ -300,7 +300,7 @@ def _in_order(captured: Captured, partition: Partition) -> Partition:
 
 
 def stage_costs(captured: Captured, costs: Sequence[BlockCost], partition: Partition) -> tuple[StageCost, ...]:
-    """The costs of each stage, of those of its blocks."""
+    """The costs of each stage: the sums over its blocks."""
     sums = [Counter(parameters=0, frozen_bytes=0) for _ in range(partition.num_stages)]
     holders: dict[tuple[str, int | None], int] = {}  # parameter, and the device if it is frozen -> the first such stage
     for node, (block, cost) in enumerate(zip(blocks_of(captured), costs, strict=True), start=len(captured.inputs)):

@@ -1,10 +1,10 @@
 """A Hugging Face model from its folder: its configuration, the model without memory for its weights, and its tensors.
 
-Problem: the tensors in the files of a folder differ from those of the model. For example, a file has one tensor for
-each expert while the model has one tensor for all experts, or a file uses old names of modules.
+Problem: the tensors in the files of a folder differ from the tensors of the model. For example, a file has one tensor
+for each expert while the model has one tensor for all experts, or a file uses old names of modules.
 
 Solution: apply transformers' own renamings and converters, as `from_pretrained` does, but to the names first. So every
-rank knows which tensors are missing and which are superfluous, reads only the tensors from which those of its stages
+rank knows which tensors are missing and which are superfluous, reads only the tensors from which its stages' tensors
 are made, and writes the tensors that `save_pretrained` would write.
 
 transformers is imported inside functions, since only fine-tuning needs it.
@@ -157,7 +157,7 @@ class _Recipe:
 
 
 class Pretrained:
-    """The tensors of a folder, converted to those of `model`, which needs no memory for its parameters.
+    """The tensors of a folder, converted to the tensors of `model`, which needs no memory for its parameters.
 
     Args:
         new_head: initialise a head that the files lack at random, and ignore the head of another task.
@@ -378,7 +378,7 @@ class Pretrained:
         return sum(self._state[name].nbytes for name in names)
 
     def tensors(self, names: Iterable[str], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Those of the model's tensors that the folder has, read in `dtype`, or in that of the files."""
+        """Some of the model's tensors, as far as the folder has them. `dtype`: None: the dtype in the files."""
         wanted = {name: Wanted(self._aliases[name], self._state[name].shape, dtype) for name in names}
         with FolderTensors(self.folder) as files:
             return dict(self.read(files, wanted))

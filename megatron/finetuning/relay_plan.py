@@ -1,8 +1,8 @@
 """Memory and time of a relay (L2L) before it runs: bytes on the device and on the host, and the speed on known GPUs.
 
 The bound of a batch is what no order of its work can beat: the computation of the busiest device, the bytes that its
-link carries in either direction, or its share of the host's optimizer, whichever takes longest. The simulated time is
-that of the program, with the same numbers.
+link carries in either direction, or its share of the host's optimizer, whichever takes longest. The program is
+simulated with the same numbers.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ class StageBytes:
     """Bytes of a stage in flat memory.
 
     Attributes:
-        weights: dtype -> of all weights on the device.
-        plain: of the weights that are not packed.
-        packed: dtype -> of the parts of packed weights.
-        unpacked: (elements, dtype) of a packed weight on the device -> how many there are.
-        gradients: of those that are trained; `trained`: how many elements these have.
+        weights: dtype -> bytes of all weights on the device.
+        plain: bytes of the weights that are not packed.
+        packed: dtype -> bytes of the parts of packed weights.
+        unpacked: (elements, dtype) of a packed weight on the device -> the number of such weights.
+        gradients: bytes of the gradients of trained weights.
+        trained: the number of elements of trained weights.
     """
 
     weights: Mapping[torch.dtype, int]

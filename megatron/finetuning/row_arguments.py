@@ -25,7 +25,7 @@ def add_rows(add: Callable[..., argparse.Action]) -> None:
 
 
 def validate_rows(args: argparse.Namespace) -> None:
-    """Check the flags. Raises ValueError for rows without different lengths, and for those that no file can keep."""
+    """Check the flags. Raises ValueError for rows that all have one length, and for rows that no file can keep."""
     if args.data_cache is not None:
         where = f"--data_cache {args.data_cache}"
         if args.task not in STORED:

@@ -97,7 +97,7 @@ class Data:
 
     @property
     def rows(self) -> Rows:
-        """The rows to train on, or else those to evaluate."""
+        """The rows to train on; without training, the rows to evaluate."""
         return self.training or self.validation
 
     @property

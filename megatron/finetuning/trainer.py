@@ -209,8 +209,8 @@ class Trainer:
     def _save(self, first: int, *, is_best: bool = False, owes_evaluation: bool = False) -> None:
         """Write `checkpoint-N` and remove the checkpoints that are no longer wanted.
 
-        After the run's first checkpoint, --overwrite_output_dir removes those with more batches than `first`, the batch
-        at which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: it is due and left out.
+        After the run's first checkpoint, --overwrite_output_dir removes checkpoints with more batches than `first`, at
+        which the run began. `is_best`: the newest evaluation is the best. `owes_evaluation`: it is due and left out.
         """
         engine, args, start = self.pipeline.engine, self.args, time.perf_counter()
         folder = self._folder()

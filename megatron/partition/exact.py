@@ -8,7 +8,7 @@ bound, a search from the last stage backwards, with the tables as its bound, fin
 
 The mixed integer program (scipy's HiGHS) moves units between the stages of a partition; stages keep their devices. It
 finds the least possible time of the busiest device exactly, under the limits of memory and the order of stages. The
-program does not contain transfers, so its result is priced like that of every other method.
+program does not contain transfers, so its result is priced like any other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -190,7 +190,7 @@ class _Tables:
 
 
 def _sums(values: Sequence[int]) -> numpy.ndarray:
-    """The matrix of sums: [i, j] is that of the values i to j-1."""
+    """The matrix of sums: [i, j] is the sum of the values i to j-1."""
     start = numpy.cumsum([0, *values], dtype=float)
     return start[None, :] - start[:, None]
 

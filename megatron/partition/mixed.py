@@ -164,7 +164,7 @@ PATIENCE = 15_000
 
 REFINED = 6
 KEPT = 3
-"""The number of starts that are refined as fine units, and the number of those that are disturbed."""
+"""The number of starts that are refined as fine units, and the number of starts that are disturbed."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ CHAIN = 16
 """The number of steps of a chain (`_chain`)."""
 
 MOST_SWAPS = 300
-"""The most swaps that are priced in a round; those with the best estimated time are priced first."""
+"""The most swaps that are priced in a round. The swaps with the best estimated times are priced first."""
 
 
 class Budget:

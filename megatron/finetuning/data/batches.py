@@ -56,7 +56,7 @@ class Rows:
         num_terms: int64 [rows]; the number of terms (tokens or samples) over which the loss of a row is averaged.
         metrics: computes the metrics of an evaluation of all rows.
         notes: sentences for the user on what became of the samples.
-        targets: names of tensors of labels, [rows, tokens], whose tokens are not those of the inputs.
+        targets: names of tensors of labels, [rows, tokens], whose tokens are not the tokens of the inputs.
 
     Attributes:
         lengths: the lengths of the rows; None before `measure`.

@@ -172,7 +172,7 @@ class Template:
         self._tokenizer, self._all = tokenizer, args.train_on_prompt
 
     def tokens(self, messages: list[Message], tools: object, where: str) -> Tokens:
-        """The tokens of a conversation; those of answers count in the loss, or all with --train_on_prompt.
+        """The tokens of a conversation; tokens of answers count in the loss, or all tokens with --train_on_prompt.
 
         Raises ValueError if the template refuses the conversation, or does not show where answers are.
         """

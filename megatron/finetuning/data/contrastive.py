@@ -36,7 +36,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
 
 
 def _own(name: str, scores: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Whether each row's best score is that of its own partner, bool [rows]. `scores`: [rows, rows]."""
+    """Whether each row scores best with its own partner, bool [rows]. `scores`: [rows, rows]."""
     return scores.argmax(-1) == torch.arange(len(scores), device=scores.device)
 
 

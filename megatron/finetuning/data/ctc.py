@@ -1,8 +1,8 @@
 """Recognition of speech by connectionist temporal classification (CTC): a letter or none for each frame of a sound.
 
 transformers' loss counts a row without a text, and rows that only fill up a microbatch must count nothing. So the loss
-is computed here, as with transformers' ctc_loss_reduction "mean": that of a sample over the length of its text, and the
-mean over samples. Source: Graves et al. (2006), "Connectionist temporal classification".
+is computed here, as with transformers' ctc_loss_reduction "mean": a sample's loss is divided by the length of its text,
+and the mean over samples is taken. Source: Graves et al. (2006), "Connectionist temporal classification".
 """
 
 from __future__ import annotations

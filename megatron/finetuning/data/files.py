@@ -133,7 +133,7 @@ def stream_file(path: str, *, limit: int | None = None) -> File:
 
 
 def state_of_file(path: Path) -> str:
-    """The size of a file and a digest of all its bytes; of a folder of `save_to_disk`, those of its data."""
+    """The size of a file and a digest of all its bytes; for a folder of `save_to_disk`, of its files of data."""
     files, digest = [path], hashlib.sha256()
     if path.is_dir():
         said = json.loads((path / "state.json").read_text(encoding="utf-8"))

@@ -167,8 +167,9 @@ def _with_suffix(args: argparse.Namespace, processor: Any) -> _Make:
 def _with_template(args: argparse.Namespace, processor: Any) -> _Make:
     """For a processor of conversations in the form of a chat template.
 
-    The processor makes the tokens; they have to be those of the text, in which others stand for the image's mark.
-    Blanks beside the mark may become one token with what the processor writes there, such as the lines of Gemma 3.
+    The processor makes the tokens. They have to equal the tokens of the text, but for the image's mark, in whose place
+    it writes others. Blanks beside the mark may become one token with what the processor writes there, such as the
+    lines of Gemma 3.
 
     What is made raises ValueError for a text without exactly one mark, and for a processor of another kind.
     """

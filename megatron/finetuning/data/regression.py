@@ -62,7 +62,7 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
 
 def _numbers(value: object, where: str) -> list[float]:
-    """The numbers of a sample: one, or those of a list. Raises ValueError for anything else."""
+    """The numbers of a sample: one, or a list of them. Raises ValueError for anything else."""
     values = value if isinstance(value, list) and value else [value]
     try:
         found = [math.nan if isinstance(each, bool) else float(each) for each in values]

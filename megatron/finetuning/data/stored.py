@@ -141,7 +141,7 @@ def cached_rows(
 
 
 def states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, bytes and time of the last change of each file, and of those in each folder."""
+    """Path, bytes and time of the last change of each file; a folder stands for all files in it."""
     files = [
         each for path in paths for each in (sorted(path.rglob("*")) if path.is_dir() else [path]) if each.is_file()
     ]

@@ -43,7 +43,7 @@ class Prepared:
         changes: changes to the model's configuration.
         prompts: makes the prompts of a file with the same columns; None: the task has none.
         forward: (model, microbatch) -> the model's output with its loss; None: the model computes its own loss.
-        pieces: makes the same rows of a file that comes in pieces; None: those of each piece by itself.
+        pieces: makes the same rows of a file that comes in pieces; None: each piece makes its rows by itself.
     """
 
     rows: Callable[[File], Rows]

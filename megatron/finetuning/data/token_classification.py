@@ -1,6 +1,6 @@
 """Classification of words: a class for each word of a text, such as the entity that it names.
 
-The label of a word is that of its first token; its other tokens have none.
+The first token of a word has its label; the other tokens of the word have none.
 """
 
 from __future__ import annotations
