@@ -228,19 +228,15 @@ class _Cutter:
         outputs += [self._made[captured.loss]] if has_loss else []
         outputs += [self._made[captured.kept[name]] for name in results]
         self._graph.output(tuple(outputs))
-        return CapturedStage(
-            self._graph,
-            self._values,
-            index=index,
-            draws=any(node.target == DRAW for node in placeholders),
-            inputs=tuple(node.target for node in placeholders if node.target != DRAW),
-            sources={stage: tuple(self._described(key) for key in keys) for stage, keys in received.items()},
-            targets={stage: tuple(self._described(key) for key in keys) for stage, keys in given.items()},
-            has_loss=has_loss,
-            results=results,
-            names=self._parameters,
-            persistent=captured.persistent,
+        names = [node.target for node in placeholders]
+        sources, targets = (
+            {stage: tuple(map(self._described, keys)) for stage, keys in sent.items()} for sent in (received, given)
         )
+        return CapturedStage(
+            self._graph, self._values, index=index, draws=DRAW in names, has_loss=has_loss, results=results,
+            inputs=tuple(name for name in names if name != DRAW), sources=sources, targets=targets,
+            names=self._parameters, persistent=captured.persistent,
+        )  # fmt: skip
 
     def _copied(self, node: fx.Node) -> fx.Node:
         """The copy of an operator's input in this stage's graph."""

@@ -33,12 +33,9 @@ from megatron.capture.wrapper import LossOnly
 aten = torch.ops.aten
 
 _ONLY_CHECKS = {  # checks of properties of the capture's batch; sizes and devices of a run may differ
-    aten._assert_tensor_metadata.default,
-    aten._assert_scalar.default,
-    aten._assert_async.msg,
-    aten.sym_constrain_range_for_size.default,
-    aten.sym_constrain_range.default,
-}
+    aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg,
+    aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

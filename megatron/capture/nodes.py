@@ -119,12 +119,9 @@ def _needs_gradient(graph_module: fx.GraphModule, node: fx.Node, found: Set[fx.N
 
 
 _RETURNS_ITS_INPUT = {  # operators that may return an input although their schemas do not say so
-    aten.broadcast_tensors.default,
-    aten.meshgrid.default,
-    aten.meshgrid.indexing,
-    aten.dropout.default,
+    aten.broadcast_tensors.default, aten.meshgrid.default, aten.meshgrid.indexing, aten.dropout.default,
     aten.feature_dropout.default,
-}
+}  # fmt: skip
 _KEEPS_STATISTICS = {  # operator -> (arguments that it writes, the argument that turns this on); not in its schema
     aten.batch_norm.default: ((3, 4), 5),
     aten.instance_norm.default: ((3, 4), 5),

@@ -37,14 +37,9 @@ _CTC_LOSS = torch.nn.functional.ctc_loss
 
 
 def ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int = 0,
+    reduction: str = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``torch.nn.functional.ctc_loss`` by torch's own kernel; of fake tensors the shape only."""
     if isinstance(log_probs, FakeTensor) or log_probs.is_meta:
         return log_probs.sum((0, 2)) if reduction == "none" else log_probs.sum()

@@ -26,18 +26,9 @@ _SEEN = "last_sample"
 
 
 def counted_batch_norm(
-    draw: Draw,
-    node: int,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    count: Tensor | None,
-    last_sample: Tensor,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+    draw: Draw, node: int, input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+    count: Tensor | None, last_sample: Tensor, momentum: float, eps: float,
+) -> Tensor:  # fmt: skip
     """Compute ``batch_norm`` number `node` of `input` [samples, channels, ...], and update its statistics in place.
 
     Args:
@@ -86,7 +77,7 @@ def count_statistics(graph_module: fx.GraphModule) -> int:
             last = graph.get_attr(f"{path}.{_SEEN}")
             new = graph.call_function(
                 counted_batch_norm,
-                (draw, number, *(arguments[name] for name in ("input", "weight", "bias")), mean, variance, count, last,
+                (draw, number, arguments["input"], arguments["weight"], arguments["bias"], mean, variance, count, last,
                  arguments["momentum"], arguments["eps"]),
             )  # fmt: skip
         new.meta = dict(node.meta)

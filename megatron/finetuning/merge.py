@@ -38,15 +38,9 @@ def require_mergeable(adapter: Adapter, pretrained: Pretrained) -> None:
 
 
 def save_merged(
-    adapter: Adapter,
-    pretrained: Pretrained,
-    adapter_folder: Path,
-    folder: Path,
-    *,
-    dtype: torch.dtype | None,
-    save_rest: Callable[[Path], None],
-    file_bytes: float = FILE_BYTES,
-) -> None:
+    adapter: Adapter, pretrained: Pretrained, adapter_folder: Path, folder: Path, *, dtype: torch.dtype | None,
+    save_rest: Callable[[Path], None], file_bytes: float = FILE_BYTES,
+) -> None:  # fmt: skip
     """Write the merged model as `folder`. `dtype`: None: the dtype in the model's files.
 
     Collective: every rank must call it. `save_rest`: writes all but the tensors; called on rank 0. Raises ValueError on

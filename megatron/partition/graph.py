@@ -333,14 +333,8 @@ def evaluate(graph: Graph, partition: Partition) -> Valuation:
     for stage, device in enumerate(devices):
         once = max(0.0, graph.milliseconds_of(sent[stage]) - compute[device])
         stage_ms.append(compute[device] + 2 * once)
-    return Valuation(
-        objective_ms=max(stage_ms),
-        stage_ms=tuple(stage_ms),
-        compute_ms=tuple(compute),
-        memory_bytes=tuple(memory),
-        crossing_bytes=sum(sent),
-        depth=networkx.dag_longest_path_length(quotient, default_weight=1),
-    )
+    depth = networkx.dag_longest_path_length(quotient, default_weight=1)
+    return Valuation(max(stage_ms), tuple(stage_ms), tuple(compute), tuple(memory), sum(sent), depth)
 
 
 def tensors(graph: Graph) -> list[tuple[int, float, tuple[int, ...]]]:

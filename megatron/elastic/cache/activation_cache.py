@@ -73,11 +73,8 @@ class ActivationCache:
         assert window >= 1 and most_waiting >= 1
         self.folder = Path(folder)
         self._options = {
-            "most_bytes": most_bytes,
-            "window": window,
-            "most_waiting": most_waiting,
-            "in_background": in_background,
-        }
+            "most_bytes": most_bytes, "window": window, "most_waiting": most_waiting, "in_background": in_background,
+        }  # fmt: skip
         self.generation = generation
         self.older = older if older is not None and generation.deepens(older) else None
         """The generation whose values `get_older` finds; None if there is none."""
