@@ -15,7 +15,7 @@ from megatron.documents.files import require_characters
 from megatron.finetuning.data.batches import IGNORED, Metrics, Rows
 from megatron.finetuning.data.files import File, Sample
 from megatron.finetuning.data.generation import perplexity
-from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
+from megatron.finetuning.data.packing import Sequences, Tokens, rows_of
 from megatron.finetuning.data.task import Prepared, Prompts, Task, most_likely, require_fast
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -35,19 +35,12 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
     def rows(file: File) -> Rows:
         file.require(columns)
-        sequences, num_cut, num_left_out = [], 0, 0
+        sequences = Sequences(file, "conversation", args.max_seq_length)
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"
-            found = template.tokens(_messages(sample, list(columns), where), sample.get("tools") or None, where)
-            num_cut += len(found.ids) > args.max_seq_length
-            kept = found.cut(args.max_seq_length)
-            if kept.num_counted:
-                sequences.append(kept)
-            else:
-                num_left_out += 1
-        require_some(sequences, file, args.max_seq_length)
-        notes = notes_on(file, "conversation", args.max_seq_length, num_cut=num_cut, num_left_out=num_left_out)
-        return rows_of(sequences, args, tokenizer, answer_metrics, notes)
+            messages = _messages(sample, list(columns), where)
+            sequences.add(template.tokens(messages, sample.get("tools") or None, where))
+        return rows_of(sequences.only(), args, tokenizer, answer_metrics, sequences.notes())
 
     def prompts(file: File) -> Prompts:
         texts, references, num_left_out = [], [], 0

@@ -23,7 +23,7 @@ from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.chat import ASSISTANT, Message, Template, answer_metrics, columns_of, messages_of
 from megatron.finetuning.data.classification import IMAGE, image_of
 from megatron.finetuning.data.files import File, Sample
-from megatron.finetuning.data.packing import Tokens, notes_on, require_some, rows_of
+from megatron.finetuning.data.packing import Sequences, Tokens, rows_of
 from megatron.finetuning.data.task import Prepared, Task, config_of, most_likely, parts_of
 
 _INPUTS = {"input_ids", "attention_mask", "pixel_values"}
@@ -61,7 +61,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
 
     def rows(file: File) -> Rows:
         file.require({**columns, image: "image"})
-        sequences, others, num_cut, num_left_out = [], [], 0, 0
+        sequences, others = Sequences(file, "conversation", length), []
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"
             picture = image_of(sample[image], file, number)
@@ -76,10 +76,7 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
                     f"{where}: its image ends at token {made.after}, which --max_seq_length {length} cuts off; "
                     "give a larger --max_seq_length"
                 )
-            num_cut += len(made.tokens.ids) > length
-            kept = made.tokens.cut(length)
-            if not kept.num_counted:
-                num_left_out += 1
+            if not sequences.add(made.tokens):
                 continue
             types = {name: torch.tensor(made.types[name][:length]) for name in taken if name in made.types}
             own = {name: functional.pad(each, (0, length - len(each)))[None] for name, each in types.items()}
@@ -89,12 +86,10 @@ def _prepare(args: argparse.Namespace, processor: Any, file: File, classes: Mapp
                     f"{where}: the processor makes its image {tuple(made.pixels.shape)} and others "
                     f"{tuple(others[0]['pixel_values'].shape)}, and a batch has one size; bring the images to one size"
                 )
-            sequences.append(kept)
             others.append(own)
-        require_some(sequences, file, length)
-        notes = notes_on(file, "conversation", length, num_cut=num_cut, num_left_out=num_left_out)
+        kept = sequences.only()
         inputs = {name: torch.cat([each[name] for each in others]) for name in others[0]}
-        return rows_of(sequences, args, processor.tokenizer, answer_metrics, notes, inputs)
+        return rows_of(kept, args, processor.tokenizer, answer_metrics, sequences.notes(), inputs)
 
     return Prepared(rows)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,25 +47,51 @@ class Tokens:
         return sum(label != IGNORED for label in self.labels)
 
 
-def notes_on(file: File, kind: str, length: int, *, num_cut: int, num_left_out: int) -> list[str]:
-    """Sentences on how many samples of a kind, such as conversations, were cut or left out; none for a number of 0."""
-    return [
-        f"{file.path}: {counted(count, kind)} of {len(file.samples)} {what}"
-        for count, what in (
-            (num_cut, f"cut to --max_seq_length {length}"),
-            (num_left_out, "left out, without an answer in what is left"),
-        )
-        if count
-    ]
+@dataclass
+class Sequences:
+    """The sequences of a file's samples, cut to a length. A sample is left out if a sequence has no answer within it.
 
+    Attributes:
+        kind: what a sample is, such as a conversation.
+        kept: the sequences of each sample that is not left out.
+        num_cut, num_left_out: numbers of samples.
+    """
 
-def require_some(sequences: Sequence[Tokens], file: File, length: int) -> None:
-    """Raise ValueError if no conversation of a file is left."""
-    if not sequences:
-        raise ValueError(
-            f"{file.path}: no conversation has an answer within --max_seq_length {length}; give a larger "
-            "--max_seq_length, or conversations in which the assistant answers"
-        )
+    file: File
+    kind: str
+    length: int
+    kept: list[list[Tokens]] = field(default_factory=list)
+    num_cut: int = 0
+    num_left_out: int = 0
+
+    def add(self, *found: Tokens) -> bool:
+        """Add the sequences of a sample. Returns whether they are kept."""
+        self.num_cut += any(len(each.ids) > self.length for each in found)
+        cut = [each.cut(self.length) for each in found]
+        is_kept = all(each.num_counted for each in cut)
+        self.kept += [cut] * is_kept
+        self.num_left_out += not is_kept
+        return is_kept
+
+    def only(self) -> list[Tokens]:
+        """The sequences of samples of one each. Raises ValueError if none is kept."""
+        if not self.kept:
+            raise ValueError(
+                f"{self.file.path}: no conversation has an answer within --max_seq_length {self.length}; give a larger "
+                "--max_seq_length, or conversations in which the assistant answers"
+            )
+        return [sequence for (sequence,) in self.kept]
+
+    def notes(self) -> list[str]:
+        """Sentences on how many samples were cut or left out; none for a number of 0."""
+        return [
+            f"{self.file.path}: {counted(count, self.kind)} of {len(self.file.samples)} {what}"
+            for count, what in (
+                (self.num_cut, f"cut to --max_seq_length {self.length}"),
+                (self.num_left_out, "left out, without an answer in what is left"),
+            )
+            if count
+        ]
 
 
 def rows_of(

@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from megatron.finetuning.data.batches import IGNORED, Rows
 from megatron.finetuning.data.chat import ASSISTANT, PROMPT, Message, Template, messages_of
 from megatron.finetuning.data.files import File, Sample
-from megatron.finetuning.data.packing import notes_on, rows_of
+from megatron.finetuning.data.packing import Sequences, rows_of
 from megatron.finetuning.data.task import Prepared, Task
 
 ANSWERS = ("chosen", "rejected")
@@ -73,24 +73,18 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
 
     def rows(file: File) -> Rows:
         file.require({**columns, **({} if prompt is None else {prompt: "text"})})
-        pairs, num_cut, num_left_out = [], 0, 0
+        pairs = Sequences(file, "pair", length)
         for number, sample in enumerate(file.samples, start=1):
             where = f"{file.path}, sample {number}"
             before, answers = _split(sample, prompt, list(columns), where)
-            found = [template.completion(before, answer, sample.get("tools") or None, where) for answer in answers]
-            num_cut += any(len(each.ids) > length for each in found)
-            kept = [each.cut(length) for each in found]
-            if all(each.num_counted for each in kept):
-                pairs.append(kept)
-            else:
-                num_left_out += 1
-        if not pairs:
+            tools = sample.get("tools") or None
+            pairs.add(*(template.completion(before, answer, tools, where) for answer in answers))
+        if not pairs.kept:
             raise ValueError(
                 f"{file.path}: no pair has both answers within --max_seq_length {length}; give a larger one"
             )
-        notes = notes_on(file, "pair", length, num_cut=num_cut, num_left_out=num_left_out)
-        chosen, rejected = (rows_of(side, args, tokenizer) for side in zip(*pairs, strict=True))
-        return Pairs(chosen, rejected, beta, notes)
+        chosen, rejected = (rows_of(side, args, tokenizer) for side in zip(*pairs.kept, strict=True))
+        return Pairs(chosen, rejected, beta, pairs.notes())
 
     return Prepared(rows, forward=loss_of_pairs(beta, args.dpo_label_smoothing))
 
