@@ -41,23 +41,27 @@ def blocks_of(captured: Captured) -> tuple[tuple[int, ...], ...]:
     groups = networkx.utils.UnionFind(range(len(captured.nodes)))
     bound_sizes = [node for node in captured.nodes if is_size(node) and node not in free]
     sizes = [[node, *node.users] for node in bound_sizes]
-    for members in (*written_groups(captured.nodes), *_inseparable(captured.nodes), *sizes):
-        found = [number[node] for node in members if node in number]
+    for together in (*written_groups(captured.nodes), *_inseparable(captured.nodes), *sizes):
+        found = [number[node] for node in together if node in number]
         if found:
             groups.union(*found)
-    uses = networkx.DiGraph()
-    uses.add_nodes_from(groups[position] for position, node in enumerate(captured.nodes) if node not in free)
-    for position, node in enumerate(captured.nodes):
-        for source in node.all_input_nodes:
-            if source in number and source not in free and node not in free:
-                uses.add_edge(groups[number[source]], groups[position])
-    for circle in networkx.strongly_connected_components(uses):
-        groups.union(*circle)
     members: dict[int, list[int]] = {}
     for position, node in enumerate(captured.nodes):
         if node not in free:
             members.setdefault(groups[position], []).append(position)
-    return _in_order(captured.nodes, number, [tuple(each) for each in members.values()])
+    uses = networkx.DiGraph()
+    uses.add_nodes_from(members)
+    for position, node in enumerate(captured.nodes):
+        for source in node.all_input_nodes:
+            if source in number and source not in free and node not in free:
+                uses.add_edge(groups[number[source]], groups[position])
+    joined = networkx.condensation(uses)  # groups on a circle are one block
+    blocks = {
+        each: tuple(sorted(position for group in data["members"] for position in members[group]))
+        for each, data in joined.nodes(data=True)
+    }
+    # Of several blocks that can run, the block that begins first in the graph comes first.
+    return tuple(map(blocks.get, networkx.lexicographical_topological_sort(joined, key=lambda each: blocks[each][0])))
 
 
 def free_nodes(captured: Captured) -> frozenset[fx.Node]:
@@ -114,21 +118,6 @@ def _read_through_views(node: fx.Node) -> Iterable[fx.Node]:
     for each in wanted:
         yield each
         wanted += [source for source in aliased_by(each) if source.op == "call_function"]
-
-
-def _in_order(nodes, number, blocks: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The blocks, sorted so that each comes after the blocks that it needs. Of several blocks that can run, the one
-    that begins first in the graph comes first."""
-    block_of = {position: block for block in blocks for position in block}
-    uses = networkx.DiGraph()
-    uses.add_nodes_from(blocks)
-    for block in blocks:
-        for position in block:
-            for source in nodes[position].all_input_nodes:
-                other = block_of.get(number.get(source))
-                if other is not None and other != block:
-                    uses.add_edge(other, block)
-    return tuple(networkx.lexicographical_topological_sort(uses, key=lambda block: block[0]))
 
 
 @dataclass(frozen=True)
