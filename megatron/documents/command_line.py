@@ -99,10 +99,10 @@ def require_file(path: Path, flag: str = "--output") -> None:
         raise ValueError(f"{flag} {path} cannot be written; name a file in a folder of yours")
 
 
-def require_folder(path: Path, flag: str = "--output") -> None:
-    """Check that files can be created in a folder, which may still have to be made. Raises ValueError if not."""
+def require_folder(path: Path) -> None:
+    """Check that files can be created in the folder of --output, which may be missing. Raises ValueError if not."""
     if not _may_be_made(path / "file"):
-        raise ValueError(f"{flag} {path} cannot be written; name a folder of yours")
+        raise ValueError(f"--output {path} cannot be written; name a folder of yours")
 
 
 def _may_be_made(path: Path) -> bool:

@@ -92,13 +92,6 @@ def cut_greedily(work: Sequence[float], num_ranks: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def busiest(work: Sequence[float], counts: Sequence[int]) -> float:
-    """The work of the busiest rank."""
-    ends = list(accumulate(counts, initial=0))
-    assert ends[-1] == len(work), "each unit is somewhere"
-    return max(math.fsum(work[begin:end]) for begin, end in pairwise(ends))
-
-
 def _check(work: Sequence[float], num_ranks: int) -> None:
     if not 1 <= num_ranks <= len(work):
         raise ValueError(

@@ -1,12 +1,13 @@
 """Units in a row on ranks in a row, and stages of which none is half frozen."""
 
-from itertools import combinations, pairwise
+import math
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.stages import busiest, cut_exactly, cut_greedily, cut_that_fits, stages_of
+from megatron.elastic.stages import cut_exactly, cut_greedily, cut_that_fits, stages_of
 from tests.draws import draws
 
 WORK = st.lists(st.floats(0, 100), min_size=1, max_size=14)
@@ -16,6 +17,13 @@ def all_cuts(num_units, num_ranks):
     for ends in combinations(range(1, num_units), num_ranks - 1):
         borders = [0, *ends, num_units]
         yield tuple(end - begin for begin, end in pairwise(borders))
+
+
+def busiest(work, counts):
+    """The work of the busiest rank."""
+    ends = list(accumulate(counts, initial=0))
+    assert ends[-1] == len(work), "each unit is somewhere"
+    return max(math.fsum(work[begin:end]) for begin, end in pairwise(ends))
 
 
 @draws(200)
