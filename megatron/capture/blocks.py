@@ -29,7 +29,7 @@ import networkx
 from torch import fx
 
 from megatron.capture.export import Captured, is_size
-from megatron.capture.nodes import aliased_by, differentiable, is_getitem, without_model, written_by
+from megatron.capture.nodes import aliased_by, differentiable, is_getitem, reached, without_model, written_by
 from megatron.capture.randomness import seeded_attention
 
 
@@ -89,9 +89,7 @@ def written_groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """For each memory that is written: the nodes that share it, and the nodes that read it before the last write."""
     shared = networkx.utils.UnionFind(nodes)
     for node in nodes:
-        sources = [each for each in (*aliased_by(node), *written_by(node)) if each.op == "call_function"]
-        if sources:
-            shared.union(node, *sources)
+        shared.union(node, *_operators((*aliased_by(node), *written_by(node))))
     writes = [node for node in nodes if written_by(node)]
     position = {node: place for place, node in enumerate(nodes)}
     found = []
@@ -105,19 +103,15 @@ def written_groups(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 def _inseparable(nodes: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
     for node in nodes:
-        if node.target is seeded_attention:
-            yield [node, *_read_through_views(node)]
+        if node.target is seeded_attention:  # with the makers of query, key and value, and the views that read them
+            yield [node, *reached(_operators(node.args[3:6]), lambda each: _operators(aliased_by(each)))]
         if isinstance(node.meta.get("val"), (tuple, list)) or is_getitem(node):
             users = [user for user in node.users if is_getitem(user)]
             yield [node, *users]
 
 
-def _read_through_views(node: fx.Node) -> Iterable[fx.Node]:
-    """The operators that make an attention's query, key and value, and the views through which it reads them."""
-    wanted = [each for each in node.args[3:6] if each.op == "call_function"]
-    for each in wanted:
-        yield each
-        wanted += [source for source in aliased_by(each) if source.op == "call_function"]
+def _operators(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node.op == "call_function"]
 
 
 @dataclass(frozen=True)
