@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.finetuning.adapter_arguments import SOURCES
 from megatron.finetuning.data.task_arguments import PREFERENCE
 from megatron.finetuning.flag_types import count, whole
 
@@ -52,9 +53,7 @@ def settle(args: argparse.Namespace) -> None:
         ("fp16", "its norms would have the loss scale"),
         ("load_best_model_at_end", "the best checkpoint may have another number of frozen layers"),
         ("pipeline_timeline", "the program changes during the run"),
-        ("peft_config", "an adapter's weights are frozen already"),
-        ("lora_r", "an adapter's weights are frozen already"),
-        ("adapter_name_or_path", "an adapter's weights are frozen already"),
+        *((name, "an adapter's weights are frozen already") for name in SOURCES),
     ):
         if getattr(args, name, None):
             raise ValueError(f"--{name} does not go with --freeze_training: {why}; leave one out")

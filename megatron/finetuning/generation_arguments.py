@@ -64,9 +64,8 @@ def validate_generation(args: argparse.Namespace) -> None:
 def _require_room(args: argparse.Namespace) -> None:
     """Check that the longest answer fits into a row. Raises ValueError otherwise."""
     has_encoder = args.task == "text-to-text"
-    row, room = (
-        ("max_target_length", args.max_target_length) if has_encoder else ("max_seq_length", args.max_seq_length)
-    )
+    row = "max_target_length" if has_encoder else "max_seq_length"
+    room = getattr(args, row)
     for name, most in (("max_new_tokens", room - (not has_encoder)), ("generation_max_length", room + has_encoder)):
         given = getattr(args, name)
         if given is not None and given > most:

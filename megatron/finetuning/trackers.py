@@ -6,9 +6,8 @@ A tracker that fails does not end the run.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
 
 from megatron.trainer.report.metrics import ByProduct
 
@@ -38,11 +37,15 @@ def settle(args: argparse.Namespace) -> None:
         args.notes.append(f"--run_name {args.run_name} means nothing without --report_to wandb")
 
 
+Tracker = tuple[Callable[[Mapping[str, float], int], None], Callable[[], None]]
+"""Shows values by name at a step; closes."""
+
+
 class Trackers:
     """The trackers of --report_to. They must be installed, which the command line has checked."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._made: list[tuple[ByProduct, Any]] = []
+        self._made: list[tuple[ByProduct, Tracker]] = []
         for name in args.report_to:
             output = ByProduct(f"--report_to {name}", consequence="without it from now on", failures=(Exception,))
             with output.attempt():
@@ -51,45 +54,36 @@ class Trackers:
     def show(self, prefix: str, values: Mapping[str, float | None], step: int) -> None:
         """Show values as `prefix/name`; None is left out."""
         named = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
-        for output, tracker in self._made:
+        for output, (show, _) in self._made:
             with output.attempt():
-                tracker.show(named, step)
+                show(named, step)
         self._made = [(output, tracker) for output, tracker in self._made if not output.fails]
 
     def close(self) -> None:
-        for output, tracker in self._made:
+        for output, (_, close) in self._made:
             with output.attempt():
-                tracker.close()
+                close()
 
 
-class _TensorBoard:
-    def __init__(self, args: argparse.Namespace) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+def _tensorboard(args: argparse.Namespace) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(log_dir=args.logging_dir)
+    writer = SummaryWriter(log_dir=args.logging_dir)
 
-    def show(self, values: Mapping[str, float], step: int) -> None:
+    def show(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return show, writer.close
 
 
-class _WeightsAndBiases:
+def _weights_and_biases(args: argparse.Namespace) -> Tracker:
     """wandb reads the project from WANDB_PROJECT, the mode from WANDB_MODE and so on."""
+    import wandb
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        import wandb
-
-        config = {name: value for name, value in vars(args).items() if isinstance(value, (bool, int, float, str))}
-        self._run = wandb.init(name=args.run_name, dir=args.output_dir, config=config)
-
-    def show(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    config = {name: value for name, value in vars(args).items() if isinstance(value, (bool, int, float, str))}
+    run = wandb.init(name=args.run_name, dir=args.output_dir, config=config)
+    return lambda values, step: run.log(dict(values), step=step), run.finish
 
 
-_KINDS = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases}
+_KINDS = {"tensorboard": _tensorboard, "wandb": _weights_and_biases}

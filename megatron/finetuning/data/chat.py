@@ -62,10 +62,8 @@ def _prepare(args: argparse.Namespace, tokenizer: Any, file: File, classes: Mapp
                 f"{file.path}: the chat template writes no token before the answer {references[ids.index([])]!r}, so "
                 "there is nothing to generate from; give another --chat_template"
             )
-        lost = (
-            f"{file.path}: {counted(num_left_out, 'conversation')} without an answer that is a text: none is generated"
-        )
-        return Prompts(texts, references, ids, notes=[lost] if num_left_out else [])
+        lost = f"{counted(num_left_out, 'conversation')} without an answer that is a text: none is generated"
+        return Prompts(texts, references, ids, notes=[f"{file.path}: {lost}"] if num_left_out else [])
 
     return Prepared(rows, prompts=prompts)
 
