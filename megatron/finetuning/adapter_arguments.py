@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron.finetuning.flag_types import both_spellings, part, within
+from megatron.documents.flag_types import both_spellings, part, within
 
 SOURCES = ("lora_r", "peft_config", "adapter_name_or_path")
 """The flags that ask for an adapter, of which a run takes one."""

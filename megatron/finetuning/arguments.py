@@ -14,10 +14,10 @@ from typing import NoReturn
 
 from megatron.documents import counted
 from megatron.documents.flag_files import HEAD, FlagFileParser, in_one, with_configuration
+from megatron.documents.flag_types import both_spellings, count, part, real, scale, steps, whole, within
 from megatron.finetuning import best, freezing_arguments, trackers
 from megatron.finetuning.adapter_arguments import add_adapters, add_merge, validate_adapter
 from megatron.finetuning.data.task_arguments import add_task, validate_task
-from megatron.finetuning.flag_types import both_spellings, count, part, real, scale, steps, whole, within
 from megatron.finetuning.generation_arguments import add_generation, validate_generation
 from megatron.finetuning.relay_arguments import RELAY, add_relay, validate_relay
 from megatron.finetuning.row_arguments import add_rows, validate_rows

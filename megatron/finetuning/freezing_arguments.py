@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.documents.flag_types import count, whole
 from megatron.finetuning.adapter_arguments import SOURCES
 from megatron.finetuning.data.task_arguments import PREFERENCE
-from megatron.finetuning.flag_types import count, whole
 
 FREEZING = (
     "freeze_training", "freeze_interval", "freeze_start", "freeze_alpha", "freeze_schedule", "freeze_watch_validation",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.documents.flag_types import count
 from megatron.finetuning.data.text_metrics import TEXT_METRICS
-from megatron.finetuning.flag_types import count
 
 GENERATES = ("text-to-text", "chat")
 """The tasks with prompts."""

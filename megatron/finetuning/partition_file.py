@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -196,7 +197,8 @@ def edges_of(captured: Captured, crossing: Crossings) -> tuple[Edge, ...]:
     """
     with_gradient: dict[tuple[int, int], bool] = {}
     for key, route in crossing.routes.items():
-        has_gradient = _has_gradient(captured, crossing, key)
+        is_parameter = isinstance(key, str)
+        has_gradient = captured.parameters[key].requires_grad if is_parameter else key in crossing.differentiable
         for pair in route:
             with_gradient[pair] = with_gradient.get(pair, False) or has_gradient
     edges = tuple(Edge(*pair, gradient) for pair, gradient in sorted(with_gradient.items()))
@@ -271,13 +273,13 @@ def schedule_of(
     rank_of_stage, num_stages = partition.rank_of_stage, len(partition.rank_of_stage)
     graph = StageGraph.of(num_stages, edges)
     may_freeze = freezes or residency is not None
-    num_frozen = sum(map(graph.is_forward_only, range(num_stages))) if may_freeze else 0
-    if not may_freeze and any(map(graph.is_forward_only, range(num_stages))):
-        stages = " ".join(str(stage) for stage in range(num_stages) if graph.is_forward_only(stage))
+    frozen = [stage for stage in range(num_stages) if graph.is_forward_only(stage)]
+    if frozen and not may_freeze:
         raise ValueError(
-            f"each stage needs a backward, and before all that is trained lies stage {stages}; make a partition with "
-            "fewer stages, or train something in each, as with --target_modules all-linear"
+            f"each stage needs a backward, and before all that is trained lies stage {' '.join(map(str, frozen))}; "
+            "make a partition with fewer stages, or train something in each, as with --target_modules all-linear"
         )
+    num_frozen = len(frozen)
     chain = graph.is_chain or tuple(edges) == frozen_chain(num_stages, num_frozen)
     if residency is not None:
         num_ranks = len(set(rank_of_stage))
@@ -318,13 +320,7 @@ def schedule_of(
     return Schedule.preset(name, recompute=recompute, norm_decides=norm_decides, num_frozen=num_frozen, **common)
 
 
-def _has_gradient(captured: Captured, crossing: Crossings, key: fx.Node | str) -> bool:
-    return captured.parameters[key].requires_grad if isinstance(key, str) else key in crossing.differentiable
-
-
 def _num_bytes(node: fx.Node, sizes: Mapping[sympy.Symbol, int]) -> int:
     value = node.meta["val"]
-    count = 1
-    for size in value.shape:
-        count *= size if isinstance(size, int) else int(size.node.expr.subs(sizes))
-    return count * value.dtype.itemsize
+    shape = (size if isinstance(size, int) else int(size.node.expr.subs(sizes)) for size in value.shape)
+    return math.prod(shape) * value.dtype.itemsize

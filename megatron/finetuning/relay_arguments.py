@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from megatron.documents.flag_types import count
 from megatron.finetuning.adapter_arguments import has_adapter
-from megatron.finetuning.flag_types import count
 from megatron.pipeline.program.lane_order import Residency
 
 RELAY = "l2l"

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable
 
-from megatron.finetuning.flag_types import count
+from megatron.documents.flag_types import count
 
 PADDED = ("text-to-text", "sequence-classification", "causal-lm", "chat", "token-classification")
 """The tasks whose rows have different lengths, and whose losses do not depend on the padding behind. A softmax of

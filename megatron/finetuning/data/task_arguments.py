@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from megatron.finetuning.flag_types import within
+from megatron.documents.flag_types import within
 
 PREFERENCE = "dpo"
 """The task of direct preference optimization (DPO), whose flags are named as in TRL where their names say whose they

@@ -87,19 +87,18 @@ def _metrics(labels: Tensor, names: Sequence[str]) -> Metrics:
     counts = labels != IGNORED
     has_entities = all(name == OUTSIDE or name[:2] in ("B-", "I-") for name in names)
 
+    def in_rows(numbers: Tensor) -> set[tuple[int, str, int, int]]:
+        tags = [
+            [names[number] for number in row[counted].tolist()] for row, counted in zip(numbers, counts, strict=True)
+        ]
+        return {(row, *each) for row, own in enumerate(tags) for each in entities(own)}
+
     def metrics(predictions: Mapping[str, Tensor], loss: float) -> dict[str, float]:
         found = predictions["logits"]
         accuracy = {"accuracy": ((found == labels) & counts).sum().item() / counts.sum().item()}
         if not has_entities:
             return accuracy
-        true, guessed = (
-            {
-                (row, *each)
-                for row, numbers in enumerate(tensor)
-                for each in entities([names[number] for number in numbers[counts[row]].tolist()])
-            }
-            for tensor in (labels, found)
-        )
+        true, guessed = in_rows(labels), in_rows(found)
         right = len(true & guessed)
         precision, recall = right / max(len(guessed), 1), right / max(len(true), 1)
         f1 = 2 * right / max(len(true) + len(guessed), 1)

@@ -1,4 +1,4 @@
-"""The spellings of `finetune.py`'s flags, and the types of their values."""
+"""Flags of programs that spell them as Hugging Face does, with underscores or dashes, and the types of their values."""
 
 from __future__ import annotations
 
