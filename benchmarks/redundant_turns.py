@@ -85,7 +85,7 @@ def take_turns(job: Job) -> dict:
 
     for number in range(job.turns + 1):
         alone, used_alone, *_ = turn(without)
-        copied, used, sent, stepped = turn(run.update.keep_copy)
+        copied, used, sent, stepped = turn(run.update.keep_shards)
         if number:
             values = (copied, alone, used, used_alone, sent, stepped)
             for each, value in zip(found.values(), values, strict=True):

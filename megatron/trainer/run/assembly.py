@@ -124,8 +124,8 @@ def _build(args: TrainConfig, program: TrainingProgram, owner_mark: OwnerMark | 
     if decisions is not None and args.recorded_changes is not None:
         decisions.load_state_dict(args.recorded_changes)
     choose_kernel(built.optimizer, args.optimizer_kernel)  # what was loaded has the kernel that it was saved with
-    if args.redundant_optimizer:
-        built.update.keep_copy()
+    if args.go_on_without_lost_ranks and args.use_distributed_optimizer:
+        built.update.keep_shards(copies=args.redundant_optimizer)
     args.batch_sizes.check_from(position.consumed_train_samples)
     began = time.perf_counter()
     engine = build_engine(args, built, position)

@@ -82,12 +82,7 @@ class LostRanks:
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
         self.has_state = not is_new_process()  # weights, optimizer and position are those of the job
-        self._shards = LostShards(args, rank) if args.use_distributed_optimizer else None
-        if self._shards is not None and not self.has_state:
-            raise OnThisRank(
-                f"rank {rank} was started again, and a job with --use-distributed-optimizer takes no rank back; leave "
-                "--max-restarts out"
-            )
+        self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
         self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
             self.proved.prove()  # reads what the others have proved, and have said
@@ -159,6 +154,8 @@ class LostRanks:
             JobHasEnded: the job has come to its end meanwhile.
             OnThisRank: nobody is left who could take this process in, or this one cannot take part, with the reason.
         """
+        if self._shards is not None:
+            self._shards.require_takes_over(run)
         self.epoch = self.membership.begin(_JOINING)
         start = time.monotonic()
         data = json.loads(next(iter(self.epoch.notes.values())))["data"]
@@ -179,12 +176,12 @@ class LostRanks:
     def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
         """What this rank tells the others, as JSON. `settled`: None on a new process, which others take in when they
         have done all that is due."""
-        note = None
-        if self.has_state:
+        note, shards = None, None if self._shards is None else self._shards.note(run)
+        if self.has_state or shards:  # a new process may have a shard on which the others do not count yet
             note = {
                 "version": run.update.versions.newest, "settled": run.iteration if settled is None else settled,
                 "stop_requests": stop_requests, "sums": _as_note(run.update.sums_of_newest()),
-                "writes": run.reporter.writes, "shards": None if self._shards is None else self._shards.note(run),
+                "writes": run.reporter.writes, "shards": shards, "is_new": not self.has_state,
                 "data": run.args.data_digest, "train_iters": run.args.train_iters, "iteration": run.iteration,
                 "consumed": run.consumed_samples, "consumed_valid": run.consumed_valid_samples, "flops": run.flops,
                 "saved": run.saved_iteration,
@@ -213,8 +210,7 @@ class LostRanks:
                 searched = time.monotonic() - began  # others may have taken as much longer
                 with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
                     self._make_groups()
-                    if self.has_state:
-                        reports += self._take_on(run, notes)
+                    reports += self._take_on(run, notes)
                     self._begin(run, survivors, notes)
             except Exception as error:
                 num_failed += 1
@@ -261,8 +257,10 @@ class LostRanks:
 
     def _take_on(self, run: Run, of_ranks: Mapping[int, dict]) -> list[BatchReport]:
         """Begin anew with the newest version that a rank has. Returns the reports of steps that this rank makes."""
-        notes = list(of_ranks.values()) if self._shards is None else self._shards.choose(run, of_ranks)
-        if not notes:  # a checkpoint is loaded
+        notes = list(of_ranks.values())
+        if self._shards is not None:
+            notes, self.has_state = self._shards.choose(run, of_ranks), not self._shards.is_new
+        if not notes or not self.has_state:  # a checkpoint is loaded, or the others hand the state over
             return []
         newest = max(each["version"] for each in notes)
         sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
@@ -290,12 +288,15 @@ class LostRanks:
                 pipeline_rank=survivors.ranks[own].rank,
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
             )
-        if len(notes) < len(ranks):
-            self._hand_over(run, list(notes.values()))
         if self._shards is None:
+            if len(notes) < len(ranks):
+                self._hand_over(run, list(notes.values()))
             run.update.regroup(copies)
         else:
+            if not self.has_state:
+                _take_place(run, next(iter(notes.values())))
             self._shards.rebuild(run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks)
+        self.has_state = True
         for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
             stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
@@ -324,9 +325,7 @@ class LostRanks:
         if self.has_state:
             return
         choose_kernel(run.optimizer, run.args.optimizer_kernel)  # as after the loading of a checkpoint
-        run.iteration, run.saved_iteration = note["iteration"], note["saved"]
-        run.consumed_samples, run.consumed_valid_samples = note["consumed"], note["consumed_valid"]
-        run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])
+        _take_place(run, note)
         self.has_state = True
 
     def _survivors_told(self, notes: Mapping[int, dict]) -> Survivors | None:
@@ -360,6 +359,13 @@ class LostRanks:
                 f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
             )
         return survivors
+
+
+def _take_place(run: Run, note: Mapping) -> None:
+    """Let the run of a new process stand where those of the others do. `note`: of a rank that has state."""
+    run.iteration, run.saved_iteration = note["iteration"], note["saved"]
+    run.consumed_samples, run.consumed_valid_samples = note["consumed"], note["consumed_valid"]
+    run.flops, run.args = note["flops"], replace(run.args, train_iters=note["train_iters"])
 
 
 def _as_note(sums: NormReduction | None) -> dict | None:

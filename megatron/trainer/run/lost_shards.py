@@ -1,16 +1,17 @@
-"""What a lost rank takes along where replicas share out the optimizer's state: `--use-distributed-optimizer`.
+"""Shards when ranks change, where replicas share out the optimizer's state: `--use-distributed-optimizer`.
 
 Problem: a lost rank's shard of masters and moments is on no other rank, and the ranks that are left need shards of
-another size.
+another size. So do all ranks when a new process takes the place of a lost one.
 
-Solution: all that the rank has is built anew over the ranks that are left. With `--redundant-optimizer` the new shards
+Solution: all that the rank has is built anew over the ranks that are there. With `--redundant-optimizer` the new shards
 are filled from the old ones and from the copies that ranks have of their peers' (`redundant_shards`), and copies are
 made of the new ones. Where a shard and its copy are both lost, or there are no copies, all ranks load the last
-checkpoint and go on from its iteration.
+checkpoint and go on from its iteration. A new process gets its shard, and all else, in the same way. When it comes in,
+and nobody is lost, each old shard is there, so that takes neither copies nor a checkpoint.
 
 The old shards are kept until all ranks have the new ones. If another rank is lost in between, each rank has the old
-shards, or the new ones, or both. Each says so when the ranks agree on who goes on, and they take the newest that all
-have and of which each part is left.
+shards, or the new ones, or both; a new process has the new ones, or none. Each says so when the ranks agree on who goes
+on, and they take the newest that all but new processes have and of which each part is left.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from megatron.documents import counted
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
+from megatron.pipeline.runtime.failure.errors import OnThisRank
 from megatron.pipeline.runtime.stages.megatron.optimizers import shared_scaler
+from megatron.pipeline.runtime.stages.megatron.redundant_shards import is_steppable
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import collect
 from megatron.trainer.checkpoint import directory
@@ -45,53 +48,70 @@ class _Built:
 
 
 class LostShards:
-    """Gives the ranks that are left the optimizer's state.
+    """Gives the ranks that are there the optimizer's state.
 
     Args:
         args, rank: the configuration and the rank with which the run began.
+        is_new: this process has taken the place of a lost one, and has no state yet.
     """
 
-    def __init__(self, args: TrainConfig, rank: int) -> None:
+    def __init__(self, args: TrainConfig, rank: int, *, is_new: bool) -> None:
         self._args, self._rank = args, rank
-        self._cut = 0  # the epoch in which the present shards were cut
+        self._cut: int | None = None if is_new else 0  # the epoch in which the present shards were cut
         self._built: _Built | None = None  # beside the present ones, until all ranks have them
         self._sources: list[int] | None = None  # ranks of the job as it began that hand over this stage's shards
         self._told = ""
 
+    @property
+    def is_new(self) -> bool:
+        """Whether this process has no state that the others count on."""
+        return self._cut is None
+
+    def require_takes_over(self, run: Run) -> None:
+        """Raises OnThisRank where this new process could not take a shard over."""
+        if not is_steppable(run.optimizer):
+            raise OnThisRank(
+                f"rank {self._rank} was started again, and shards of Apex's and Transformer Engine's Adam are not "
+                "handed to new processes; leave --max-restarts out"
+            )
+
     def note(self, run: Run) -> dict:
         """What this rank holds: number of a cut -> version, sums and shards."""
-        found = {self._cut: run.model_and_optimizer}
+        found = {} if self.is_new else {self._cut: run.model_and_optimizer}
         if self._built is not None:
             found[self._built.cut] = self._built.parts
         return {str(cut): _held(parts) for cut, parts in found.items()}
 
     def choose(self, run: Run, notes: Mapping[int, dict]) -> list[dict]:
-        """Choose what the ranks that are left go on from; returns what they have said of it, in the place of notes.
+        """Choose what the ranks that are there go on from; returns what they have said of it, in the place of notes.
 
         Nothing is returned where the last checkpoint is to be loaded.
 
         Args:
-            notes: rank of the job as it began -> what it said, with `note` as "shards".
+            notes: rank of the job as it began -> what it said, with `note` as "shards" and `is_new` as "is_new".
         """
         num_replicas = self._args.data_parallel_size
-        common = set.intersection(*({int(cut) for cut in each["shards"]} for each in notes.values()))
-        for cut in sorted(common, reverse=True):
-            held = {rank: each["shards"][str(cut)] for rank, each in notes.items()}
+        known = {rank: {int(cut): held for cut, held in each["shards"].items()} for rank, each in notes.items()}
+        for cut in sorted({cut for each in known.values() for cut in each}, reverse=True):
+            held = {rank: each[cut] for rank, each in known.items() if cut in each}
+            if not all(rank in held or each["is_new"] for rank, each in notes.items()):
+                continue
             sources = {stage: _sources({rank: each for rank, each in held.items() if rank // num_replicas == stage})
                        for stage in range(self._args.pipeline_model_parallel_size)}  # fmt: skip
             if all(each is not None for each in sources.values()):
-                if cut != self._cut:
+                if self._built is not None and self._built.cut == cut:
                     self._take(run, self._built)
                 self._sources = sources[self._rank // num_replicas]
                 return list(held.values())
         self._sources = None
         return []
 
-    def rebuild(self, run: Run, copies: CopyRanks, *, epoch: int, ranks: Sequence[int]) -> None:
+    def rebuild(self, run: Run, copies: CopyRanks | None, *, epoch: int, ranks: Sequence[int]) -> None:
         """Build the rank's part of the model and the optimizer anew, and let the run have them. Collective.
 
         Args:
-            epoch, ranks: of the ranks that are left, as the job began.
+            copies: None where all ranks are there.
+            epoch, ranks: of the ranks that are there, as the job began.
 
         Raises:
             ValueError: the state is lost, and there is no checkpoint.
@@ -102,13 +122,12 @@ class LostShards:
         parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies)
         built = _Built(epoch, parts)
         if root is None:
-            self._hand_over(run.model_and_optimizer, parts, [ranks.index(rank) for rank in self._sources])
+            self._hand_over(run, parts, [ranks.index(rank) for rank in self._sources])
         else:
             as_saved = {"ckpt_step": None, "finetune": False} if root == args.save else {}
             position = load_checkpoint(parts, args=replace(args, load=root, **as_saved), say=run.reporter.say)
             built = _Built(epoch, parts, position, self._fallen_back(run, root, position))
-            if args.redundant_optimizer:
-                parts.update.keep_copy()
+            parts.update.keep_shards(copies=args.redundant_optimizer)
         choose_kernel(parts.optimizer, args.optimizer_kernel)
         restore_random_state([drawn])
         self._built = built
@@ -124,20 +143,29 @@ class LostShards:
     # --- parts
 
     def _take(self, run: Run, built: _Built) -> None:
+        if built.position is not None:
+            _stand_at(run, built.position)
+            run.saved_iteration = built.position.iteration
+            if self.is_new:  # the others' loops take back what they have counted
+                run.flops = built.position.num_floating_point_operations_so_far
         run.model_and_optimizer, self._cut, self._built = built.parts, built.cut, None
         self._told = built.told or self._told
-        if built.position is not None:
-            run.iteration = run.saved_iteration = built.position.iteration
-            run.consumed_samples = built.position.consumed_train_samples
-            run.consumed_valid_samples = built.position.consumed_valid_samples
 
-    def _hand_over(self, before: ModelAndOptimizer, built: ModelAndOptimizer, sources: Sequence[int]) -> None:
-        built.update.keep_copy(before.update.shards, sources)
-        built.scheduler.load_state_dict(before.scheduler.state_dict())
-        scaler = shared_scaler(built.optimizer)
-        if scaler is not None:
-            scaler.load_state_dict(shared_scaler(before.optimizer).state_dict())
-        built.update.load_state_dict(before.update.state_dict())
+    def _hand_over(self, run: Run, built: ModelAndOptimizer, sources: Sequence[int]) -> None:
+        """Let `built` have the state of the present shards, and a new process's run their position."""
+        before = None if self.is_new else run.model_and_optimizer
+        shards, copies = None if before is None else before.update.shards, self._args.redundant_optimizer
+        built.update.keep_shards(shards, sources, copies=copies)
+        told = [None if before is None else (*_numbers(before), run.position(), run.saved_iteration)]
+        dist.broadcast_object_list(told, sources[0], group=built.chunks[0].intra_dp_cp_group)
+        [(of_scheduler, of_scaler, of_update, position, saved_iteration)] = told
+        built.scheduler.load_state_dict(of_scheduler)
+        if of_scaler is not None:
+            shared_scaler(built.optimizer).load_state_dict(of_scaler)
+        built.update.load_state_dict(of_update)
+        if self.is_new:  # the notes may be from before a checkpoint was loaded
+            _stand_at(run, position)
+            run.saved_iteration = saved_iteration
 
     def _checkpoint(self) -> str:
         """The directory of the last checkpoint. Collective."""
@@ -163,6 +191,18 @@ class LostShards:
         )  # fmt: skip
         repeated = counted(max(run.iteration - position.iteration, 0), "iteration")
         return f"{lost} lost, so the ranks have loaded the checkpoint in {root}, and repeat {repeated}"
+
+
+def _stand_at(run: Run, position: CheckpointPosition) -> None:
+    run.iteration = position.iteration
+    run.consumed_samples = position.consumed_train_samples
+    run.consumed_valid_samples = position.consumed_valid_samples
+
+
+def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:
+    """The state of schedule, loss scaler and update, which is the same on all ranks."""
+    scaler = shared_scaler(parts.optimizer)
+    return parts.scheduler.state_dict(), None if scaler is None else scaler.state_dict(), parts.update.state_dict()
 
 
 def _held(parts: ModelAndOptimizer) -> dict:

@@ -186,6 +186,22 @@ class _Copy:
         return _count(self.optimizer)
 
 
+class _Layout(NamedTuple):
+    """What a rank that has no shard of a cut has to know of it."""
+
+    size: int  # the number of shards
+    num_elements: list[int]  # of a shard, for each bucket
+    dtypes: dict[str, list[torch.dtype]]  # name of a state, or of weights -> the dtype of each bucket
+    places: dict[str, tuple[int, int, int]]  # name of a parameter -> its bucket, and where it begins and ends there
+    newest: int  # version of the weights
+
+
+def is_steppable(optimizer: MegatronOptimizer) -> bool:
+    """Whether the optimizer is torch's Adam, whose shards can be stepped on the host and handed to other ranks."""
+    [inner] = optimizers_of(optimizer)
+    return inner.is_stub_optimizer or isinstance(inner.optimizer, TORCHS_ADAM)
+
+
 class RedundantShards:
     """One rank's shard, and its copy of the shard of the rank before.
 
@@ -194,6 +210,7 @@ class RedundantShards:
     Args:
         chunks, optimizer, versions: of the rank.
         group: the chain's group of the ranks with the same stages; None for a single one, which keeps no copy.
+        copies: keep copies; without, a rank has its own shard alone.
 
     Raises:
         ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
@@ -205,15 +222,17 @@ class RedundantShards:
         optimizer: MegatronOptimizer,
         versions: WeightVersions,
         group: ChainGroup | None,
+        *,
+        copies: bool,
     ) -> None:
         [self._optimizer] = optimizers_of(optimizer)
-        self._versions, self._group = versions, group
+        self._versions, self._group, self._copies = versions, group, copies
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
         self.cut = ShardCut(self._optimizer, size)
         if not self._optimizer.is_stub_optimizer:
-            kind = type(self._optimizer.optimizer)
-            if not issubclass(kind, TORCHS_ADAM):
+            if not is_steppable(optimizer):
+                kind = type(self._optimizer.optimizer)
                 raise ValueError(
                     f"redundant_optimizer: {kind.__module__}.{kind.__name__} steps on its device alone, and copies of "
                     "shards are stepped on the host; leave --redundant-optimizer out, or train without Apex and "
@@ -226,7 +245,7 @@ class RedundantShards:
     def make_copy(self) -> None:
         """Send all state of this rank's shard to the next rank, and keep that of the rank before."""
         group, own = self._group, self._optimizer.optimizer
-        if group is None or self._optimizer.is_stub_optimizer:
+        if group is None or not self._copies or self._optimizer.is_stub_optimizer:
             return
         parameters = list(self._names)
         numbers = torch.full((len(parameters) + 1,), -1.0, dtype=torch.float64)  # groups, and the number of steps
@@ -256,7 +275,7 @@ class RedundantShards:
         if self._copy is not None:
             self._copy.step(gradients, coefficient)
 
-    # After a loss.
+    # When ranks change.
 
     @property
     def held(self) -> list[int]:
@@ -297,45 +316,60 @@ class RedundantShards:
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
         return self._optimizer._get_main_param_and_optimizer_states(parameter)
 
+    def _layout(self) -> _Layout:
+        has_older = self._versions.newest - 1 in self._versions.live()
+        dtypes = {name: [torch.float32] * len(self.cut.num_elements) for name in _STATES}
+        dtypes |= dict.fromkeys([_WEIGHTS, *([_OLDER] if has_older else [])], self.cut.weight_dtypes)
+        places = {}
+        for parameter, name in self._names.items():
+            number, place = self.cut.whole(parameter)
+            places[name] = number, place.start, place.stop
+        return _Layout(self.cut.size, self.cut.num_elements, dtypes, places, self._versions.newest)
+
     @torch.no_grad()
-    def hand_over(self, to: RedundantShards, sources: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Give the state of all shards to ranks that have another cut. Collective over `group`, the ranks left.
+    def take_over(self, before: RedundantShards | None, sources: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Let this rank's optimizer and weight versions have the state of another cut. Collective over `group`.
 
         Args:
-            to: what the rank has built anew. Its optimizer and its weight versions get the state.
-            sources: the global rank that hands over each shard of this cut.
+            before: the shards of the other cut that this rank has; None: it has none of them.
+            sources: the global rank that hands over each shard of the other cut.
+            group: the ranks that have the shards of this cut.
         """
-        rank, names = dist.get_rank(), {name: parameter for parameter, name in self._names.items()}
-        has_older = self._versions.newest - 1 in self._versions.live()
-        places = {name: self.cut.whole(names[name]) for name in to._names.values()}
+        rank, told = dist.get_rank(), [None if before is None else before._layout()]
+        dist.broadcast_object_list(told, sources[0], group=group)
+        [layout] = told
         weights: dict[str, dict[str, Tensor]] = {}
-        for name in (*_STATES, _WEIGHTS, *([_OLDER] if has_older else [])):
-            own, of_copy = self._own(name), self.copy_of(name) if self._copy is not None else []
+        for name, dtypes in layout.dtypes.items():
+            held = {} if before is None else before._flats(name)
             wholes = []
-            for number, length in enumerate(self.cut.num_elements):
-                whole = torch.empty(length * self.cut.size, dtype=own[number].dtype)
-                for shard, (part, source) in enumerate(zip(whole.chunk(self.cut.size), sources, strict=True)):
+            for number, (length, dtype) in enumerate(zip(layout.num_elements, dtypes, strict=True)):
+                whole = torch.empty(length * layout.size, dtype=dtype)
+                for shard, (part, source) in enumerate(zip(whole.chunk(layout.size), sources, strict=True)):
                     if source == rank:
-                        part.copy_((own if shard == self.shard else of_copy)[number])
+                        part.copy_(held[shard][number])
                     dist.broadcast(part, source, group=group)
                 wholes.append(whole)
+            found = {each: wholes[number][start:stop] for each, (number, start, stop) in layout.places.items()}
             if name in _STATES:
-                for _, part in to.cut.parts(to.shard):
-                    number, place = places[to._names[part.parameter]]
-                    to._state(part.parameter)[name].copy_(wholes[number][place][part.in_parameter])
+                for _, part in self.cut.parts(self.shard):
+                    self._state(part.parameter)[name].copy_(found[self._names[part.parameter]][part.in_parameter])
             else:
-                weights[name] = {
-                    to._names[parameter]: wholes[number][place].view(parameter.shape)
-                    for parameter in to._names
-                    for number, place in [places[to._names[parameter]]]
-                }
-        count = torch.tensor(max(_count(self._optimizer.optimizer), self._copy.count if self._copy else 0.0))
+                weights[name] = {each: found[each].view(parameter.shape) for parameter, each in self._names.items()}
+        count = torch.tensor(0.0 if before is None else before._count)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
-        for state in [] if to._optimizer.is_stub_optimizer else to._optimizer.optimizer.state.values():
+        for state in [] if self._optimizer.is_stub_optimizer else self._optimizer.optimizer.state.values():
             state["step"] = count.clone()
-        newest = self._versions.newest
-        older = {newest - 1: weights[_OLDER]} if has_older else {}
-        to._versions.restore({**older, newest: weights[_WEIGHTS]})
+        older = {layout.newest - 1: weights[_OLDER]} if _OLDER in weights else {}
+        self._versions.restore({**older, layout.newest: weights[_WEIGHTS]})
+
+    def _flats(self, name: str) -> dict[int, Flats]:
+        """The flats of a state, or of weights, of each shard that this rank has."""
+        of_copy = {} if self._copy is None else {self._copy.shard: self.copy_of(name)}
+        return {**of_copy, self.shard: self._own(name)}
+
+    @property
+    def _count(self) -> float:
+        return max(_count(self._optimizer.optimizer), 0.0 if self._copy is None else self._copy.count)
 
 
 def step_own_shard(optimizer: MegatronOptimizer) -> None:

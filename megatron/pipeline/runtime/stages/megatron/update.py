@@ -45,6 +45,7 @@ from megatron.pipeline.runtime.stages.megatron.redundant_shards import (
     Flats,
     RedundantShards,
     gather_weights,
+    is_steppable,
     step_own_shard,
 )
 from megatron.pipeline.runtime.update.gradients import Batch, DeviceUpdate, NormReduction, Partial
@@ -187,18 +188,23 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
                 buffer.gradient_scaling_factor = 1.0 / self._groups.num_replicas
         self._begin_reductions()
 
-    def keep_copy(self, before: RedundantShards | None = None, sources: Sequence[int] = ()) -> None:
-        """Keep a copy of another rank's shard of the optimizer from now on (`--redundant-optimizer`).
+    def keep_shards(
+        self, before: RedundantShards | None = None, sources: Sequence[int] = (), *, copies: bool = True
+    ) -> None:
+        """Be able to hand over this rank's shard of the optimizer, with `copies` another rank's, too, from now on
+        (`--redundant-optimizer`).
 
         Call it while drained. Collective over the ranks with the same stages.
 
         Args:
-            before: the shards of an update of these ranks whose state is taken over.
-            sources: for each of the shards of before, the rank that hands it over.
+            before: the shards of an update of these ranks whose state is taken over; None: this rank has none of them.
+            sources: for each of the shards of before, the rank that hands it over; empty: nothing is taken over.
         """
-        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups.data)
-        if before is not None:
-            before.hand_over(self.shards, sources, self.chunks[0].intra_dp_cp_group)
+        if not copies and not is_steppable(self._inner):
+            return
+        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups.data, copies=copies)
+        if sources:
+            self.shards.take_over(before, sources, self.chunks[0].intra_dp_cp_group)
         self.shards.make_copy()
 
     def _check(self, chunks: list[DistributedDataParallel]) -> None:

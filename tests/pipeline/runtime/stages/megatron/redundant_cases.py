@@ -21,7 +21,7 @@ def shards(begins: int = 0, **options) -> dict:
         for batch in range(len(case.batches)):
             if batch == begins:
                 engine.drain()
-                update.keep_copy()
+                update.keep_shards()
             info = cases.batch_info(case, batch)
             engine.run_batch(info.num_microbatches, info.num_samples)
         reports = engine.drain()
