@@ -46,8 +46,8 @@ def test_a_new_process_has_a_shard_and_a_copy(tmp_path):
     ("replicas", "schedule", "flags"),
     [
         (2, "flush", ""),
-        (3, "2bw", "--bf16"),
-        (2, "2bw", FP16),
+        (2, "2bw", "--bf16"),
+        (3, "2bw", FP16),
         (3, "zb-h1", ""),
         (2, "zb-h1", "--bf16 --attention-dropout 0.1 --hidden-dropout 0.1"),
         (3, "flush", FP16),

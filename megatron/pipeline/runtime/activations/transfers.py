@@ -293,6 +293,13 @@ class ActivationTransfers:
         """Make the current stream wait for all moves, and drop their tensors. Called while drained."""
         self._queue.follow(self._queue.num_complete)
 
+    def abandon(self, timeout: float) -> bool:
+        """Stop the thread without its moves after the connections were broken. Return whether it has ended within
+        `timeout` seconds."""
+        has_ended = self._queue.abandon(timeout)
+        self._link = None
+        return has_ended
+
     def close(self, timeout: float = 5.0) -> None:
         self._queue.close(timeout)
 

@@ -346,6 +346,9 @@ class Channels:
         for link, _ in self._links.values():
             link.close(timeout)
         self._links.clear()
+        if self.move_link is not None:
+            self.move_link.close()
+            self.move_link = None
 
     def close(self, timeout: float = 5.0) -> None:
         """Wait for unread sends, at most `timeout` seconds per link. Stop the threads and end the groups.

@@ -1,6 +1,10 @@
 """Whole pipelines whose saved activations are balanced, in the processes of `tests.workers`."""
 
+import gc
+import os
 import random
+import threading
+import time
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +15,7 @@ from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.contract.trace import COMPUTE, MOVES, Tracer
 from megatron.pipeline.runtime.engine import PipelineEngine
+from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
 from megatron.pipeline.runtime.stages.emulated import EmulatedStage, EmulatedTimes, EmulatedUpdate, sleep_for
 from megatron.pipeline.schedules import Schedule
 from tests.pipeline.runtime.stages.module import reference
@@ -157,3 +162,41 @@ def emulate(
     outcome.moves = [str(span.instruction) for span in spans if span.track == MOVES]
     engine.close()
     return outcome
+
+
+def abandon(training: Training, *, rounds: int) -> list[tuple[int, int]]:
+    """Give up a pipeline in the middle of its second batch, `rounds` times: the last rank computes nothing, so the
+    others wait for it, and the rank that is its pair waits in a move. Returns the numbers of threads and of open files
+    behind each. As in training, what has reference cycles is not collected.
+    """
+    kept, counts = open_connections(), []
+    for _ in range(rounds):
+        pipeline = Pipeline("bpipe", training, moves_activations=True)
+        pipeline.engine.run_batch(training.batches[0], training.batches[0] * reference.MICROBATCH_SIZE)
+        pipeline.engine.drain()
+        gc.freeze()
+        errors: list[Exception] = []
+        waits = threading.Thread(target=_run_batch, args=(pipeline.engine, training.batches[1], errors))
+        if dist.get_rank() < dist.get_world_size() - 1:
+            waits.start()
+            time.sleep(1.0)
+            assert not errors
+        dist.barrier()
+        break_connections(kept=kept)
+        if waits.ident is not None:
+            waits.join(30.0)
+            assert len(errors) == 1 and not waits.is_alive(), errors
+        pipeline.engine.abandon(30.0)
+        del pipeline, errors, waits
+        gc.collect()
+        dist.barrier()
+        counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+    gc.unfreeze()
+    return counts
+
+
+def _run_batch(engine: PipelineEngine, size: int, errors: list[Exception]) -> None:
+    try:
+        engine.run_batch(size, size * reference.MICROBATCH_SIZE)
+    except Exception as error:
+        errors.append(error)

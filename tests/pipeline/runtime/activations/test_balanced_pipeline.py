@@ -127,3 +127,10 @@ def test_no_rank_exceeds_its_bound_however_the_ranks_drift(p, preset, options, b
         assert outcome.num_buffers[-1] == num_buffers(row)
         assert outcome.num_incomplete == 0
     assert sum(len(outcome.moves) for outcome in outcomes) > 0
+
+
+def test_what_is_given_up_leaves_no_thread_and_no_file():
+    """Of an engine whose moves wait for a rank that is lost, time and again."""
+    for counts in workers.run(4, f"{CASES}:abandon", training=Training(batches=(8, 8)), rounds=3, timeout=120):
+        first, *later = counts
+        assert all(each <= first for each in later), counts
