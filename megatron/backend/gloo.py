@@ -7,6 +7,15 @@ their threads take processor time, and destroying the groups waits for one after
 Solution: groups that are made with a timeout, as torch.distributed makes them, share a device (`share_device`). So do
 the links between stages (`transport/links.py`), which have another one: a reduction does not hold up what goes to the
 next stage.
+
+Problem: where a group is given up while a peer is still to connect, gloo frees the connection and leaves it in its
+device's list of those that are awaited. A peer that comes late then ends this process, or takes the place of a
+connection of another group, whose operations wait for ever. And gloo waits for a connection five times as long as it
+is told, with no socket yet that could be broken.
+
+Solution: where groups may be given up (`connecting_within`), all ranks of a group meet in the store before they
+connect. So none waits there for one that is lost, but in the moment between. After groups were given up,
+`forget_devices` lets the next ones have other devices.
 """
 
 import functools
@@ -17,6 +26,11 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store
+
+_CONNECTING_TAKES = 5
+"""Times the timeout of a group that gloo waits for the connection of a peer."""
+_LEAST = timedelta(seconds=5)
+"""The least time that ranks that have met are given to tell each other their addresses."""
 
 _make_group = ProcessGroupGloo.__init__
 _connecting: timedelta | None = None
@@ -59,6 +73,11 @@ def options_on_shared_device(purpose: str, timeout: timedelta, num_threads: int 
     return options
 
 
+def forget_devices() -> None:
+    """Let groups that are made from now on have other devices. Those of before end with their last group."""
+    _devices.cache_clear()
+
+
 @functools.cache
 def _devices(purpose: str, interfaces: str, process: int) -> list[Any]:
     """Make a device on each interface of GLOO_SOCKET_IFNAME, or the one that gloo chooses.
@@ -95,6 +114,15 @@ def _on_shared_device(
         _make_group(self, store, rank, size, *args, **kwargs)
         return
     options = args[0]
-    whole, options._timeout = options._timeout, min(options._timeout, _connecting)
+    _meet(store, rank, size, min(options._timeout, _connecting))
+    whole = options._timeout
+    options._timeout = min(whole, max(_connecting / _CONNECTING_TAKES, _LEAST))
     _make_group(self, store, rank, size, options, **kwargs)
     self._set_default_timeout(whole)
+
+
+def _meet(store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks of a group are about to connect. Raises RuntimeError if one is not within the timeout."""
+    if size > 1:
+        store.set(f"meets/{rank}", "")
+        store.wait([f"meets/{other}" for other in range(size) if other != rank], timeout)

@@ -90,3 +90,86 @@ def test_further_options_of_a_newer_torch_are_kept(monkeypatch):
     gloo._on_shared_device(None, None, 0, 1, timeout=timedelta(seconds=7), _threads=5)
     [((options,), further)] = made
     assert (options._timeout, options._threads, further) == (timedelta(seconds=7), 5, {})
+
+
+class _Late:
+    """A store that answers the first question after `seconds`. The rank has told its address before it."""
+
+    def __init__(self, store, seconds: float) -> None:
+        import torch
+
+        class Store(torch.distributed.Store):
+            def get(this, key):
+                value = store.get(key)
+                time.sleep(this.__dict__.pop("seconds", 0.0))
+                return value
+
+            def set(this, key, value):
+                store.set(key, value)
+
+            def wait(this, keys, timeout=timedelta(seconds=60)):
+                store.wait(list(keys), timeout)
+
+            def check(this, keys):
+                return store.check(list(keys))
+
+        self.store = Store()
+        self.store.seconds = seconds
+
+
+def own_port() -> int:
+    """The port of the next groups, as gloo compares it: whose is smaller waits for the connection of the other."""
+    import os
+    import socket
+
+    import psutil
+
+    from megatron.backend import gloo
+
+    def ports() -> set[int]:
+        found = psutil.Process().net_connections("tcp4")
+        return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+    before = ports()
+    gloo._devices("groups", os.environ.get("GLOO_SOCKET_IFNAME", ""), os.getpid())
+    [port] = ports() - before
+    return socket.htons(port)
+
+
+def case_connect_late() -> tuple[str, float]:
+    """Rank 0 gives a group up before rank 1 connects to it, and both make other groups: how the first one went, and
+    the seconds of the others."""
+    import torch
+
+    from megatron.backend import gloo
+
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    ports = [0, 0]
+    while ports[0] >= ports[1]:
+        gloo.forget_devices()
+        torch.distributed.all_gather_object(ports, own_port())
+    before, gloo._LEAST = gloo._LEAST, timedelta(seconds=0.3)
+    found, long = "", timedelta(seconds=20)
+    try:
+        with gloo.connecting_within(timedelta(seconds=1.5 if rank == 0 else 20)):
+            given = torch.distributed.PrefixStore("late", store)
+            given = given if rank == 0 else _Late(given, 6.0).store
+            torch.distributed.ProcessGroupGloo(given, rank, 2, long)
+    except RuntimeError as error:
+        found = str(error)
+    finally:
+        gloo._LEAST = before
+    gloo.forget_devices()
+    start = time.monotonic()
+    for number in range(8):
+        group = torch.distributed.ProcessGroupGloo(torch.distributed.PrefixStore(str(number), store), rank, 2, long)
+        for _ in range(20):
+            group.allreduce([torch.ones(1)]).wait()
+    return found, time.monotonic() - start
+
+
+def test_a_peer_that_connects_late_disturbs_no_later_group():
+    """It comes to the connection that gloo has freed, where the device is still the same."""
+    (given_up, seconds), (refused, _) = workers.run(2, "tests.backend.test_gloo:case_connect_late")
+    assert "Connect timeout" in given_up and refused
+    assert seconds < 15

@@ -29,7 +29,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.backend.gloo import connecting_within
+from megatron.backend.gloo import connecting_within, forget_devices
 from megatron.documents import counted
 from megatron.pipeline.program.copies import share_of
 from megatron.pipeline.runtime.contract.meetings import forget_names
@@ -244,6 +244,7 @@ class LostRanks:
         run.deferred_bytes.add(-run.deferred_bytes.now)
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_devices()
         return reports
 
     def _make_groups(self) -> None:
