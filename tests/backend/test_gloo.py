@@ -92,31 +92,6 @@ def test_further_options_of_a_newer_torch_are_kept(monkeypatch):
     assert (options._timeout, options._threads, further) == (timedelta(seconds=7), 5, {})
 
 
-class _Late:
-    """A store that answers the first question after `seconds`. The rank has told its address before it."""
-
-    def __init__(self, store, seconds: float) -> None:
-        import torch
-
-        class Store(torch.distributed.Store):
-            def get(this, key):
-                value = store.get(key)
-                time.sleep(this.__dict__.pop("seconds", 0.0))
-                return value
-
-            def set(this, key, value):
-                store.set(key, value)
-
-            def wait(this, keys, timeout=timedelta(seconds=60)):
-                store.wait(list(keys), timeout)
-
-            def check(this, keys):
-                return store.check(list(keys))
-
-        self.store = Store()
-        self.store.seconds = seconds
-
-
 def own_port() -> int:
     """The port of the next groups, as gloo compares it: whose is smaller waits for the connection of the other."""
     import os
@@ -142,6 +117,7 @@ def case_connect_late() -> tuple[str, float]:
     import torch
 
     from megatron.backend import gloo
+    from tests.backend.asked_store import AskedStore
 
     store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
     ports = [0, 0]
@@ -153,7 +129,7 @@ def case_connect_late() -> tuple[str, float]:
     try:
         with gloo.connecting_within(timedelta(seconds=1.5 if rank == 0 else 20)):
             given = torch.distributed.PrefixStore("late", store)
-            given = given if rank == 0 else _Late(given, 6.0).store
+            given = given if rank == 0 else AskedStore(given, lambda: time.sleep(6.0))
             torch.distributed.ProcessGroupGloo(given, rank, 2, long)
     except RuntimeError as error:
         found = str(error)

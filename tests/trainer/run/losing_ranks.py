@@ -9,6 +9,7 @@ and 1 the one that takes its place.
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
 `alarm` takes none away either: the process waits there until another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
+The place `published` is in the making of a group in a recovery, where others have the rank's address and no connection.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
 first that it has begun, with its process id.
@@ -135,11 +136,26 @@ class Places:
         _around(CheckpointWriter, "_write_and_commit", before=of_time("save"))
         _around(loop_module, "draw_last_batches", before=of_time("timeline"))
         _around(LostRanks, "_make_groups", before=of_time("new groups"))
+        if any(place == "published" for place, _ in self._losses):
+            self._watch_addresses()
         _around(LostRanks, "_hand_over", before=of_time("state"))
         _around(Restoration, "complete", before=of_time("restoring"), after=of_time("restored"))
         _around(MegatronWeightUpdate, "regroup", before=of_time("regroup"))
         _around(LostRanks, "_begin", after=of_time("new program"))
         _around(Reporter, "iteration", after=reported)
+
+    def _watch_addresses(self) -> None:
+        from megatron.backend import gloo
+        from tests.backend.asked_store import AskedStore
+
+        make = gloo._make_group
+
+        def made(group, store, *rest, **options) -> None:
+            if gloo._connecting is not None:
+                store = AskedStore(store, lambda: self.come_to("published"))
+            make(group, store, *rest, **options)
+
+        gloo._make_group = made
 
 
 def _around(owner: object, name: str, *, before: Callable | None = None, after: Callable | None = None) -> None:

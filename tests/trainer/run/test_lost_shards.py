@@ -112,7 +112,7 @@ def test_stages_that_share_an_embedding_have_different_numbers_of_copies(tmp_pat
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "second", ["new groups", "hand over", "handed over", "new copies", "shards taken", "new program"]
+    "second", ["new groups", "published", "hand over", "handed over", "new copies", "shards taken", "new program"]
 )
 def test_a_rank_is_lost_in_the_recovery_from_another(tmp_path, second):
     """Rank 1's shard is handed over when rank 3 is killed, whose copy rank 0 has: old shards or new ones are whole."""
