@@ -250,6 +250,7 @@ class LostRanks:
     def _make_groups(self) -> None:
         """Form the process group of the ranks that are left. Collective over these."""
         forget_names()  # the epoch has a part of the store of its own
+        dist.distributed_c10d._world.group_count = 0  # where making them has failed, torch goes on with its names
         with silenced():  # a loss meanwhile is told in a sentence
             dist.init_process_group(
                 self._args.distributed_backend, store=self.membership.store(), timeout=self._timeout,
