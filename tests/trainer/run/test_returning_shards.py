@@ -105,15 +105,14 @@ def test_a_return_needs_no_copies(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("replicas", "schedule"), [(2, "2bw"), (3, "zb-h1")])
-def test_shards_return_at_random_moments(tmp_path, replicas, schedule):
-    """Six losses in each job, of ranks that have come back, too. A rank that is lost before copies are made again
-    takes the others back to the checkpoint."""
-    size = 2 * replicas
-    flags = f"--global-batch-size {size} --train-iters 20000 --eval-interval 50 --eval-iters 1 --lr 1e-4"
+@pytest.mark.parametrize("schedule", ["2bw", "zb-h1"])
+def test_shards_return_at_random_moments(tmp_path, schedule):
+    """Six losses in each job, of ranks that have come back, too. Of two replicas one is left, which has both shards."""
+    flags = "--global-batch-size 4 --train-iters 20000 --eval-interval 50 --eval-iters 1 --lr 1e-4"
     shape = f"--pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {COPIES} --save saved --save-interval 80"
-    job, ranks = lose_and_return_at_random(tmp_path, 2, replicas, f"{flags} {shape}", num_losses=6, seed=0)
+    job, ranks = lose_and_return_at_random(tmp_path, 2, 2, f"{flags} {shape}", num_losses=6, seed=0)
     assert len(ranks) == 6, ranks
+    assert "have loaded the checkpoint" not in job.outcome.output
     last = max(record["iteration"] for record in job.records)
     weights = "2bw" if schedule == "2bw" else "flush"
     assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights} --exit-interval {last}", is_stopped=True)
