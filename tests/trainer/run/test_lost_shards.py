@@ -56,6 +56,15 @@ def test_a_job_without_copy_and_checkpoint_ends(tmp_path, flags, sentence):
     run(tmp_path, 3, f"{shape} {flags}", losses).outcome.assert_failed_clearly(sentence)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["", COPIES])
+def test_a_rank_is_lost_in_the_first_batch(tmp_path, flags):
+    shared = "--global-batch-size 4 --train-iters 4 --pipeline-schedule 2bw"
+    job = run(tmp_path, 2, f"{shared} --pipeline-model-parallel-size 1 {flags}", [[1, "forward", 1, "SIGKILL"]])
+    assert_nothing_lost(job, shared)
+    assert lost(job) == [1] and "go on from iteration 0" in job.outcome.output
+
+
 FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"
 """Without overflows, which depend on the number of microbatches of a replica."""
 EVALUATING = "--eval-interval 3 --eval-iters 1"
