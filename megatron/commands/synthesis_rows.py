@@ -45,10 +45,7 @@ def steady_rows(best: "Steady") -> list[tuple[str, str]]:
 
 
 def _placed(problem: "Problem") -> list[tuple[str, str]]:
-    return [
-        ("placement", " ".join(map(str, problem.rank_of_stage))),
-        ("recomputed stages", _recomputes(problem)),
-    ]
+    return [("placement", " ".join(map(str, problem.rank_of_stage))), ("recomputed stages", _recomputes(problem))]
 
 
 def _recomputes(problem: "Problem") -> str:

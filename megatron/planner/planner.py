@@ -32,8 +32,7 @@ def slowed(costs: Costs, stages: Collection[int], efficiency: float) -> Costs:
     factor = [1 / efficiency if stage in stages else 1.0 for stage in range(len(costs.forward))]
     names = [name for name in ("forward", "backward", "backward_input", "backward_weight") if getattr(costs, name)]
     return replace(
-        costs,
-        **{name: [each * by for each, by in zip(getattr(costs, name), factor, strict=True)] for name in names},
+        costs, **{name: [each * by for each, by in zip(getattr(costs, name), factor, strict=True)] for name in names}
     )
 
 
@@ -148,11 +147,7 @@ class Planner:
         )
 
     def estimate(
-        self,
-        configuration: Configuration,
-        simulate: bool = False,
-        *,
-        memory: tuple[RankMemory, ...] | None = None,
+        self, configuration: Configuration, simulate: bool = False, *, memory: tuple[RankMemory, ...] | None = None
     ) -> Estimate:
         """The time and memory of a configuration.
 

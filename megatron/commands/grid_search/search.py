@@ -37,14 +37,7 @@ from megatron.planner import Architecture, Cluster
 from megatron.planner.job.refusals import refuse_recipe
 from megatron.planner.planner import Planner
 from megatron.planner.published.interval import Intervals
-from megatron.planner.search import (
-    SCOPES,
-    Outcome,
-    Space,
-    Training,
-    offered,
-    search,
-)
+from megatron.planner.search import SCOPES, Outcome, Space, Training, offered, search
 from megatron.planner.search.comparisons import note_on_fewer_nodes
 from megatron.planner.search.notes import (
     beside_ranking,
@@ -315,10 +308,7 @@ def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -
         out.print(best_table(outcome, outcome.best_of_schedules(), plain=plain))
         easy = outcome.best_without_pressure
         if outcome.best and outcome.best.estimate.under_pressure and easy is not None:
-            say(
-                f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)",
-                "bold",
-            )
+            say(f"\nthe {outcome.superlative} that no allocator slows down (--avoid-pressure keeps only such)", "bold")
             out.print(best_table(outcome, [easy], plain=plain))
     for note in notes:
         say(f"\nnote: {note}")

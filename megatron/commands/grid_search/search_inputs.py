@@ -11,11 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.commands.grid_search.model_config import (
-    add_configured_arguments,
-    read_configured,
-    refuse_several_models,
-)
+from megatron.commands.grid_search.model_config import add_configured_arguments, read_configured, refuse_several_models
 from megatron.documents import command_line
 from megatron.documents.files import read_document
 from megatron.planner import DEVICES, Cluster, load_cluster

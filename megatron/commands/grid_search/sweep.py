@@ -17,13 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.commands.grid_search.search import (
-    Searched,
-    docs_url,
-    nearest_miss,
-    refuse_without_price,
-    search_for,
-)
+from megatron.commands.grid_search.search import Searched, docs_url, nearest_miss, refuse_without_price, search_for
 from megatron.commands.grid_search.search_inputs import (
     ClusterInput,
     ModelInput,

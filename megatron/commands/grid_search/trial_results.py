@@ -263,10 +263,7 @@ def draw(results: Sequence[Result], path: Path) -> None:
         for position, schedule in enumerate(dict.fromkeys(each.configuration["schedule"] for each in both)):
             those = [each for each in both if each.configuration["schedule"] == schedule]
             measured = [each.seconds for each in those]
-            spread = [
-                [each.seconds - each.low for each in those],
-                [each.high - each.seconds for each in those],
-            ]
+            spread = [[each.seconds - each.low for each in those], [each.high - each.seconds for each in those]]
             axes.errorbar(
                 measured, [each.predicted_seconds for each in those], xerr=spread, fmt="o", color=f"C{position}",
                 elinewidth=0.8, capsize=2, label=schedule,

@@ -72,11 +72,7 @@ def run(options: argparse.Namespace) -> int:
     print_table(("test", "bar", "found", "reached"), cells)
     if options.rows:
         print()
-        print_table(
-            ("run", "error", "left out", "pressure"),
-            [_cells(row) for row in rows],
-            right=(1,),
-        )
+        print_table(("run", "error", "left out", "pressure"), [_cells(row) for row in rows], right=(1,))
         print()
         kinds = [_kind_cells(*each) for each in kinds_of(residuals.runs)]
         print_table(("runs", "kind", "measured/predicted, 80%", "from", "runs of"), kinds, right=(0, 3))

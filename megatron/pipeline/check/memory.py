@@ -112,11 +112,7 @@ def handed_on(compact: CompactProgram, rank: int) -> dict[int, int]:
 _NOWHERE, _HERE, _AWAY, _BACK, _USED = range(5)
 
 # code -> (states in which the instruction is allowed, state that it leaves)
-_MUST_FIND = {
-    OFFLOAD: ((_HERE,), _AWAY),
-    RELOAD: ((_AWAY,), _BACK),
-    R: ((_HERE, _BACK), _USED),
-}
+_MUST_FIND = {OFFLOAD: ((_HERE,), _AWAY), RELOAD: ((_AWAY,), _BACK), R: ((_HERE, _BACK), _USED)}
 _FOUND = {
     _NOWHERE: "its forward has not run, so there is no input",
     _HERE: "its input is on the device and has never left",

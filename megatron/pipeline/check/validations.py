@@ -18,14 +18,7 @@ rank's VALIDATE@v has its send before the other rank's.
 
 from collections.abc import Sequence
 
-from megatron.pipeline.check.compact import (
-    KIND_OF_CODE,
-    STEP,
-    VALIDATE,
-    CompactProgram,
-    compact,
-    error_at,
-)
+from megatron.pipeline.check.compact import KIND_OF_CODE, STEP, VALIDATE, CompactProgram, compact, error_at
 from megatron.pipeline.check.progress import explain_deadlock, list_channels
 from megatron.pipeline.graph.row_graph import RowExecution
 from megatron.pipeline.program.instruction import Instruction, Kind

@@ -28,14 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron.pipeline.program.instruction import (
-    BEGINS_BACKWARD,
-    BUSY,
-    COMPUTATIONS,
-    ENDS_BACKWARD,
-    WORDS,
-    Kind,
-)
+from megatron.pipeline.program.instruction import BEGINS_BACKWARD, BUSY, COMPUTATIONS, ENDS_BACKWARD, WORDS, Kind
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.pipeline.simulate.costs import PerStage, spread
 from megatron.pipeline.simulate.timeline import Timeline

@@ -193,8 +193,7 @@ class Cluster(BaseModel):
             nodes = tuple(Node(name=f"node{index}", gpus=self.gpus_per_node) for index in range(nodes))
         within = self.bandwidth.within_node or self.device.link_bandwidth
         return Topology(
-            nodes=nodes,
-            bandwidth=Bandwidth(within_node=within, between_nodes=self.bandwidth.between_nodes or within),
+            nodes=nodes, bandwidth=Bandwidth(within_node=within, between_nodes=self.bandwidth.between_nodes or within)
         )
 
     def network_of(self, gpus: int) -> float | None:

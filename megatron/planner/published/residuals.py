@@ -92,12 +92,7 @@ class Kind:
 
 
 def kind_of(
-    configuration: Configuration,
-    model: Architecture,
-    cluster: Cluster,
-    software: Software,
-    *,
-    under_pressure: bool,
+    configuration: Configuration, model: Architecture, cluster: Cluster, software: Software, *, under_pressure: bool
 ) -> Kind:
     """The kind of a run."""
     used = software.of(configuration)

@@ -12,15 +12,4 @@ from megatron.planner.search.rules import Training
 from megatron.planner.search.search import search
 from megatron.planner.search.space import RANK_MAPPINGS, SCOPES, Space, offered
 
-__all__ = [
-    "RANK_MAPPINGS",
-    "SCOPES",
-    "Choice",
-    "Kept",
-    "Outcome",
-    "Rejected",
-    "Space",
-    "Training",
-    "offered",
-    "search",
-]
+__all__ = ["RANK_MAPPINGS", "SCOPES", "Choice", "Kept", "Outcome", "Rejected", "Space", "Training", "offered", "search"]
