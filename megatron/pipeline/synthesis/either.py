@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 
 from megatron.pipeline.program.extent import Kept
-from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.improve import accepts, changed_words
 from megatron.pipeline.synthesis.moved import FEW_MOVES, SWEEPS, WORSE
 from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover, word_of
 from megatron.pipeline.synthesis.moves import relaxed
@@ -42,38 +42,29 @@ class _Either:
         return self.made.cost
 
 
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """A search for programs of both kinds.
+def of_both_kinds(
+    mover: Mover, found: Sequence[Synthesis], choices: Iterable[tuple[Problem, str, Words]], *,
+    bound: float, seconds: float, rounds: int | None, seed: int, processes: int,
+) -> Iterator[Synthesis]:  # fmt: skip
+    """Yield the fastest programs with moves of one way that come of what was found and of choices with words.
 
-    Attributes:
-        bound: seconds at which it is over.
+    Args:
+        bound: seconds at which the search is over.
         seconds: how long it takes.
         rounds, seed, processes: as for `synthesize`.
     """
-
-    bound: float
-    seconds: float
-    rounds: int | None
-    seed: int
-    processes: int
-
-    def run(
-        self, mover: Mover, found: Sequence[Synthesis], choices: Iterable[tuple[Problem, str, Words]]
-    ) -> Iterator[Synthesis]:
-        """Yield the fastest programs with moves of one way that come of what was found and of choices with words."""
-        until = math.inf if self.rounds is not None else time.monotonic() + self.seconds
-        if min(each.seconds for each in found) <= self.bound * (1 + ROUNDING) or not relaxed(mover.problem, mover.way):
-            return
-        begun = [(each.problem, each.begun_with, each.words) for each in found]
-        begun = [*_made(mover, begun, _FIRST, until), *_fastest(mover, choices, until)]
-        begun = sorted(begun, key=_cost)[:_BEGUN]
-        now, seeds = time.monotonic(), [self.seed + 1_000_003 * each for each in range(self.processes)]
-        for number, each in enumerate(begun, 1):
-            attempts = math.inf if self.rounds is None else self.rounds * CHANGES * part_of_round(mover.problem)
-            more = partial(goes_on, now + max(0.0, until - now) * number / len(begun), attempts)
-            best = min(map_forked(partial(_changed, each, self.bound, more), seeds, self.processes), key=_cost)
-            yield with_moves(replace(found[0], problem=best.mover.problem), best.made)
+    until = math.inf if rounds is not None else time.monotonic() + seconds
+    if min(each.seconds for each in found) <= bound * (1 + ROUNDING) or not relaxed(mover.problem, mover.way):
+        return
+    begun = [(each.problem, each.begun_with, each.words) for each in found]
+    begun = [*_made(mover, begun, _FIRST, until), *_fastest(mover, choices, until)]
+    begun = sorted(begun, key=_cost)[:_BEGUN]
+    now, seeds = time.monotonic(), [seed + 1_000_003 * each for each in range(processes)]
+    for number, each in enumerate(begun, 1):
+        attempts = math.inf if rounds is None else rounds * CHANGES * part_of_round(mover.problem)
+        more = partial(goes_on, now + max(0.0, until - now) * number / len(begun), attempts)
+        best = min(map_forked(partial(_changed, each, bound, more), seeds, processes), key=_cost)
+        yield with_moves(replace(found[0], problem=best.mover.problem), best.made)
 
 
 def keeping_all(problem: Problem, found: Synthesis) -> Synthesis:
@@ -126,14 +117,9 @@ def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: in
         if not ways:
             continue
         relaxation = chance.choice(ways)
-        clock = Clock(relaxation)
-        squeeze = Squeeze(relaxation, clock)
-        if not chooses and chance.random() < 0.5:
-            words = squeeze.loosened(words, chance)
-        elif not chooses:
-            climb = Climb(relaxation, clock, words, chance)
-            climb.run(chance.choice(FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
-            words = climb.words
+        squeeze = Squeeze(relaxation, Clock(relaxation))
+        if not chooses:
+            words = changed_words(squeeze, words, chance, FEW_MOVES)
         if chance.random() < 0.75:
             words = squeeze.words(words, SWEEPS)[1]
         for ahead in (now.made.ahead, chance.choice(_AHEAD)):
@@ -141,8 +127,7 @@ def _changed(begin: _Either, bound: float, more: Callable[[int], bool], seed: in
             if made is None:
                 continue
             best = min(best, _Either(mover, made), key=_cost)
-            worse = made.seconds - now.made.seconds
-            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (WORSE * unit))):
+            if accepts(made.seconds - now.made.seconds, WORSE * unit, chance):
                 now = _Either(mover, made)
     return best
 

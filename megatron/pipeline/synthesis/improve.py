@@ -13,6 +13,7 @@ which single moves do not.
 
 import math
 import random
+from collections.abc import Sequence
 
 from megatron.pipeline.synthesis.problem import Problem, Words
 from megatron.pipeline.synthesis.squeeze import Squeeze
@@ -36,7 +37,7 @@ class Climb:
 
     def __init__(self, problem: Problem, clock: Clock, words: Words, chance: random.Random) -> None:
         self._problem, self._clock, self._chance = problem, clock, chance
-        self._unit = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
+        self._unit = problem.unit
         self.words = [list(word) for word in words]
         times = clock.times(self.words)
         assert times is not None, "words to begin with have no deadlock"
@@ -154,22 +155,26 @@ class Climb:
             rank, place = places[source][microbatches[rank][place]]
 
 
-def shaken(
-    problem: Problem, clock: Clock, squeeze: Squeeze, words: Words, chance: random.Random, count: int
-) -> tuple[float, Words]:
+def changed_words(squeeze: Squeeze, words: Words, chance: random.Random, few_moves: Sequence[int]) -> Words:
+    """Return what a loose sweep makes of words, or warm moves, of which `few_moves` are the possible numbers."""
+    if chance.random() < 0.5:
+        return squeeze.loosened(words, chance)
+    climb = Climb(squeeze.problem, squeeze.clock, words, chance)
+    climb.run(chance.choice(few_moves), warmth=chance.choice((1.0, 4.0)))
+    return climb.words
+
+
+def accepts(worse: float, temperature: float, chance: random.Random) -> bool:
+    """Whether to go on with a change that takes `worse` seconds more."""
+    return worse <= 0 or (temperature > 0 and chance.random() < math.exp(-worse / temperature))
+
+
+def shaken(squeeze: Squeeze, words: Words, chance: random.Random, count: int) -> tuple[float, Words]:
     """Change and squeeze words `count` times. Returns the fastest words and their seconds."""
-    unit = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
     now = best = squeeze.words(words, _SWEEPS)
     for _ in range(count):
-        if chance.random() < 0.5:
-            changed = squeeze.loosened(now[1], chance)
-        else:
-            climb = Climb(problem, clock, now[1], chance)
-            climb.run(chance.choice(_FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
-            changed = climb.words
-        made = squeeze.words(changed, _SWEEPS)
-        worse = made[0] - now[0]
-        if worse <= 0 or (unit and chance.random() < math.exp(-worse / (_WORSE * unit))):
+        made = squeeze.words(changed_words(squeeze, now[1], chance, _FEW_MOVES), _SWEEPS)
+        if accepts(made[0] - now[0], _WORSE * squeeze.problem.unit, chance):
             now = made
         best = min(best, now, key=lambda each: each[0])
     return best

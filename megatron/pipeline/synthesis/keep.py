@@ -11,12 +11,13 @@ what only moves is searched as it is without the other, with the same rounds and
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute
-from megatron.pipeline.synthesis.either import Search, keeping_all
+from megatron.pipeline.synthesis.either import keeping_all, of_both_kinds
 from megatron.pipeline.synthesis.moved_rows import Mover
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice
@@ -115,25 +116,23 @@ def synthesize_keeping(
     The bound of the result holds for every such choice, and with `moves` for every choice of moves, too. Arguments are
     those of `synthesize`.
     """
-    ways = ways_of(moves, problem)
+    ways, effort = ways_of(moves, problem), {"rounds": rounds, "seed": seed, "processes": processes}
+    search = partial(synthesize, **effort)
     if not ways:
-        return _recomputing(problem, seconds, rounds, seed, processes, known, done)
+        return _recomputing(problem, search, seconds, known, done)
     bound, bound_from = bound_of_any_choice(problem, ways)
     parts = 2 + len(ways)
     share = seconds / parts
-    found = [_recomputing(problem, share, rounds, seed, processes, known, lambda part: done(part / parts))]
+    found = [_recomputing(problem, search, share, known, lambda part: done(part / parts))]
     if (plain := _recomputing_nothing(problem)) is not None:
-        moving = synthesize(
-            plain, moves=moves, seconds=share, rounds=rounds, seed=seed, processes=processes,
-            done=lambda part: done((1 + part) / parts),
-        )  # fmt: skip
+        moving = search(plain, moves=moves, seconds=share, done=lambda part: done((1 + part) / parts))
         found.append(keeping_all(problem, moving))
     all_recomputed = replace(problem, kept=())
-    words = [(name, each) for name, each in named_words(all_recomputed)]
+    words = [*named_words(all_recomputed)]
     words += [("known words", each) for each in known] + [(each.begun_with, each.words) for each in found]
     for number, way in enumerate(ways, 2):
-        search = Search(bound=bound, seconds=share, rounds=rounds, seed=seed, processes=processes)
-        found += search.run(Mover(all_recomputed, way), found[:2], _choices(all_recomputed, words))
+        mover, choices = Mover(all_recomputed, way), _choices(all_recomputed, words)
+        found += of_both_kinds(mover, found[:2], choices, bound=bound, seconds=share, **effort)
         done((number + 1) / parts)
     best = min(found, key=lambda each: each.seconds)
     return replace(best, bound=bound, bound_from=bound_from, named=found[0].named, ways=ways)
@@ -155,33 +154,24 @@ def _choices(problem: Problem, words: Iterable[tuple[str, Words]]) -> Iterator[t
 
 
 def _recomputing(
-    problem: Problem,
-    seconds: float,
-    rounds: int | None,
-    seed: int,
-    processes: int,
-    known: Sequence[Words],
+    problem: Problem, synthesized: partial[Synthesis], seconds: float, known: Sequence[Words],
     done: Callable[[float], None],
-) -> Synthesis:
-    """Search for the fastest program without moves."""
+) -> Synthesis:  # fmt: skip
+    """Search for the fastest program without moves. `synthesized`: `synthesize` with its effort but for the time."""
     all_recomputed = replace(problem, kept=())
-    runs = 1 + _CHOICES * _TURNS
-    finished = 0
+    runs, found = 1 + _CHOICES * _TURNS, []
 
-    def search(each: Problem, begin: Sequence[Words]) -> Synthesis:
-        nonlocal finished
-        found = synthesize(
-            each, seconds=seconds / runs, rounds=rounds, seed=seed, processes=processes, known=begin,
-            done=lambda part: done((finished + part) / runs),
-        )  # fmt: skip
-        finished += 1
-        return found
+    def search(each: Problem, begin: Sequence[Words]) -> None:
+        number = len(found)
+        found.append(synthesized(
+            each, seconds=seconds / runs, known=begin, done=lambda part: done((number + part) / runs)
+        ))  # fmt: skip
 
-    found = [search(all_recomputed, known)]
+    search(all_recomputed, known)
     begin = [words for _, words in named_words(all_recomputed)] + [found[0].words, *known]
     for chosen, words in _cheapest(all_recomputed, begin):
         for _ in range(_TURNS):
-            found.append(search(chosen, [words]))
+            search(chosen, [words])
             words = found[-1].words
             kept = kept_microbatches(all_recomputed, words)
             if len(kept) <= len(chosen.kept):

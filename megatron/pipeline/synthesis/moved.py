@@ -4,13 +4,12 @@ A change is a loose sweep (`squeeze.py`) or a few warm moves of computations (`i
 limits. Behind it stands the pass, and the simulator, which knows the copies. Slower words are kept at times.
 """
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 
-from megatron.pipeline.synthesis.improve import Climb
+from megatron.pipeline.synthesis.improve import accepts, changed_words
 from megatron.pipeline.synthesis.moved_rows import Ahead, Moved, Mover
 from megatron.pipeline.synthesis.problem import ROUNDING, Problem, Words
 from megatron.pipeline.synthesis.squeeze import Squeeze
@@ -76,28 +75,18 @@ def changed(
         seed: the seed of all choices.
     """
     chance, now, number = random.Random(seed), kept[0], 0
-    problem = mover.problem
-    unit = max(map(problem.work, range(problem.num_ranks))) / problem.num_microbatches
-    ways = [(each, Clock(each)) for each in relaxed]
-    squeezes = [Squeeze(each, clock) for each, clock in ways]
+    squeezes = [Squeeze(each, Clock(each)) for each in relaxed]
     while kept[0].seconds > bound * (1 + ROUNDING) and more(number):
         number += 1
-        choice = chance.randrange(len(ways))
-        words = now.words
-        if chance.random() < 0.5:
-            words = squeezes[choice].loosened(words, chance)
-        else:
-            climb = Climb(*ways[choice], words, chance)
-            climb.run(chance.choice(FEW_MOVES), warmth=chance.choice((1.0, 4.0)))
-            words = climb.words
+        squeeze = squeezes[chance.randrange(len(squeezes))]
+        words = changed_words(squeeze, now.words, chance, FEW_MOVES)
         if chance.random() < 0.75:
-            words = squeezes[choice].words(words, SWEEPS)[1]
+            words = squeeze.words(words, SWEEPS)[1]
         for ahead in (now.ahead, chance.choice(AHEAD)):
             made = mover.moved(words, ahead, now.begun_with)
             if made is None:
                 continue
             kept = _best([*kept, made])
-            worse = made.seconds - now.seconds
-            if worse <= 0 or (unit and chance.random() < math.exp(-worse / (WORSE * unit))):
+            if accepts(made.seconds - now.seconds, WORSE * mover.problem.unit, chance):
                 now = made
     return kept

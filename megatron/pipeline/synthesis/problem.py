@@ -243,6 +243,11 @@ class Problem:
         """The seconds that a rank computes in the batch."""
         return self.num_microbatches * sum(self.seconds[each] for each in self.queues_of_rank[rank])
 
+    @cached_property
+    def unit(self) -> float:
+        """The seconds that the busiest rank computes for one microbatch."""
+        return max(map(self.work, range(self.num_ranks))) / self.num_microbatches
+
     def work_without_recompute(self, rank: int) -> float:
         own = [each for each in self.queues_of_rank[rank] if self.queues[each][0] is not Kind.RECOMPUTE]
         return self.num_microbatches * sum(self.seconds[each] for each in own)
@@ -330,6 +335,14 @@ class Problem:
             most = max(most, held)
             held -= self.gives[queue]
         return most
+
+    def held(self, words: Words) -> tuple[float, ...]:
+        """The most that each rank holds at any time, in the unit of `saved`."""
+        return tuple(self.most_held(rank, word) for rank, word in enumerate(words))
+
+    def accepts(self, words: Words) -> bool:
+        """Whether the word of each rank is in order."""
+        return all(map(self.is_in_order, words, range(self.num_ranks)))
 
     def is_in_order(self, word: Sequence[int], rank: int) -> bool:
         """Whether a word keeps its rank's limit, and computations follow those of their microbatch and stage.

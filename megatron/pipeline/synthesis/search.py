@@ -196,7 +196,7 @@ def synthesize(
     def searched(problem: Problem, bound: float) -> list[_Result]:
         nonlocal number
         before, number = number, number + 1
-        within = [words for words in known if all(map(problem.is_in_order, words, range(problem.num_ranks)))]
+        within = [*filter(problem.accepts, known)]
         search = partial(
             _search, problem, bound, seconds / parts, rounds, within, lambda part: done((before + part) / parts)
         )
@@ -237,10 +237,8 @@ def goes_on(until: float, attempts: float, number: int) -> bool:
 
 def with_moves(found: Synthesis, moved: Moved) -> Synthesis:
     """Return what the passes make of a program with moves, proved, with its receives at the best place."""
-    problem, made = found.problem, []
-    for ahead in problem.receives_ahead:
-        program = completed(moved.program, receives_ahead=ahead)
-        made.append((simulate(program, problem.costs).makespan, ahead, program))
+    problem = found.problem
+    made = (_timed(problem, moved.program, ahead) for ahead in problem.receives_ahead)
     seconds, ahead, program = min(made, key=lambda each: each[:2])
     return replace(
         found, words=moved.words, program=program, held=most_held(problem, program), seconds=seconds,
@@ -254,43 +252,36 @@ def _chosen(problem: Problem, bound: float, bound_from: str, results: list[_Resu
     best_words = _best([each for result in results for each in result.pool])
     # The simulator also knows when receives are posted and channels are free, which may turn their order.
     contenders = best_words[:_SIMULATED] if problem.has_transfers else best_words[:1]
-    named_seconds = None
-    if named is not None:
-        contenders = [named, *contenders]
-    timed = [_timed(problem, each, ahead) for each in contenders for ahead in problem.receives_ahead]
-    if named is not None:
-        named_seconds = timed[0].seconds  # with receives where they stand in the preset
-    least = min(each.seconds for each in timed)
-    best = min((each for each in timed if each.seconds <= least * (1 + ROUNDING)), key=lambda each: each.receives_ahead)
+    contenders = [*filter(None, [named]), *contenders]
+    timed = [
+        (*_timed(problem, problem.program(each.words), ahead), each)
+        for each in contenders for ahead in problem.receives_ahead
+    ]  # fmt: skip
+    named_seconds = timed[0][0]  # with receives where they stand in the preset
+    least = min(each[0] for each in timed)
+    seconds, ahead, program, best = min((each for each in timed if each[0] <= least * (1 + ROUNDING)),
+                                        key=lambda each: each[1])  # fmt: skip
     return Synthesis(
         problem=problem,
-        words=best.found.words,
-        program=best.program,
-        held=tuple(problem.most_held(rank, word) for rank, word in enumerate(best.found.words)),
-        seconds=best.seconds,
+        words=best.words,
+        program=program,
+        held=problem.held(best.words),
+        seconds=seconds,
         bound=bound,
         bound_from=bound_from,
-        receives_ahead=best.receives_ahead,
-        begun_with=best.found.name,
+        receives_ahead=ahead,
+        begun_with=best.name,
         named=None if named is None else (named.name, named_seconds),
         rounds=tuple(result.rounds for result in results),
         seed=seed,
     )
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """What the passes make of words, proved, and its simulated seconds."""
-
-    found: _Found
-    receives_ahead: int
-    program: Program
-    seconds: float
-
-
-def _timed(problem: Problem, found: _Found, receives_ahead: int) -> _Timed:
-    program = completed(problem.program(found.words), receives_ahead=receives_ahead)
-    return _Timed(found, receives_ahead, program, simulate(program, problem.costs).makespan)
+def _timed(problem: Problem, bare: Program, receives_ahead: int) -> tuple[float, int, Program]:
+    """Return the simulated seconds of a program with its receives so far ahead, and what the passes make of it,
+    proved."""
+    program = completed(bare, receives_ahead=receives_ahead)
+    return simulate(program, problem.costs).makespan, receives_ahead, program
 
 
 def named_points(problem: Problem) -> dict[str, tuple[float, float]]:
@@ -299,7 +290,7 @@ def named_points(problem: Problem) -> dict[str, tuple[float, float]]:
     for name, words in named_words(problem):
         times = clock.times(words)
         if times is not None:
-            points[name] = max(problem.most_held(rank, word) for rank, word in enumerate(words)), times.seconds
+            points[name] = max(problem.held(words)), times.seconds
     return points
 
 
@@ -329,7 +320,7 @@ def _search(
         pool = _best([*pool, *(_Found(*squeeze.words(each.words, _SWEEPS), each.name) for each in fresh)])
         index = 0 if number % 4 < 2 else number // 4 % len(pool)
         if number % 2 == 0:
-            changed = shaken(problem, clock, squeeze, pool[index].words, chance, max(2, round(_SHAKES * part)))
+            changed = shaken(squeeze, pool[index].words, chance, max(2, round(_SHAKES * part)))
         else:
             climb = Climb(problem, clock, pool[index].words, chance)
             attempts = _MOVES * part * min(_LONGEST, 1 + number // 3)
@@ -353,7 +344,7 @@ def _begin(problem: Problem, clock: Clock, known: Sequence[Words]) -> Iterator[_
     found = [("one microbatch after another", one_after_another(problem), False)]
     found += [("known words", words, False) for words in known]
     for name, words in named_words(problem):
-        if all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
+        if problem.accepts(words):
             found.append((name, words, True))
         elif (within := listed(problem, words)) is not None:
             found.append((f"within limits: {name}", within, False))

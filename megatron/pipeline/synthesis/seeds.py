@@ -109,7 +109,6 @@ class Patterns:
         self.problem, self._clock = problem, clock
         self._legs = legs_of(problem.rank_of_stage)
         self._num_legs = 2 * (max(self._legs) + 1)
-        self._busiest = max(problem.work(rank) for rank in range(problem.num_ranks)) / problem.num_microbatches
         self._hops = self._mean_hops()
         self._best: list[tuple[float, float, int, Waits]] = []
         self._made = 0
@@ -130,7 +129,7 @@ class Patterns:
             return None
         words = [self._word(rank, offsets, waits.period) for rank in range(problem.num_ranks)]
         times = self._clock.times(words)
-        if times is None or not all(problem.is_in_order(word, rank) for rank, word in enumerate(words)):
+        if times is None or not problem.accepts(words):
             return None
         self._keep(0.0, times.seconds, waits)
         return times.seconds, words
@@ -212,7 +211,7 @@ class Patterns:
 
         Where such legs pass the ranks in opposite directions, what meets on one rank then meets on none or on all.
         """
-        period = self._busiest * chance.choice(_PERIODS)
+        period = self.problem.unit * chance.choice(_PERIODS)
         strides = [0.0] * self._num_legs
         if chance.random() < 0.75:
             resonance = chance.choice(_RESONANCES) * period
@@ -230,7 +229,7 @@ class Patterns:
         """Change one number."""
         leg, kind = chance.randrange(self._num_legs), chance.random()
         if kind < 0.15:
-            return replace(waits, period=max(0.8 * self._busiest, waits.period * (1 + chance.gauss(0, 0.03))))
+            return replace(waits, period=max(0.8 * self.problem.unit, waits.period * (1 + chance.gauss(0, 0.03))))
         if kind < 0.5:
             strides = list(waits.strides)
             step = chance.gauss(0, chance.choice((0.003, 0.03))) * waits.period

@@ -24,7 +24,11 @@ _PATIENCE = 3  # the number of pairs of sweeps without a gain after which words 
 
 
 class Squeeze:
-    """Squeezes words of one problem."""
+    """Squeezes words of one problem.
+
+    Attributes:
+        problem, clock: the problem, and what times its words.
+    """
 
     def __init__(self, problem: Problem, clock: Clock) -> None:
         followers, after = [(NONE, 0.0)] * len(problem.queues), [NONE] * len(problem.queues)
@@ -33,8 +37,7 @@ class Squeeze:
                 followers[source] = queue, delay
             if before != NONE:
                 after[before] = queue
-        self._clock = clock
-        self._unit = max(map(problem.work, range(problem.num_ranks))) / problem.num_microbatches
+        self.problem, self.clock = problem, clock
         gives = [(each,) * problem.num_microbatches for each in problem.gives]
         seconds, takes = ([each[::-1] for each in values] for values in (problem.seconds_at, problem.takes_at))
         self._onwards = _Direction(
@@ -46,20 +49,20 @@ class Squeeze:
 
     def loosened(self, words: Words, chance: random.Random) -> Words:
         """Return words of one sweep, onwards or backwards, in which computations for some gaps end too late."""
-        loose = _Loose(self._unit * chance.choice(_LATE), chance.choice(_PARTS), chance)
+        loose = _Loose(self.problem.unit * chance.choice(_LATE), chance.choice(_PARTS), chance)
         if chance.random() < 0.5:
             return self._onwards.sweep(words, loose)
         return [word[::-1] for word in self._backwards.sweep([word[::-1] for word in words], loose)]
 
     def words(self, words: Words, most: int) -> tuple[float, Words]:
         """Return the seconds of what up to `most` pairs of sweeps make of words without a deadlock, and those words."""
-        times = self._clock.times(words)
+        times = self.clock.times(words)
         assert times is not None, "words to squeeze have no deadlock"
         seconds, mean_start, best, vain = times.seconds, times.mean_start, words, 0
         for _ in range(most):
             backwards = self._backwards.sweep([word[::-1] for word in words])
             words = self._onwards.sweep([word[::-1] for word in backwards])
-            times = self._clock.times(words)
+            times = self.clock.times(words)
             vain = 0 if times.seconds < seconds * (1 - ROUNDING) else vain + 1
             if (times.seconds, times.mean_start) < (seconds, mean_start):
                 seconds, mean_start, best = times.seconds, times.mean_start, words

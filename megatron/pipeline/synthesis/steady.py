@@ -150,9 +150,9 @@ def begin_steady(problem: Problem, *, weights: WeightPolicy = TWO_BW) -> Steady:
     Raises ValueError as `synthesize_steady` does.
     """
     named = [
-        (fullness_of(problem, _held(problem, words)), name, words)
+        (fullness_of(problem, problem.held(words)), name, words)
         for name, words in named_words(problem, weights.name, _NAMED)
-        if all(map(problem.is_in_order, words, range(problem.num_ranks)))
+        if problem.accepts(words)
     ]
     if not named:
         return synthesize_steady(problem, weights=weights, rounds=1)
@@ -194,17 +194,13 @@ def _made(
         seconds=seconds_of_batch,
         bound=bound * m,
         bound_from=bound_from,
-        held=_held(problem, words),
+        held=problem.held(words),
         least_held=tuple(_least_held(problem, rank, period) for rank in range(problem.num_ranks)),
-        named=dict(_named(problem, weights)),
+        named={name: max(problem.held(each)) for name, each in named_words(problem, weights.name, _NAMED)},
         begun_with=begun_with,
         rounds=rounds,
         seed=seed,
     )
-
-
-def _held(problem: Problem, words: Words) -> tuple[float, ...]:
-    return tuple(problem.most_held(rank, word) for rank, word in enumerate(words))
 
 
 # --- bounds
@@ -241,12 +237,6 @@ def _least_held(problem: Problem, rank: int, period: float) -> float:
     if size:
         least = math.ceil(least / size * (1 - ROUNDING)) * size
     return max(least, problem.least_limits[rank])
-
-
-def _named(problem: Problem, weights: WeightPolicy) -> Iterator[tuple[str, float]]:
-    """Yield the registered orders that have the placement and do not drain, each with the most that a rank holds."""
-    for name, words in named_words(problem, weights.name, _NAMED):
-        yield name, max(_held(problem, words))
 
 
 # --- the search
@@ -354,7 +344,7 @@ def _is_least(problem: Problem, bound: float, found: _Found) -> bool:
 
 def _keeps(problem: Problem, found: _Found) -> bool:
     """Whether the words keep the limits, where sizes that come and go at one time are taken one after another."""
-    return all(problem.is_in_order(word, rank) for rank, word in enumerate(_words(problem, found)[0]))
+    return problem.accepts(_words(problem, found)[0])
 
 
 def _scales(problem: Problem) -> list[float]:

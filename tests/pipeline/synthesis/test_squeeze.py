@@ -50,7 +50,7 @@ def test_what_was_loosened_and_shaken_is_still_a_program(seed):
     squeeze = Squeeze(problem, clock)
     for _ in range(10):
         _assert_a_program(problem, squeeze.loosened(words, chance), words)
-    seconds, made = shaken(problem, clock, squeeze, words, chance, 5)
+    seconds, made = shaken(squeeze, words, chance, 5)
     _assert_a_program(problem, made, words)
     assert seconds == clock.times(made).seconds <= clock.times(words).seconds * (1 + 1e-9)
 
