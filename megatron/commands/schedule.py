@@ -71,12 +71,7 @@ def _check(options: argparse.Namespace) -> int:
         print("nothing to balance: every stage keeps within the bound of its pair already")
     if options.schedule and len(set(program.batches)) == 1:
         schedule, size = meaning.schedule(options), program.batches[0]
-        many = (size,) * (2 * schedule.num_stages)
-        check_periodic(
-            schedule.build_periodic(size),
-            max_saved=schedule.max_saved_microbatches(many),
-            max_saved_on_rank=schedule.max_saved_on_rank(many),
-        )
+        check_periodic(schedule.build_periodic(size), **schedule.bounds((size,) * (2 * schedule.num_stages)))
         print("proved for every number of batches: fill, n periods, drain")
         if schedule.optimistic:
             stream = schedule.stream()
@@ -174,14 +169,8 @@ def _draw(options: argparse.Namespace) -> int:
 
 def _prove(options: argparse.Namespace, program: Program) -> CheckReport:
     """Prove a program. The program of a preset is also held to the number of activations that its schedule may save."""
-    if options.schedule is None:
-        return check(program)
-    schedule = meaning.schedule(options)
-    return check(
-        program,
-        max_saved=schedule.max_saved_microbatches(program.batches),
-        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
-    )
+    bounds = {} if options.schedule is None else meaning.schedule(options).bounds(program.batches)
+    return check(program, **bounds)
 
 
 # --- output

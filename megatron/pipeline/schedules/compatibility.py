@@ -18,265 +18,167 @@ FEWEST_ON_DEVICE = 3  # microbatches: the one that is computed, the next one, an
 
 
 _STAGES_ON_A_RANK: tuple[tuple[Condition, str], ...] = (
-    (
-        lambda s, o: o.virtual_stages is not None and s.num_virtual_stages not in (1, o.virtual_stages),
-        "{s.order} has {o.virtual_stages} stages on each rank, not {s.num_virtual_stages}; make num_virtual_stages "
-        "{o.virtual_stages}",
-    ),
-    (
-        lambda s, o: s.num_virtual_stages > 1 and not o.interleaves,
-        "{s.order} has one stage on each rank, not {s.num_virtual_stages}; use order interleaved, or drop "
-        "num_virtual_stages",
-    ),
-    (
-        lambda s, o: s.microbatch_group_size is not None and not o.interleaves,
-        "{s.order} takes no groups of microbatches; drop microbatch_group_size",
-    ),
-    (
-        lambda s, o: s.microbatch_group_size is not None and o.relays,
-        "{s.order} takes a whole batch as one group; drop microbatch_group_size",
-    ),
-    (
-        lambda s, o: s.microbatch_group_size is not None and s.microbatch_group_size < s.num_ranks,
-        "microbatch groups of {s.microbatch_group_size} are smaller than the {s.num_ranks} ranks, so a rank would wait "
-        "for what it has not yet sent; make microbatch_group_size {s.num_ranks} or more",
-    ),
-)
+    (lambda s, o: o.virtual_stages is not None and s.num_virtual_stages not in (1, o.virtual_stages),
+     "{s.order} has {o.virtual_stages} stages on each rank, not {s.num_virtual_stages}; make num_virtual_stages "
+     "{o.virtual_stages}"),
+    (lambda s, o: s.num_virtual_stages > 1 and not o.interleaves,
+     "{s.order} has one stage on each rank, not {s.num_virtual_stages}; use order interleaved, or drop "
+     "num_virtual_stages"),
+    (lambda s, o: s.microbatch_group_size is not None and not o.interleaves,
+     "{s.order} takes no groups of microbatches; drop microbatch_group_size"),
+    (lambda s, o: s.microbatch_group_size is not None and o.relays,
+     "{s.order} takes a whole batch as one group; drop microbatch_group_size"),
+    (lambda s, o: s.microbatch_group_size is not None and s.microbatch_group_size < s.num_ranks,
+     "microbatch groups of {s.microbatch_group_size} are smaller than the {s.num_ranks} ranks, so a rank would wait "
+     "for what it has not yet sent; make microbatch_group_size {s.num_ranks} or more"),
+)  # fmt: skip
 
 _WEIGHTS: tuple[tuple[Condition, str], ...] = (
-    (
-        lambda s, o: o.drains and not s.weights.drains,
-        "{s.order} drains in every batch, so the versions of {s.weights.name} would buy nothing; use weights flush, or "
-        "order 1f1b",
-    ),
-    (
-        lambda s, o: o.merges and not s.weights.drains,
-        "{s.order} takes one batch at a time, and under {s.name_of_weights} batches follow one another without a "
-        "drain; use weights flush, or one stage on each rank",
-    ),
-    (
-        lambda s, o: o.most_behind is not None and s.weights.delay,
-        "{s.order} has stages of a rank at different batches, and {s.name_of_weights} updates them together; use "
-        "weights stale",
-    ),
-    (
-        lambda s, o: o.most_behind is not None and s.weights.drains,
-        "{s.order} has stages of a rank at different batches, and under {s.name_of_weights} every batch drains; use "
-        "weights stale, or order 1f1b",
-    ),
-    (
-        lambda s, o: s.weights.refreshes and not (o.follows_edges and o.max_in_flight(0)),
-        "weights {s.weights.name} go with stages that are as far ahead as edges lead to the end, and {s.order} has "
-        "others in flight; use order async, or 1f1b with one stage on each rank",
-    ),
-    (
-        lambda s, o: s.weights.ahead is Ahead.PROVISIONAL_STEP and s.data_parallel,
-        "a forward under {s.name_of_weights} steps with the gradients that its own replica has so far, so replicas "
-        "would compute at different weights; use weights stale, or one replica",
-    ),
-    (
-        lambda s, o: s.weights.ahead and not s.recompute,
-        "under {s.name_of_weights} a forward uses {s.weights.ahead.value} weights, which are gone before its backward; "
-        "add recompute, or use weights stale",
-    ),
-    (
-        lambda s, o: o.merges and s.balance,
-        "{s.order} places stages freely, and balance goes with stages dealt out in turn; drop it",
-    ),
-    (
-        lambda s, o: o.merges and s.swaps,
-        "{s.order} places stages freely, and activations on the host go with stages dealt out in turn; keep them on "
-        "the device",
-    ),
-    (
-        lambda s, o: o.merges and s.residency is not None,
-        "{s.order} places stages freely, and weights on the host goes with stages dealt out in turn; drop it",
-    ),
-    (
-        lambda s, o: s.extra_warmup and not o.extends_warmup,
-        "{s.order} has no warm-up that could be extended; drop extra_warmup",
-    ),
-    (
-        lambda s, o: s.weights.updates_alone and o.max_in_flight(0) is None,
-        "{s.order} does not say how many microbatches are in flight, and {s.name_of_weights} keeps a weight version "
-        "for each; use an order that says it, or weights flush",
-    ),
-)
+    (lambda s, o: o.drains and not s.weights.drains,
+     "{s.order} drains in every batch, so the versions of {s.weights.name} would buy nothing; use weights flush, or "
+     "order 1f1b"),
+    (lambda s, o: o.merges and not s.weights.drains,
+     "{s.order} takes one batch at a time, and under {s.name_of_weights} batches follow one another without a "
+     "drain; use weights flush, or one stage on each rank"),
+    (lambda s, o: o.most_behind is not None and s.weights.delay,
+     "{s.order} has stages of a rank at different batches, and {s.name_of_weights} updates them together; use "
+     "weights stale"),
+    (lambda s, o: o.most_behind is not None and s.weights.drains,
+     "{s.order} has stages of a rank at different batches, and under {s.name_of_weights} every batch drains; use "
+     "weights stale, or order 1f1b"),
+    (lambda s, o: s.weights.refreshes and not (o.follows_edges and o.max_in_flight(0)),
+     "weights {s.weights.name} go with stages that are as far ahead as edges lead to the end, and {s.order} has "
+     "others in flight; use order async, or 1f1b with one stage on each rank"),
+    (lambda s, o: s.weights.ahead is Ahead.PROVISIONAL_STEP and s.data_parallel,
+     "a forward under {s.name_of_weights} steps with the gradients that its own replica has so far, so replicas "
+     "would compute at different weights; use weights stale, or one replica"),
+    (lambda s, o: s.weights.ahead and not s.recompute,
+     "under {s.name_of_weights} a forward uses {s.weights.ahead.value} weights, which are gone before its backward; "
+     "add recompute, or use weights stale"),
+    (lambda s, o: o.merges and s.balance,
+     "{s.order} places stages freely, and balance goes with stages dealt out in turn; drop it"),
+    (lambda s, o: o.merges and s.swaps,
+     "{s.order} places stages freely, and activations on the host go with stages dealt out in turn; keep them on "
+     "the device"),
+    (lambda s, o: o.merges and s.residency is not None,
+     "{s.order} places stages freely, and weights on the host goes with stages dealt out in turn; drop it"),
+    (lambda s, o: s.extra_warmup and not o.extends_warmup,
+     "{s.order} has no warm-up that could be extended; drop extra_warmup"),
+    (lambda s, o: s.weights.updates_alone and o.max_in_flight(0) is None,
+     "{s.order} does not say how many microbatches are in flight, and {s.name_of_weights} keeps a weight version "
+     "for each; use an order that says it, or weights flush"),
+)  # fmt: skip
 
 _FEATURES: tuple[tuple[Condition, str], ...] = (
-    (
-        lambda s, o: s.extra_warmup and s.weights.updates_alone,
-        "{s.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it",
-    ),
-    (
-        lambda s, o: s.balance and o.max_in_flight(s.num_frozen) is None,
-        "{s.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use order 1f1b "
-        "or interleaved",
-    ),
-    (
-        lambda s, o: s.balance and not (s.num_frozen or s.rank_of_stage == _round_robin(s)),
-        "balance pairs stage x with stage p-1-x, and stages {s.rank_of_stage} are not dealt out in turn; drop balance, "
-        "or rank_of_stage",
-    ),
-    (
-        lambda s, o: s.balance and s.weights.updates_alone,
-        "{s.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop balance, or "
-        "use flush or 2bw",
-    ),
-    (
-        lambda s, o: s.swaps and s.balance,
-        "saved activations move to the host or to a pair stage, not both; drop balance, or keep them off the host",
-    ),
-    (
-        lambda s, o: s.swaps and s.residency is not None,
-        "weights live on the host, where inputs wait and not all activations; set the stash of the residency instead",
-    ),
-    (
-        lambda s, o: s.swaps and s.weights.updates_alone,
-        "{s.name_of_weights} may drain after every microbatch, so no copy to the host can be planned ahead; keep "
-        "activations on the device, or use flush or 2bw",
-    ),
-    (
-        lambda s, o: s.swaps and s.num_ranks == 1 < s.num_virtual_stages,
-        "a single rank turns to its next stage with every microbatch, before any can leave; give it one stage, or keep "
-        "activations on the device",
-    ),
-    (
-        lambda s, o: s.swaps and s.most_on_device < FEWEST_ON_DEVICE,
-        "a rank with {s.most_on_device} microbatches on its device has none to copy while it computes; keep 3 or more",
-    ),
-    (
-        lambda s, o: s.residency is not None and not s.weights.drains,
-        "weights on the host have one version, and {s.name_of_weights} needs more; use weights flush, or leave them on "
-        "the device",
-    ),
-    (
-        lambda s, o: s.residency is not None and s.num_virtual_stages > 1 and not o.relays,
-        "{s.order} comes back to a stage within a batch, so its weights would come and go with every group and its "
-        "gradients could not leave; use order relay, or leave the weights on the device",
-    ),
-    (
-        lambda s, o: s.residency is not None and s.balance,
-        "balance moves saved activations to a rank that saves few, and with weights on the host ranks save alike; drop "
-        "balance",
-    ),
-    (
-        lambda s, o: s.residency is not None and not s.recompute,
-        "what a forward saves refers to weights that are gone before the backward; add recompute, or leave the weights "
-        "on the device",
-    ),
-    (
-        lambda s, o: s.residency is not None and s.norm_decides and s.residency.is_eager,
-        "an eager update is made before the norm of all gradients and any overflow are known, and here they decide "
-        "about it; use deferred updates, or neither clip by the norm nor scale the loss",
-    ),
-)
+    (lambda s, o: s.extra_warmup and s.weights.updates_alone,
+     "{s.name_of_weights} keeps at most p-s weight versions at stage s; extra_warmup needs more, drop it"),
+    (lambda s, o: s.balance and o.max_in_flight(s.num_frozen) is None,
+     "{s.order} saves a whole batch at every stage, so there is nothing to balance; drop balance, or use order 1f1b "
+     "or interleaved"),
+    (lambda s, o: s.balance and not (s.num_frozen or s.rank_of_stage == _round_robin(s)),
+     "balance pairs stage x with stage p-1-x, and stages {s.rank_of_stage} are not dealt out in turn; drop balance, "
+     "or rank_of_stage"),
+    (lambda s, o: s.balance and s.weights.updates_alone,
+     "{s.name_of_weights} may drain after every microbatch, so no eviction can be planned ahead; drop balance, or "
+     "use flush or 2bw"),
+    (lambda s, o: s.swaps and s.balance,
+     "saved activations move to the host or to a pair stage, not both; drop balance, or keep them off the host"),
+    (lambda s, o: s.swaps and s.residency is not None,
+     "weights live on the host, where inputs wait and not all activations; set the stash of the residency instead"),
+    (lambda s, o: s.swaps and s.weights.updates_alone,
+     "{s.name_of_weights} may drain after every microbatch, so no copy to the host can be planned ahead; keep "
+     "activations on the device, or use flush or 2bw"),
+    (lambda s, o: s.swaps and s.num_ranks == 1 < s.num_virtual_stages,
+     "a single rank turns to its next stage with every microbatch, before any can leave; give it one stage, or keep "
+     "activations on the device"),
+    (lambda s, o: s.swaps and s.most_on_device < FEWEST_ON_DEVICE,
+     "a rank with {s.most_on_device} microbatches on its device has none to copy while it computes; keep 3 or more"),
+    (lambda s, o: s.residency is not None and not s.weights.drains,
+     "weights on the host have one version, and {s.name_of_weights} needs more; use weights flush, or leave them on "
+     "the device"),
+    (lambda s, o: s.residency is not None and s.num_virtual_stages > 1 and not o.relays,
+     "{s.order} comes back to a stage within a batch, so its weights would come and go with every group and its "
+     "gradients could not leave; use order relay, or leave the weights on the device"),
+    (lambda s, o: s.residency is not None and s.balance,
+     "balance moves saved activations to a rank that saves few, and with weights on the host ranks save alike; drop "
+     "balance"),
+    (lambda s, o: s.residency is not None and not s.recompute,
+     "what a forward saves refers to weights that are gone before the backward; add recompute, or leave the weights "
+     "on the device"),
+    (lambda s, o: s.residency is not None and s.norm_decides and s.residency.is_eager,
+     "an eager update is made before the norm of all gradients and any overflow are known, and here they decide "
+     "about it; use deferred updates, or neither clip by the norm nor scale the loss"),
+)  # fmt: skip
 
 _PREDICTIONS: tuple[tuple[Condition, str], ...] = (
-    (
-        lambda s, o: not s.weights.predicts and (s.provisional_microbatches is not None or s.reduce_partial),
-        "weights {s.weights.name} predict nothing, so nothing is read for it; drop provisional_microbatches and "
-        "reduce_partial, or use weights 2bw-provisional",
-    ),
-    (
-        lambda s, o: s.reduce_partial and s.provisional_microbatches == 0,
-        "predictions that read 0 microbatches take the last update again, so replicas have nothing to reduce for them; "
-        "drop reduce_partial, or read 1 or more",
-    ),
-    (
-        lambda s, o: s.num_virtual_stages > 1 and s.weights.predicts,
-        "weights {s.weights.name} predict for one stage on each rank, not {s.num_virtual_stages}; use weights 2bw, or "
-        "one stage",
-    ),
-    (
-        lambda s, o: s.tied_stage is not None and not (s.tied_embeddings and 0 < s.tied_stage < s.num_stages),
-        "tied_stage {s.tied_stage} is none of the {s.num_stages} stages that could share the first one's embedding; "
-        "give one, with tied_embeddings",
-    ),
-    (
-        lambda s, o: s.residency is not None and s.tied_stage not in (None, s.num_stages - 1),
-        "weights on the host are updated where the first and the last stage share an embedding, not stage "
-        "{s.tied_stage}; drop tied_stage, or keep weights on the device",
-    ),
-    (
-        lambda s, o: s.tied_embeddings and s.weights.updates_alone,
-        "under {s.name_of_weights} every stage updates at its own time, so the first and the last one cannot share an "
-        "embedding; untie the embeddings, or use flush or 2bw",
-    ),
-)
+    (lambda s, o: not s.weights.predicts and (s.provisional_microbatches is not None or s.reduce_partial),
+     "weights {s.weights.name} predict nothing, so nothing is read for it; drop provisional_microbatches and "
+     "reduce_partial, or use weights 2bw-provisional"),
+    (lambda s, o: s.reduce_partial and s.provisional_microbatches == 0,
+     "predictions that read 0 microbatches take the last update again, so replicas have nothing to reduce for them; "
+     "drop reduce_partial, or read 1 or more"),
+    (lambda s, o: s.num_virtual_stages > 1 and s.weights.predicts,
+     "weights {s.weights.name} predict for one stage on each rank, not {s.num_virtual_stages}; use weights 2bw, or "
+     "one stage"),
+    (lambda s, o: s.tied_stage is not None and not (s.tied_embeddings and 0 < s.tied_stage < s.num_stages),
+     "tied_stage {s.tied_stage} is none of the {s.num_stages} stages that could share the first one's embedding; "
+     "give one, with tied_embeddings"),
+    (lambda s, o: s.residency is not None and s.tied_stage not in (None, s.num_stages - 1),
+     "weights on the host are updated where the first and the last stage share an embedding, not stage "
+     "{s.tied_stage}; drop tied_stage, or keep weights on the device"),
+    (lambda s, o: s.tied_embeddings and s.weights.updates_alone,
+     "under {s.name_of_weights} every stage updates at its own time, so the first and the last one cannot share an "
+     "embedding; untie the embeddings, or use flush or 2bw"),
+)  # fmt: skip
 
 # The next tables share a sentence for all rows. A row has a condition, the refused choice and the reason.
 
 
-def _balances(s: PipelineSchedule, o: Order) -> bool:
-    return s.balance
-
-
-def _swaps(s: PipelineSchedule, o: Order) -> bool:
-    return s.swaps
-
-
-def _groups(s: PipelineSchedule, o: Order) -> bool:
-    return s.microbatch_group_size is not None
-
-
-def _on_host(s: PipelineSchedule, o: Order) -> bool:
-    return s.residency is not None
-
-
-def _predicts(s: PipelineSchedule, o: Order) -> bool:
-    return s.weights.predicts
-
-
-def _ties(s: PipelineSchedule, o: Order) -> bool:
-    return s.tied_embeddings
-
-
-def _updates_alone(s: PipelineSchedule, o: Order) -> bool:
-    return s.weights.updates_alone
-
-
 _OPTIMISTIC: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not s.weights.drains, "{s.name_of_weights}", "takes its steps beside later batches already"),
-    (_on_host, "weights on the host", "are stepped where no copy of them is kept"),
-    (_balances, "balance", "moves activations, which a step that is undone would have to meet on their way"),
-    (_swaps, "a bound on activations on the device", "has copies under way, which a step that is undone would meet"),
+    (lambda s, o: s.residency is not None, "weights on the host", "are stepped where no copy of them is kept"),
+    (lambda s, o: s.balance, "balance",
+     "moves activations, which a step that is undone would have to meet on their way"),
+    (lambda s, o: s.swaps, "a bound on activations on the device",
+     "has copies under way, which a step that is undone would meet"),
     (lambda s, o: s.num_frozen, "a frozen prefix", "has ranks that run ahead of the steps of the others"),
     (lambda s, o: not o.graph.is_chain, "a graph of stages", "keeps shared values over the border of two batches"),
-)
+)  # fmt: skip
 
 _HALVES: tuple[tuple[Condition, str, str], ...] = (
-    (_balances, "balance", "moves what a whole backward needs, of which an I leaves another part"),
-    (_swaps, "a bound on activations on the device", "counts on backwards that free them whole"),
-    (_updates_alone, "{s.name_of_weights}", "steps at each stage right behind a microbatch's backward"),
-    (_predicts, "{s.name_of_weights}", "reads gradients before a W that is late has added to them"),
-    (_on_host, "weights on the host", "leave with their gradients, before a W that is late"),
+    (lambda s, o: s.balance, "balance", "moves what a whole backward needs, of which an I leaves another part"),
+    (lambda s, o: s.swaps, "a bound on activations on the device", "counts on backwards that free them whole"),
+    (lambda s, o: s.weights.updates_alone, "{s.name_of_weights}",
+     "steps at each stage right behind a microbatch's backward"),
+    (lambda s, o: s.weights.predicts, "{s.name_of_weights}",
+     "reads gradients before a W that is late has added to them"),
+    (lambda s, o: s.residency is not None, "weights on the host",
+     "leave with their gradients, before a W that is late"),
     (lambda s, o: s.num_frozen, "a frozen prefix", "is for backwards that are computed whole"),
-)
+)  # fmt: skip
 
 _FROZEN: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: o.interleaves and not o.relays, "{s.order}", "has several trained stages on each rank"),
-    (_updates_alone, "{s.name_of_weights}", "keeps versions for stages of which each steps by itself"),
-    (_predicts, "weights {s.weights.name}", "predict for stages that are trained"),
-    (_groups, "microbatch_group_size", "is for several trained stages on a rank"),
-    (
-        lambda s, o: _on_host(s, o) and not o.relays,
-        "weights on the host",
-        "come and go for updates that a frozen stage has not, except in a relay",
-    ),
-    (_swaps, "a bound on activations on the device", "is for ranks whose stages are all trained"),
-    (_ties, "tied embeddings", "would freeze the head with the input"),
+    (lambda s, o: s.weights.updates_alone, "{s.name_of_weights}",
+     "keeps versions for stages of which each steps by itself"),
+    (lambda s, o: s.weights.predicts, "weights {s.weights.name}", "predict for stages that are trained"),
+    (lambda s, o: s.microbatch_group_size is not None, "microbatch_group_size",
+     "is for several trained stages on a rank"),
+    (lambda s, o: s.residency is not None and not o.relays, "weights on the host",
+     "come and go for updates that a frozen stage has not, except in a relay"),
+    (lambda s, o: s.swaps, "a bound on activations on the device", "is for ranks whose stages are all trained"),
+    (lambda s, o: s.tied_embeddings, "tied embeddings", "would freeze the head with the input"),
     (lambda s, o: s.edges and not _is_frozen_chain(s), "a graph of stages", "says itself which of them get gradients"),
-)
+)  # fmt: skip
 
 _EDGES: tuple[tuple[Condition, str, str], ...] = (
     (lambda s, o: not o.follows_edges, "{s.order}", "passes each stage's output to the next one"),
     (lambda s, o: not s.weights.drains and not s.weights.refreshes, "{s.name_of_weights}",
      "counts how far ahead a stage of a chain is"),
-    (_balances, "balance", "pairs the stages of a chain"),
-    (_swaps, "a bound on activations on the device", "is for the stages of a chain"),
-    (_on_host, "weights on the host", "come and go by the order of a chain"),
-    (_ties, "tied embeddings", "are the first and the last stage's of a chain"),
+    (lambda s, o: s.balance, "balance", "pairs the stages of a chain"),
+    (lambda s, o: s.swaps, "a bound on activations on the device", "is for the stages of a chain"),
+    (lambda s, o: s.residency is not None, "weights on the host", "come and go by the order of a chain"),
+    (lambda s, o: s.tied_embeddings, "tied embeddings", "are the first and the last stage's of a chain"),
 )  # fmt: skip
 
 

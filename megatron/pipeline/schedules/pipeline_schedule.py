@@ -213,6 +213,12 @@ class PipelineSchedule(Tied, ABC):
         """Whether saved activations may leave their stages, for a pair rank or for the host."""
         return self.balance or self.swaps
 
+    def bounds(self, batches: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Return the bounds on what may be saved, as `check` takes them for a program of these batches."""
+        return {
+            "max_saved": self.max_saved_microbatches(batches), "max_saved_on_rank": self.max_saved_on_rank(batches),
+        }  # fmt: skip
+
     def accepts(self, num_microbatches: int) -> bool:
         """Whether `validate` accepts a batch of this size."""
         try:
@@ -383,11 +389,7 @@ def _proved(schedule: PipelineSchedule, batches: tuple[int, ...], first_batch: i
     `first_batch` makes a difference only before `first_settled_batch`.
     """
     built = schedule.build_in_segments(batches, first_batch=first_batch)
-    check(
-        built.program,
-        max_saved=schedule.max_saved_microbatches(batches),
-        max_saved_on_rank=schedule.max_saved_on_rank(batches),
-    )
+    check(built.program, **schedule.bounds(batches))
     forget_graph()  # a run keeps its programs, but does not need their graphs
     return built
 

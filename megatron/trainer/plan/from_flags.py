@@ -326,9 +326,5 @@ def prove(args: TrainConfig) -> tuple[CheckReport, Demand]:
 def _prove_periodic(schedule: PipelineSchedule, num_microbatches: int) -> tuple[CheckReport, Demand]:
     periodic = schedule.build_periodic(num_microbatches)
     program = periodic.unroll(1)
-    report = check_periodic(
-        periodic,
-        max_saved=schedule.max_saved_microbatches(program.batches),
-        max_saved_on_rank=schedule.max_saved_on_rank(program.batches),
-    )
+    report = check_periodic(periodic, **schedule.bounds(program.batches))
     return report, demand_of(program, report)
