@@ -73,7 +73,8 @@ def convert(options: argparse.Namespace) -> int:
     source: Path = options.source
     if not source.is_dir():
         raise ValueError(f"{source} is no folder; name a Hugging Face model's, or a directory of checkpoints")
-    is_hugging_face = (source / "config.json").is_file() and not _holds_checkpoint(source)
+    holds_checkpoint = (source / "latest_checkpointed_iteration.txt").is_file()
+    is_hugging_face = (source / "config.json").is_file() and not holds_checkpoint
     if options.to == "flags" and is_hugging_face:
         from megatron.trainer.arguments.hugging_face import model_of, read_config
 
@@ -109,10 +110,6 @@ def _is_empty(folder: Path, target: str) -> bool:
         return not names
     written = {name for name in names if not name.startswith(".iter_")}
     return not written or (FLAGS_FILE in written and written <= {*BESIDE, FLAGS_FILE})
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return (folder / "latest_checkpointed_iteration.txt").is_file()
 
 
 # --- from Hugging Face ------------------------------------------------------------------------------------------------

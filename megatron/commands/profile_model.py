@@ -17,23 +17,24 @@ Exit status: 0; 1 if something is wrong or cannot be measured; 2 if the command 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv
+from megatron.commands.grid_search.search_inputs import add_model_arguments, read_argv, some_of
 from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count, counts
 from megatron.documents.tables import console, lined_table
-from megatron.pipeline.program.weight_policies import FLUSH, POLICIES, TWO_BW, WeightPolicy
+from megatron.pipeline.program.weight_policies import FLUSH, TWO_BW
 from megatron.planner.memory.recompute import RecomputeScope
 from megatron.planner.time.profile import Profile, Spread, StageTime
 from megatron.trainer.plan.command import model_argv
 from megatron.trainer.profile.session import Session
 
-_POLICIES = (FLUSH, TWO_BW)
+_POLICIES = {policy.name: policy for policy in (FLUSH, TWO_BW)}
+_SCOPES = {scope.value: scope for scope in RecomputeScope}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,56 +43,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line.parser_of(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="the profile, a JSON file")
-    parser.add_argument("--processes", type=command_line.count, help="by default as many as GPUs, or 2 without one")
-    parser.add_argument(
-        "--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")), metavar="N",
-        help="of each process on a CPU; runs have to have as many (default: OMP_NUM_THREADS, or 1)",
+    add_flags(
+        parser,
+        ("--output", Path, None, "the profile, a JSON file", {"required": True}),
+        ("--processes", count, None, "by default as many as GPUs, or 2 without one"),
+        ("--threads", count, "N",
+         "of each process on a CPU; runs have to have as many (default: OMP_NUM_THREADS, or 1)",
+         {"default": int(os.environ.get("OMP_NUM_THREADS", "1"))}),
+        ("--tensor-sizes", counts, "N,N", "tensor degrees, with commas (default: 1)", {"default": (1,)}),
+        ("--micro-batch-sizes", counts, "N,N", "microbatch sizes, with commas (default: 1)", {"default": (1,)}),
+        ("--recompute", some_of(_SCOPES, _SCOPES.get), "SCOPE,SCOPE", "of none, attention and layer (default: none)",
+         {"default": (RecomputeScope.NONE,)}),
+        ("--weights", some_of(_POLICIES, _POLICIES.get), "POLICY,POLICY",
+         "weight policies whose updates are timed (default: flush,2bw)", {"default": tuple(_POLICIES.values())}),
+        ("--layers", count, "N", "in the stages that are timed (default: 1 3); their difference gives a layer",
+         {"nargs": 2, "default": (1, 3)}),
+        ("--iterations", count, None, "of each block (default: 120)", {"default": 120}),
+        ("--rounds", count, None, "that these are spread over (default: 2)", {"default": 2}),
     )  # fmt: skip
-    for name, what in (("--tensor-sizes", "tensor degrees"), ("--micro-batch-sizes", "microbatch sizes")):
-        parser.add_argument(
-            name, type=command_line.counts, default=(1,), metavar="N,N", help=f"{what}, with commas (default: 1)"
-        )
-    parser.add_argument(
-        "--recompute", type=_listed(RecomputeScope), default=(RecomputeScope.NONE,), metavar="SCOPE,SCOPE",
-        help="of none, attention and layer (default: none)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weights", type=_policies, default=_POLICIES, metavar="POLICY,POLICY",
-        help="weight policies whose updates are timed (default: flush,2bw)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--layers", type=command_line.count, nargs=2, default=(1, 3), metavar="N",
-        help="in the stages that are timed (default: 1 3); their difference gives a layer",
-    )  # fmt: skip
-    parser.add_argument("--iterations", type=command_line.count, default=120, help="of each block (default: 120)")
-    parser.add_argument("--rounds", type=command_line.count, default=2, help="that these are spread over (default: 2)")
     add_model_arguments(parser)
     options, rest = parser.parse_known_args(arguments)
     options.flags = [word for word in rest if word != "--"]
     return options
-
-
-def _policies(text: str) -> tuple[WeightPolicy, ...]:
-    """Parse weight policies separated by commas, as a type for argparse."""
-    words = dict.fromkeys(text.split(","))
-    for word in words:
-        if word not in {policy.name for policy in _POLICIES}:
-            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(policy.name for policy in _POLICIES)}")
-    return tuple(POLICIES[word] for word in words)
-
-
-def _listed(kind: type[Enum]) -> Callable[[str], tuple]:
-    """A type for argparse that parses values of an enumeration separated by commas."""
-    words = [each.value for each in kind]
-
-    def parse(text: str) -> tuple:
-        for word in text.split(","):
-            if word not in words:
-                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(words)}")
-        return tuple(kind(word) for word in dict.fromkeys(text.split(",")))
-
-    return parse
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -190,7 +163,8 @@ def _show(profile: Profile) -> None:
         for each in profile.updates
     ]  # fmt: skip
     out.print(lined_table("a batch's update, milliseconds", columns, rows, left=("stage", "weights")))
-    columns = ("bytes", "transfer", *(f"all-reduce over {n}" for n in _group_sizes(profile)))
+    groups = dict.fromkeys(each.ranks for each in profile.all_reduces)
+    columns = ("bytes", "transfer", *(f"all-reduce over {ranks}" for ranks in groups))
     rows = []
     for each in profile.transfers:
         reduces = [other for other in profile.all_reduces if other.num_bytes == each.num_bytes]
@@ -221,10 +195,6 @@ def _show_host(profile: Profile, out: Console) -> None:
     for each in profile.host_updates:
         each_takes = f"{1e9 * each.seconds.median / each.num_parameters:.3g} ns a parameter ({each.num_parameters:,})"
         out.print(f"host's AdamW, {each.kernel}, {each.working} at work: {each_takes}")
-
-
-def _group_sizes(profile: Profile) -> list[int]:
-    return list(dict.fromkeys(each.ranks for each in profile.all_reduces))
 
 
 def _milliseconds(spread: Spread) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron.commands import schedule_options as meaning
 from megatron.commands import synthesize, without
+from megatron.commands.synthesis_rows import print_rows
 from megatron.documents import command_line
 from megatron.pipeline.check import CheckReport, check, check_periodic
 from megatron.pipeline.check.hardware_queues import PROVED, prove_hardware_queues
@@ -125,7 +126,7 @@ def _simulate(options: argparse.Namespace) -> int:
             rows.append((f"rank {rank}: the same, over its stages", str(timeline.peak_saved_on_rank(rank))))
     rows += _lane_rows(timeline)
     rows += _memory_rows(timeline, options, program)
-    _print_table(rows)
+    print_rows(rows)
     if options.critical_path:
         print()
         print(critical_path_text(critical_path(timeline, costs)))
@@ -203,38 +204,30 @@ def _memory_rows(timeline: Timeline, options: argparse.Namespace, program: Progr
 
 
 def _describe(report: CheckReport, program: Program) -> str:
-    facts = [
-        ("ranks, stages", f"{report.num_ranks}, {report.num_stages}{_of_model(program)}"),
-        ("batches of microbatches", ", ".join(map(str, program.batches))),
-        ("instructions", str(report.num_instructions)),
-        ("transfers", "sends and receives pair up" if report.communicates else "none (compute-only program)"),
-        ("peak saved microbatches", ", ".join(map(str, report.peak_saved_microbatches))),
-        ("live weight versions", ", ".join(map(str, report.live_versions)) or "none named"),
+    transfers = "sends and receives pair up" if report.communicates else "none (compute-only program)"
+    fetches = [f"{count / len(program.batches):g}" for count in report.num_fetches]
+    facts = [  # name, values, whether they are told
+        ("ranks, stages", (report.num_ranks, f"{report.num_stages}{_of_model(program)}"), True),
+        ("batches of microbatches", program.batches, True),
+        ("instructions", (report.num_instructions,), True),
+        ("transfers", (transfers,), True),
+        ("peak saved microbatches", report.peak_saved_microbatches, True),
+        ("  of all stages of a rank", report.peak_saved_on_rank, report.num_stages > report.num_ranks),
+        ("  of them between I and W", report.peak_deferred_microbatches, any(report.peak_deferred_microbatches)),
+        ("live weight versions", report.live_versions or ("none named",), True),
+        ("tensors between a rank's stages", report.peak_waiting_on_rank, any(report.peak_waiting_on_rank)),
+        ("steps not validated", report.peak_unvalidated_steps, report.peak_unvalidated_steps),
+        ("resident stages", report.peak_resident_stages, fetches),
+        ("fetches a batch", fetches, fetches),
+        ("tensors between stages, on the device", report.peak_boundaries_on_rank, report.peak_boundaries_on_rank),
+        ("inputs to the host and back", report.offloaded_microbatches, any(report.offloaded_microbatches)),
+        ("evicted microbatches", report.evicted_microbatches, any(report.evicted_microbatches)),
+        ("activations to the host and back", report.swapped_microbatches, any(report.swapped_microbatches)),
+        ("  of a rank, at once on the host", report.peak_on_host, any(report.swapped_microbatches)),
     ]
-    if report.num_stages > report.num_ranks:
-        facts.insert(5, ("  of all stages of a rank", ", ".join(map(str, report.peak_saved_on_rank))))
-    if any(report.peak_deferred_microbatches):
-        saved = next(at for at, (name, _) in enumerate(facts) if name == "live weight versions")
-        facts.insert(saved, ("  of them between I and W", ", ".join(map(str, report.peak_deferred_microbatches))))
-    if any(report.peak_waiting_on_rank):
-        facts.append(("tensors between a rank's stages", ", ".join(map(str, report.peak_waiting_on_rank))))
-    if report.peak_unvalidated_steps:
-        facts.append(("steps not validated", ", ".join(map(str, report.peak_unvalidated_steps))))
-    if report.num_fetches:
-        batches = len(program.batches)
-        facts.append(("resident stages", ", ".join(map(str, report.peak_resident_stages))))
-        facts.append(("fetches a batch", ", ".join(f"{count / batches:g}" for count in report.num_fetches)))
-    if report.peak_boundaries_on_rank:
-        facts.append(("tensors between stages, on the device", ", ".join(map(str, report.peak_boundaries_on_rank))))
-    if any(report.offloaded_microbatches):
-        facts.append(("inputs to the host and back", ", ".join(map(str, report.offloaded_microbatches))))
-    if any(report.evicted_microbatches):
-        facts.append(("evicted microbatches", ", ".join(map(str, report.evicted_microbatches))))
-    if any(report.swapped_microbatches):
-        facts.append(("activations to the host and back", ", ".join(map(str, report.swapped_microbatches))))
-        facts.append(("  of a rank, at once on the host", ", ".join(map(str, report.peak_on_host))))
-    width = max(len(name) for name, _ in facts)
-    return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in facts)])
+    rows = [(name, ", ".join(map(str, values))) for name, values, is_told in facts if is_told]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["correct", *(f"  {name:{width}}  {value}" for name, value in rows)])
 
 
 def _of_model(program: Program) -> str:
@@ -273,12 +266,6 @@ def _batches(count: int) -> str:
 def _added(program: Program, complete: Program) -> str:
     added = complete.num_instructions - program.num_instructions
     return f"{added} of them added" if added else "all of them the file's"
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:{width}}  {value}")
 
 
 def _print_timeline(timeline: Timeline, options: argparse.Namespace) -> None:

@@ -18,27 +18,7 @@ from megatron.planner.memory.schedule_demand import demand_of
 from megatron.planner.planner import Planner
 
 __all__ = [
-    "DEVICES",
-    "GIB",
-    "ActivationSetting",
-    "Activations",
-    "Architecture",
-    "Cluster",
-    "Configuration",
-    "Demand",
-    "Device",
-    "Estimate",
-    "MemoryParts",
-    "Planner",
-    "RankMemory",
-    "Recompute",
-    "Software",
-    "TrainingState",
-    "Verdict",
-    "demand_of",
-    "device_gib",
-    "estimate_memory",
-    "judge",
-    "load_cluster",
-    "most",
-]
+    "DEVICES", "GIB", "ActivationSetting", "Activations", "Architecture", "Cluster", "Configuration", "Demand",
+    "Device", "Estimate", "MemoryParts", "Planner", "RankMemory", "Recompute", "Software", "TrainingState", "Verdict",
+    "demand_of", "device_gib", "estimate_memory", "judge", "load_cluster", "most",
+]  # fmt: skip

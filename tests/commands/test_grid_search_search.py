@@ -298,7 +298,7 @@ def test_flags_of_any_model_survive():
 @pytest.mark.parametrize(
     ("argv", "status", "reason"),
     [
-        ([*CLUSTER, *GPT, "--schedules", "zigzag"], 2, "'zigzag' is not among gpipe, "),
+        ([*CLUSTER, *GPT, "--schedules", "zigzag"], 2, "'zigzag' is none of gpipe, "),
         ([*CLUSTER, *GPT, "--num-lyers", "3"], 1, "--num-lyers is not a known flag; did you mean --num-layers?"),
         ([*CLUSTER, *GPT[:4]], 1, "--num-attention-heads, --seq-length"),
         ([*CLUSTER, *GPT[:-2]], 1, "give --global-batch-size, or --max-safe-batch"),

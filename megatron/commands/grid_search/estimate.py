@@ -21,7 +21,7 @@ from megatron.commands.grid_search.model_config import (
     read_configured,
     refuse_several_models,
 )
-from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count
 from megatron.documents.tables import print_table
 from megatron.planner import Architecture
 from megatron.planner.memory.memory import GIB
@@ -100,18 +100,17 @@ def _length_alone(entry: object) -> Mapping | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--entries", required=True, metavar="FILE", help="configurations, as in docs/planner.md")
+    add_flags(parser, ("--entries", str, "FILE", "configurations, as in docs/planner.md", {"required": True}))
     model = parser.add_argument_group("model", "Of entries that have none; those that describe one keep it.")
     add_configured_arguments(model)
-    model.add_argument("--seq-length", type=command_line.count, metavar="N", help="of entries without model.seq")
-    parser.add_argument(
-        "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
+    add_flags(model, ("--seq-length", count, "N", "of entries without model.seq"))
+    add_flags(
+        parser,
+        ("--calibrated-on", str, "NAME", "calibration, or its file (default: %(default)s)", {"default": DEFAULT_NAME}),
+        ("--residuals", str, "FILE", "of other constants: from validate --write-residuals"),
+        ("--simulate", None, None, "execute the very programs, also where there is a closed form"),
+        ("--json", None, None, "one JSON object a line"),
     )
-    parser.add_argument("--residuals", metavar="FILE", help="of other constants: from validate --write-residuals")
-    parser.add_argument(
-        "--simulate", action="store_true", help="execute the very programs, also where there is a closed form"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,17 +130,14 @@ def run(options: argparse.Namespace) -> int:
     )
     accuracies = [(each.entry.id, _accuracy(each, intervals)) for each in predicted]
     unknown = [(name, each.reason) for name, each in accuracies if isinstance(each, NotValidated)]
-    if unknown:
-        print()
-        print_table(("entry", "not validated:"), unknown)
     assumed = [(each.entry.id, "; ".join(each.entry.assumed)) for each in predicted if each.entry.assumed]
-    if assumed:
-        print()
-        print_table(("entry", "taken, where it does not say:"), assumed)
     reasons = [(each.id, each.reason) for each in results if isinstance(each, Unpredictable)]
-    if reasons:
-        print()
-        print_table(("entry", "cannot be predicted, for"), reasons)
+    for what, rows in (
+        ("not validated:", unknown), ("taken, where it does not say:", assumed), ("cannot be predicted, for", reasons),
+    ):  # fmt: skip
+        if rows:
+            print()
+            print_table(("entry", what), rows)
     return 0
 
 

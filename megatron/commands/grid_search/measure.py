@@ -34,6 +34,7 @@ from megatron.commands.grid_search.trial_results import (
 )
 from megatron.commands.grid_search.trial_runs import Runs, collect, measure
 from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, count, positive
 from megatron.documents.tables import console
 from megatron.planner.job.configuration import KINDS, Configuration
 from megatron.planner.time.profile import Profile, load_profile
@@ -47,29 +48,30 @@ RESULTS = "results.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what to run")
-    what.add_argument("--search", type=Path, metavar="FILE", help="JSONL of `grid_search.py search`")
-    what.add_argument("--best", type=command_line.count, default=3, metavar="K", help="of --search (default: 3)")
-    what.add_argument("--all", action="store_true", help="all of --search")
-    what.add_argument(
-        "--configuration", type=_configuration, action="append", default=[], metavar="NAME=VALUE,...",
-        help="one more, by the fields of a configuration (layers=3+1); may be given several times",
+    add_flags(
+        parser.add_argument_group("what to run"),
+        ("--search", Path, "FILE", "JSONL of `grid_search.py search`"),
+        ("--best", count, "K", "of --search (default: 3)", {"default": 3}),
+        ("--all", None, None, "all of --search"),
+        ("--configuration", _configuration, "NAME=VALUE,...",
+         "one more, by the fields of a configuration (layers=3+1); may be given several times",
+         {"action": "append", "default": []}),
+        ("--predict-from", Path, "FILE", "a profile; predictions are made from it instead of taken from --search"),
     )  # fmt: skip
-    what.add_argument("--predict-from", type=Path, metavar="FILE",
-                      help="a profile; predictions are made from it instead of taken from --search")  # fmt: skip
     add_model_arguments(parser.add_argument_group("model", "Besides, flags of pretrain_gpt.py or pretrain_bert.py."))
-    how = parser.add_argument_group("how to run")
-    how.add_argument("--output", type=Path, required=True, help="directory for commands, logs, metrics and results")
-    how.add_argument("--iterations", type=command_line.count, default=10, metavar="N", help="of a run (default: 10)")
-    how.add_argument("--warmup", type=int, default=3, metavar="N", help="of them, not measured (default: 3)")
-    how.add_argument("--timeout", type=command_line.positive, default=600.0, help="seconds of a run (default: 600)")
-    how.add_argument("--threads", type=command_line.count, default=int(os.environ.get("OMP_NUM_THREADS", "1")),
-                     metavar="N", help="of each rank on a CPU (default: OMP_NUM_THREADS, or 1)")  # fmt: skip
-    how.add_argument("--processes", type=command_line.count, metavar="N", help="that this machine takes (default: as "
-                     "many as GPUs, or else cores)")  # fmt: skip
-    how.add_argument("--again", action="store_true", help="run those that failed before once more")
+    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+    add_flags(
+        parser.add_argument_group("how to run"),
+        ("--output", Path, None, "directory for commands, logs, metrics and results", {"required": True}),
+        ("--iterations", count, "N", "of a run (default: 10)", {"default": 10}),
+        ("--warmup", int, "N", "of them, not measured (default: 3)", {"default": 3}),
+        ("--timeout", positive, None, "seconds of a run (default: 600)", {"default": 600.0}),
+        ("--threads", count, "N", "of each rank on a CPU (default: OMP_NUM_THREADS, or 1)", {"default": threads}),
+        ("--processes", count, "N", "that this machine takes (default: as many as GPUs, or else cores)"),
+        ("--again", None, None, "run those that failed before once more"),
+    )
     cluster = parser.add_argument_group("on a cluster").add_mutually_exclusive_group()
-    cluster.add_argument("--write-scripts", type=command_line.count, metavar="GPUS_PER_NODE",
+    cluster.add_argument("--write-scripts", type=count, metavar="GPUS_PER_NODE",
                          help="write a script for each instead of running it")  # fmt: skip
     cluster.add_argument("--collect", action="store_true", help="take the results of scripts that have run")
     parser.add_argument("--json", action="store_true", help="print results as JSON lines instead of a table")
@@ -105,7 +107,9 @@ def run(options: argparse.Namespace) -> int:
         for entry in collect(runs, entries, results):
             print(f"note: {entry.name} has not trained to its end", file=sys.stderr)
     else:
-        _refuse_without_core()
+        from megatron import backend  # imports torch
+
+        backend.require_core()
         if missing:
             raise ValueError(f"no run could start: {'; '.join(missing)}")
         _refuse_too_large(entries, options.processes or _num_places())
@@ -136,13 +140,13 @@ def _configuration(text: str) -> Configuration:
         if name not in KINDS:
             raise argparse.ArgumentTypeError(f"{name!r} is no field; choose from {', '.join(KINDS)}")
         if KINDS[name] in (int, int | None):
-            values[name] = command_line.count(value)
+            values[name] = count(value)
         elif KINDS[name] is bool:
             if value not in ("true", "false"):
                 raise argparse.ArgumentTypeError(f"{name} is true or false, not {value!r}")
             values[name] = value == "true"
         elif KINDS[name] == tuple[int, ...] | None:
-            values[name] = tuple(command_line.count(each) for each in value.split("+"))
+            values[name] = tuple(count(each) for each in value.split("+"))
         else:
             values[name] = value
     try:
@@ -192,12 +196,6 @@ def _refuse_other_profile(profile: Profile, path: Path, runs: Runs) -> None:
             continue  # scripts may be written where nothing is trained
         if now != then:
             print(f"note: {path} was taken with {name} {then}, and here is {now}", file=sys.stderr)
-
-
-def _refuse_without_core() -> None:
-    from megatron import backend  # imports torch
-
-    backend.require_core()
 
 
 def _is_cuda() -> bool:

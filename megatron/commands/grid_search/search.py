@@ -30,6 +30,7 @@ from megatron.commands.grid_search.search_inputs import (
 )
 from megatron.commands.grid_search.search_script import PROGRAM, ROOT, remove_script, script_text, write_topology
 from megatron.documents import command_line, counted
+from megatron.documents.command_line import add_flags, count, positive
 from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.pipeline.program.weight_policies import TWO_BW
@@ -78,18 +79,20 @@ class Searched:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_arguments(parser)
-    parser.add_argument("--auto", type=command_line.positive, metavar="SECONDS",
-                        help="search so long for programs, too, that are faster than the named schedules of the best "
-                        "configurations: docs/synthesis.md")  # fmt: skip
-    parser.add_argument("--auto-moves", choices=("none", "host", "pair", "best"), default="none",
-                        help="with --auto: where saved activations of such programs may wait for which a device has no "
-                        "room (default: %(default)s)")  # fmt: skip
-    output = parser.add_argument_group("output")
-    output.add_argument("--top", type=command_line.count, default=10, metavar="N",
-                        help="rows of the table (default: %(default)s)")  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--output", "-o", metavar="DIR", help="write configurations.jsonl and .csv, "
-                        "throughput_memory.png, report.html and best.sh there")  # fmt: skip
+    add_flags(
+        parser,
+        ("--auto", positive, "SECONDS", "search so long for programs, too, that are faster than the named schedules of "
+         "the best configurations: docs/synthesis.md"),
+        ("--auto-moves", str, None, "with --auto: where saved activations of such programs may wait for which a device "
+         "has no room (default: %(default)s)", {"choices": ("none", "host", "pair", "best"), "default": "none"}),
+    )  # fmt: skip
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--top", count, "N", "rows of the table (default: %(default)s)", {"default": 10}),
+        ("--json", None, None, "print one JSON object"),
+        ("--output -o", str, "DIR",
+         "write configurations.jsonl and .csv, throughput_memory.png, report.html and best.sh there"),
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -205,9 +208,7 @@ def refuse_without_price(options: argparse.Namespace, cluster: Cluster) -> None:
 
 def _refuse_shared(options: argparse.Namespace, space: Space, job: Job) -> None:
     """Raises ValueError where ranks shall share sequences or experts, and not the time model alone predicts."""
-    if space.context == (1,) and not job.has_experts:
-        return
-    if options.predict_from:
+    if options.predict_from and (space.context != (1,) or job.has_experts):
         raise ValueError("--predict-from knows neither context parallelism nor experts; leave it, or these, out")
 
 
@@ -313,8 +314,8 @@ def _print(outcome: Outcome, top: int, notes: tuple[str, ...], seconds: float) -
     for note in notes:
         say(f"\nnote: {note}")
     say("\nwhy choices were rejected", "bold")
-    for reason, count in reasons(outcome.rejected, 12):
-        say(f"{count:6}  {reason}")
+    for reason, number in reasons(outcome.rejected, 12):
+        say(f"{number:6}  {reason}")
 
 
 def _numbers(outcome: Outcome) -> str:

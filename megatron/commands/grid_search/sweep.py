@@ -14,7 +14,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.commands.grid_search.search import Searched, docs_url, nearest_miss, refuse_without_price, search_for
@@ -28,6 +27,7 @@ from megatron.commands.grid_search.search_inputs import (
 )
 from megatron.commands.grid_search.search_script import remove_script, script_text, write_topology
 from megatron.documents import command_line
+from megatron.documents.command_line import add_flags, counts
 from megatron.documents.files import write_whole
 from megatron.documents.tables import console
 from megatron.planner import Cluster
@@ -46,24 +46,21 @@ _IN_SEQUENCES = {  # flags that count sequences, however long, and what to do ab
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sweep = parser.add_argument_group("sweep", "Lists are separated by commas; give one of them or both.")
-    sweep.add_argument("--gpus", type=command_line.counts, metavar="LIST",
-                       help="numbers of GPUs: whole nodes, or a part of one; default: the cluster's")  # fmt: skip
-    sweep.add_argument("--sequence-lengths", type=command_line.counts, metavar="LIST",
-                       help="tokens of a sequence, in place of --seq-length")  # fmt: skip
+    add_flags(
+        parser.add_argument_group("sweep", "Lists are separated by commas; give one of them or both."),
+        ("--gpus", counts, "LIST", "numbers of GPUs: whole nodes, or a part of one; default: the cluster's"),
+        ("--sequence-lengths", counts, "LIST", "tokens of a sequence, in place of --seq-length"),
+    )
     add_search_arguments(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print one JSON object")
-    output.add_argument("--output", "-o", metavar="DIR", help="write sweep.json, time_cost.png, report.html and a "
-                        "script for each point there")  # fmt: skip
+    add_flags(
+        parser.add_argument_group("output"),
+        ("--json", None, None, "print one JSON object"),
+        ("--output -o", str, "DIR", "write sweep.json, time_cost.png, report.html and a script for each point there"),
+    )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A point, and the search it is of; None: it could not be made."""
-
-    point: SweepPoint
-    searched: Searched | None
+_Found = tuple[SweepPoint, Searched | None]
+"""A point, and the search that it is of; None: the search could not be made."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -87,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
                     progress("searches", len(found), len(models) * len(machines))
                 found.append(_search(each, model, machine.cluster))
     sweep = Sweep(
-        points=tuple(each.point for each in found),
+        points=tuple(point for point, _ in found),
         tokens=options.tokens,
         currency=None if cluster.price_per_gpu_hour is None else cluster.currency,
     )
@@ -100,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print(sweep, notes, seconds)
     if not any(sweep.curves.values()):
-        raise ValueError(f"nothing can run at any of the {len(found)} points; the first: {found[0].point.reason}")
+        raise ValueError(f"nothing can run at any of the {len(found)} points; the first: {sweep.points[0].reason}")
     return 0
 
 
@@ -184,7 +181,7 @@ def _search(options: argparse.Namespace, model: ModelInput, cluster: Cluster) ->
     except ValueError as error:  # this number of GPUs, say, has none of the parallel sizes that are asked for
         best, reason = None, str(error)
     point = SweepPoint(num_gpus=cluster.num_gpus, sequence_length=length, best=best, reason=reason)
-    return _Found(point, searched)
+    return point, searched
 
 
 # --- what is printed and written
@@ -245,13 +242,13 @@ def _write(folder: Path, sweep: Sweep, found: list[_Found], notes: tuple[str, ..
     for path in folder.glob("best_*.sh"):
         remove_script(path)
     scripts, topologies = set(), set()
-    for each in found:
-        best = each.point.best
+    for point, searched in found:
+        best = point.best
         if best is not None:
-            name = f"best_{each.point.num_gpus}_gpus_{each.point.sequence_length}_tokens.sh"
-            job, cluster = each.searched.model.job, each.searched.cluster
+            name = f"best_{point.num_gpus}_gpus_{point.sequence_length}_tokens.sh"
+            job, cluster = searched.model.job, searched.cluster
             topology = f"topology_{cluster.num_gpus}_gpus.yaml"
-            others = [*filter(None, [beside_ranking(each.searched.outcome)])]
+            others = [*filter(None, [beside_ranking(searched.outcome)])]
             text = script_text(job, best, cluster, command=command, others=others, topology=topology)
             write_whole(folder / name, text)
             scripts.add(name)

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megatron.commands.grid_search import note_unread
+from megatron.documents.command_line import add_flags
 from megatron.documents.tables import print_table
 from megatron.planner.published.entries import Entry, load_entries
 from megatron.planner.published.interval import Interval, NotValidated
@@ -36,16 +37,15 @@ from megatron.planner.time.calibration import DEFAULT_NAME, Calibration, load_ca
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--entries", required=True, metavar="FILE", help="measured runs")
-    parser.add_argument("--feasibility", metavar="FILE", help="facts about what fits")
-    parser.add_argument(
-        "--calibrated-on", default=DEFAULT_NAME, metavar="NAME", help="calibration, or its file (default: %(default)s)"
+    add_flags(
+        parser,
+        ("--entries", str, "FILE", "measured runs", {"required": True}),
+        ("--feasibility", str, "FILE", "facts about what fits"),
+        ("--calibrated-on", str, "NAME", "calibration, or its file (default: %(default)s)", {"default": DEFAULT_NAME}),
+        ("--rows", None, None, "also print the error of every run, and the interval of every kind of run"),
+        ("--write-residuals", Path, "FILE", "measured over predicted times by run"),
+        ("--json", None, None, "one JSON object"),
     )
-    parser.add_argument(
-        "--rows", action="store_true", help="also print the error of every run, and the interval of every kind of run"
-    )
-    parser.add_argument("--write-residuals", type=Path, metavar="FILE", help="measured over predicted times by run")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:

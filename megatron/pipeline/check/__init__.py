@@ -173,10 +173,7 @@ def _prove(
         num_instructions=compacted.num_instructions,
         communicates=compacted.communicates,
         versioned=compacted.versioned,
-        peak_saved_microbatches=peaks.saved,
-        peak_saved_on_rank=peaks.on_rank,
-        peak_recomputed_microbatches=peaks.recomputed,
-        peak_deferred_microbatches=peaks.deferred,
+        **peaks._asdict(),
         peak_waiting_on_rank=count_waiting(compacted),
         live_versions=live_versions,
         num_fetches=num_fetches,
@@ -218,5 +215,9 @@ def check_periodic(
     prove_periods(compacted, fill=fill, period=period, shift=shift)
     if compacted.moves:
         peaks = prove_memory(compact(two), max_saved, max_saved_on_rank)
-        report = replace(report, peak_saved_microbatches=peaks.saved, peak_saved_on_rank=peaks.on_rank)
+        report = replace(
+            report,
+            peak_saved_microbatches=peaks.peak_saved_microbatches,
+            peak_saved_on_rank=peaks.peak_saved_on_rank,
+        )
     return report

@@ -162,6 +162,11 @@ class CompactProgram:
     versioned: bool
 
     @cached_property
+    def batch_of(self) -> list[int]:
+        """The batch of each microbatch; both are counted from the program's first."""
+        return [batch for batch, size in enumerate(self.program.batches) for _ in range(size)]
+
+    @cached_property
     def awaited_moves(self) -> tuple[dict[int, int], ...]:
         """Per rank: position -> number of the rank's moves that must be complete there, if there are any."""
         num_frozen = self.program.pairs.num_frozen
@@ -217,6 +222,29 @@ class CompactProgram:
         if peer is not None and FIRST_TRANSFER <= code < FIRST_MOVE:
             instruction = replace(instruction, peer=self.program.graph.named_peer(instruction, peer))
         return str(instruction)
+
+    def update(self, stage: int, code: int, index: int) -> str:
+        """The text of the instruction for the update from batch `index`, counted from the program's first."""
+        return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"
+
+    def out_of_order(self, stage: int, code: int, num_posted: int) -> str:
+        """The reason why an instruction of updates is not the next one of its code, after `num_posted` others."""
+        if num_posted == len(self.program.batches):
+            return f"the {KIND_OF_CODE[code].value} of every batch stands before it already"
+        return f"each batch has one, in order, and {self.update(stage, code, num_posted)} is due"
+
+    def missing(self, rank: int, stage: int, code: int, num_posted: int) -> ProgramError:
+        """The error for the end of a row that has an instruction of updates only for its first batches."""
+        batch = self.program.first_batch + num_posted
+        reason = f"{self.update(stage, code, num_posted)} is missing: batch {batch} needs it"
+        return self.error(rank, len(self.codes[rank]), reason)
+
+    def receive(self, channel: tuple[int, int, int], microbatch: int) -> tuple[int, int]:
+        """The rank and the position of the receive of a microbatch, counted from the program's first, on a channel."""
+        slot = next(slot for slot, each in self.transfers.items() if each.channel == channel and not each.is_send)
+        _, _, receiver = channel
+        rank, place = self.rank_of_stage[receiver], receiver * self.num_microbatches + microbatch
+        return rank, self.position(rank, slot, place)
 
     def position(self, rank: int, slot: int, place: int) -> int:
         """The first position of an instruction in its row, or the row's length if the instruction is missing.
@@ -284,12 +312,8 @@ def compact(program: Program) -> CompactProgram:
                     versioned = True
             else:
                 if microbatch is not None or version is None:
-                    raise error_at(
-                        program,
-                        rank,
-                        position,
-                        f"{instruction.kind.value} belongs to a weight version and to no microbatch",
-                    )
+                    reason = f"{instruction.kind.value} belongs to a weight version and to no microbatch"
+                    raise error_at(program, rank, position, reason)
                 places.append(stage * num_microbatches)
                 slot = stage * NUM_CODES + code
                 versioned = True
@@ -301,21 +325,9 @@ def compact(program: Program) -> CompactProgram:
         all_slots.append(slots)
         all_versions.append(versions)
     return CompactProgram(
-        program=program,
-        codes=tuple(all_codes),
-        places=tuple(all_places),
-        slots=tuple(all_slots),
-        transfers=transfers,
-        versions=tuple(all_versions),
-        num_slots=num_slots,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        rank_of_stage=tuple(rank_of_stage),
-        communicates=communicates,
-        moves=moves,
-        swaps=swaps,
-        versioned=versioned,
-    )
+        program, tuple(all_codes), tuple(all_places), tuple(all_slots), transfers, tuple(all_versions), num_slots,
+        num_stages, num_microbatches, tuple(rank_of_stage), communicates, moves, swaps, versioned,
+    )  # fmt: skip
 
 
 def _explain_owner(instruction: Instruction, rank_of_stage: tuple[int, ...]) -> str:

@@ -303,19 +303,12 @@ class _Count(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The largest numbers of microbatches that are held at once.
+    """The largest numbers of microbatches that are held at once, as `CheckReport` has them."""
 
-    Attributes:
-        saved: by stage.
-        on_rank: by rank, over all its stages.
-        recomputed: by stage, between R and B or I.
-        deferred: by stage, between I and W.
-    """
-
-    saved: tuple[int, ...]
-    on_rank: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    deferred: tuple[int, ...]
+    peak_saved_microbatches: tuple[int, ...]
+    peak_saved_on_rank: tuple[int, ...]
+    peak_recomputed_microbatches: tuple[int, ...]
+    peak_deferred_microbatches: tuple[int, ...]
 
 
 def prove_memory(

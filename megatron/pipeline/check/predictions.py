@@ -144,7 +144,7 @@ class _RankPredictions:
 
     def prove(self) -> None:
         compact, program, width = self.compact, self.program, self.compact.num_microbatches
-        batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+        batch_of = compact.batch_of
         for position, (code, place, version) in compact.row(self.rank):
             reason = ""
             if code == F:
@@ -231,8 +231,8 @@ class _RankPredictions:
         width = self.compact.num_microbatches
         return any(code in (B, W) and place % width == microbatch for code, place in zip(codes, places, strict=True))
 
-    def _word(self, code: int, index: int) -> str:
-        return f"{self.stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index}"
+    def _word(self, code: int, version: int) -> str:
+        return self.compact.update(self.stage, code, version - 1)
 
 
 def prove_horizons(compact: CompactProgram, live_versions: Sequence[int]) -> tuple[int, ...]:
@@ -294,7 +294,7 @@ def prove_unstepped(compact: CompactProgram, live_versions: Sequence[int]) -> tu
     if program.weights.ahead is not Ahead.PROVISIONAL_STEP:
         return tuple(live_versions)
     firsts = [0, *accumulate(program.batches)]  # microbatch of each batch
-    batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+    batch_of = compact.batch_of
     depths = [program.graph.depth(stage) for stage in range(compact.num_stages)]
     done = [0] * compact.num_stages  # backwards since the last STEP
     end_done = [0] * compact.num_stages  # one past their last microbatch, including those with only I

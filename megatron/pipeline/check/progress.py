@@ -67,14 +67,11 @@ def list_channels(compact: CompactProgram, ends: list[int]) -> tuple[dict[Ends, 
 def _raise_mismatch(compact: CompactProgram, channel: Ends, sent: list[int], received: list[int]) -> None:
     send, sender, receiver = channel
     nth = next(nth for nth, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1])
-    rank = compact.rank_of_stage[receiver]
-    place = receiver * compact.num_microbatches + received[nth]
     expected = compact.word(send, sender * compact.num_microbatches + sent[nth], receiver)
-    receive = next(slot for slot, each in compact.transfers.items() if each.channel == channel and not each.is_send)
     reason = (
         f"receive {nth} on the channel from stage {sender} would get what send {nth} there sends, which is {expected}"
     )
-    raise compact.error(rank, compact.position(rank, receive, place), reason)
+    raise compact.error(*compact.receive(channel, received[nth]), reason)
 
 
 def prove_progress(compact: CompactProgram) -> None:

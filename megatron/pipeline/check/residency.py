@@ -210,8 +210,7 @@ class _RankUpdates:
         self.in_use: dict[int, int] = {}  # stage whose gradients are begun and not stored -> their batch
 
     def prove(self) -> None:
-        compact, width = self.compact, self.compact.num_microbatches
-        batch_of = [batch for batch, size in enumerate(self.program.batches) for _ in range(size)]
+        compact, width, batch_of = self.compact, self.compact.num_microbatches, self.compact.batch_of
         for position, (code, place, version) in compact.row(self.rank):
             stage, reason = place // width, ""
             if code in (B, W):
@@ -236,7 +235,7 @@ class _RankUpdates:
         if begun != batch:
             return (
                 f"the gradients of batch {self.program.first_batch + begun} are still in the stage's buffer: no "
-                f"{self._word(stage, STORE_GRAD, begun)} stands before it"
+                f"{self.compact.update(stage, STORE_GRAD, begun)} stands before it"
             )
         if len(self.in_use) > GRADIENT_BUFFERS:
             others = " and ".join(f"stage {other}" for other in self.in_use if other != stage)
@@ -248,14 +247,12 @@ class _RankUpdates:
         posted = self.posted[stage]
         if code not in posted:
             return f"by the program's flags a stage has no {KIND_OF_CODE[code].value}"
-        if posted[code] == len(self.program.batches):
-            return f"the {KIND_OF_CODE[code].value} of every batch stands before it already"
-        if index != posted[code]:
-            return f"each batch has one, in order, and {self._word(stage, code, posted[code])} is due"
+        if index != posted[code] or index == len(self.program.batches):
+            return self.compact.out_of_order(stage, code, posted[code])
         if self.left[stage][index]:
             return f"batch {self.program.first_batch + index}, whose gradients it takes, has backwards to come here"
         before = self.codes[: self.codes.index(code)]
-        missing = next((self._word(stage, each, index) for each in before if posted[each] <= index), "")
+        missing = next((self.compact.update(stage, each, index) for each in before if posted[each] <= index), "")
         if code == UPDATE and not missing:
             missing = self._missing_of_rank(stage, index)
         if missing:
@@ -269,22 +266,24 @@ class _RankUpdates:
         """The instruction of the whole rank that is missing before a stage's UPDATE; "" if none is missing."""
         lowest = self.compact.stages_of(self.rank)[0]
         if stage in self.ends and self.num_embedded <= index:
-            return self._word(lowest, REDUCE_EMBED, index)
+            return self.compact.update(lowest, REDUCE_EMBED, index)
         if not self.program.residency.is_eager and self.num_stepped <= index:
-            return self._word(lowest, STEP, index)
+            return self.compact.update(lowest, STEP, index)
         return ""
 
     def _embed(self) -> str:
         for end in self.ends:
             if self.posted[end][STORE_GRAD] <= self.num_embedded:
-                return f"it adds gradients on the host: no {self._word(end, STORE_GRAD, self.num_embedded)} before it"
+                missing = self.compact.update(end, STORE_GRAD, self.num_embedded)
+                return f"it adds gradients on the host: no {missing} before it"
         self.num_embedded += 1
         return ""
 
     def _take_norm(self, index: int) -> str:
         for stage, posted in self.posted.items():
             if posted[STORE_GRAD] <= index:
-                return f"norms are taken as gradients leave: no {self._word(stage, STORE_GRAD, index)} stands before it"
+                missing = self.compact.update(stage, STORE_GRAD, index)
+                return f"norms are taken as gradients leave: no {missing} stands before it"
         return ""
 
     def _require_all(self) -> None:
@@ -292,10 +291,4 @@ class _RankUpdates:
         for stage, posted in self.posted.items():
             for code in self.codes:
                 if posted[code] < len(self.program.batches):
-                    batch = self.program.first_batch + posted[code]
-                    reason = f"{self._word(stage, code, posted[code])} is missing: batch {batch} needs it"
-                    raise self.compact.error(self.rank, len(self.compact.codes[self.rank]), reason)
-
-    def _word(self, stage: int, code: int, index: int) -> str:
-        """The text of an instruction with the version to which batch `index` leads."""
-        return f"{stage}{KIND_OF_CODE[code].value}@{self.program.first_batch + index + 1}"
+                    raise self.compact.missing(self.rank, stage, code, posted[code])

@@ -122,12 +122,11 @@ def prove_updates(compact: CompactProgram) -> None:
     if size and len(compact.codes) < compact.num_stages:
         raise ValueError(f"{program.weights.name} updates each stage by itself: give each rank one stage")
     is_forward_only = program.graph.is_forward_only
-    num_microbatches, num_batches = compact.num_microbatches, len(program.batches)
-    batch_of = [batch for batch, size in enumerate(program.batches) for _ in range(size)]
+    num_microbatches, num_batches, batch_of = compact.num_microbatches, len(program.batches), compact.batch_of
     num_buffers = program.weights.max_gradient_buffers
     frees = VALIDATE if program.optimistic else STEP
     of_stages, of_ends = ((REDUCE_GRAD,), (REDUCE_EMBED,)) if program.residency else ((), ())
-    for rank, codes in enumerate(compact.codes):
+    for rank in range(len(compact.codes)):
         chain, lowest = chain_of_rank(compact, rank), compact.stages_of(rank)[0]
         ends = (F,) if program.is_frozen(rank) else (B, W)
         owners = [
@@ -142,7 +141,7 @@ def prove_updates(compact: CompactProgram) -> None:
                 owner, batch = owner_of[place // num_microbatches], batch_of[place % num_microbatches]
                 owner.begun.add(batch)
                 if len(owner.begun) - owner.posted[frees] > num_buffers:
-                    due = _word(owner.stages[0], frees, program.first_batch + 1 + owner.posted[frees])
+                    due = compact.update(owner.stages[0], frees, owner.posted[frees])
                     reason = f"all gradient buffers hold batches before it: no {due} stands before it"
                     raise compact.error(rank, position, reason)
             if code in ends:
@@ -156,14 +155,14 @@ def prove_updates(compact: CompactProgram) -> None:
                 elif code not in chain:
                     reason = f"by the program's flags the chain of stage {stage} has no {KIND_OF_CODE[code].value}"
                 elif index != owner.posted[code] or index >= num_batches:
-                    reason = _explain_order(compact, stage, code, owner.posted[code])
+                    reason = compact.out_of_order(stage, code, owner.posted[code])
                 elif program.optimistic and code != VALIDATE and owner.posted[VALIDATE] < index:
-                    reason = f"no {_word(stage, VALIDATE, version - 1)} stands before it"
+                    reason = f"no {compact.update(stage, VALIDATE, index - 1)} stands before it"
                 elif any(each.unfinished[index] for each in before) and code not in of_ends:
                     reason = f"batch {version - 1}, whose gradients it takes, has backwards to come on this rank"
                 else:
                     missing = [
-                        _word(each.stages[0], link, version)
+                        compact.update(each.stages[0], link, index)
                         for each in before
                         for link in chain[: chain.index(code)]
                         if each.posted[link] <= index
@@ -175,9 +174,7 @@ def prove_updates(compact: CompactProgram) -> None:
         for owner in owners:
             for code in chain:
                 if owner.posted[code] < num_batches and (code != REDUCE_NORM or owner is owners[0]):
-                    batch = program.first_batch + owner.posted[code]
-                    reason = f"{_word(owner.stages[0], code, batch + 1)} is missing: batch {batch} needs it"
-                    raise compact.error(rank, len(codes), reason)
+                    raise compact.missing(rank, owner.stages[0], code, owner.posted[code])
 
 
 class _Owner:
@@ -195,17 +192,6 @@ class _Owner:
         self.unfinished = [sum(program.num_taken(stage, batch) for stage in taking_part) for batch in batches]
         self.begun: set[int] = set()
         self.posted = [0] * NUM_CODES
-
-
-def _explain_order(compact: CompactProgram, stage: int, code: int, due: int) -> str:
-    program = compact.program
-    if due == len(program.batches):
-        return f"the {KIND_OF_CODE[code].value} of every batch stands before it already"
-    return f"each batch has one, in order, and {_word(stage, code, program.first_batch + 1 + due)} is due"
-
-
-def _word(stage: int, code: int, version: int) -> str:
-    return f"{stage}{KIND_OF_CODE[code].value}@{version}"
 
 
 def prove_versions(compact: CompactProgram) -> tuple[int, ...]:

@@ -57,13 +57,9 @@ def _raise_too_early(
     compact: CompactProgram, cut: Sequence[int], channel: tuple[int, int, int], microbatch: int, version: int
 ) -> None:
     send, sender, receiver = channel
-    transfers = compact.transfers.items()
-    slot = next(slot for slot, each in transfers if each.channel == channel and not each.is_send)
-    rank, place = compact.rank_of_stage[receiver], receiver * compact.num_microbatches + microbatch
     word = compact.word(send, sender * compact.num_microbatches + microbatch, receiver)
     raise compact.error(
-        rank,
-        compact.position(rank, slot, place),
+        *compact.receive(channel, microbatch),
         f"it stands before the {KIND_OF_CODE[VALIDATE].value}@{version} of its rank, and {word} behind that of rank "
         f"{compact.rank_of_stage[sender]}, so a refused step would leave it in flight",
     )

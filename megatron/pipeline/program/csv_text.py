@@ -62,10 +62,6 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _integers(text: str) -> tuple[int, ...]:
-    return tuple(_integer(word) for word in text.split())
-
-
 def _count(text: str) -> int:
     if not re.fullmatch("[1-9][0-9]*", text):
         raise ValueError(f"{text!r} is not a number of 1 and more")
@@ -84,38 +80,30 @@ def _flag(text: str) -> bool:
     return text == "yes"
 
 
-def _kept(text: str) -> tuple[Kept, ...]:
-    return tuple(map(Kept.parse, text.split()))
-
-
-def _copies(text: str) -> tuple[Copy, ...]:
-    return tuple(map(Copy.parse, text.split()))
-
-
-def _edges(text: str) -> tuple[Edge, ...]:
-    return tuple(map(Edge.parse, text.split()))
+def _several(parse: Callable[[str], Any]) -> Callable[[str], tuple]:
+    return lambda text: tuple(map(parse, text.split()))
 
 
 _READ: dict[str, Callable[[str], Any]] = {
     "weights": _policy,
-    "batches": _integers,
-    "rank_of_stage": _integers,
+    "batches": _several(_integer),
+    "rank_of_stage": _several(_integer),
     "first_batch": _integer,
     "first_microbatch": _integer,
-    "edges": _edges,
+    "edges": _several(Edge.parse),
     "recompute": _flag,
-    "not_recomputed": _integers,
-    "kept": _kept,
+    "not_recomputed": _several(_integer),
+    "kept": _several(Kept.parse),
     "tied_embeddings": _flag,
     "tied_stage": _integer,
     "data_parallel": _flag,
     "global_norm": _flag,
     "residency": Residency.parse,
-    "unread": _integers,
+    "unread": _several(_integer),
     "provisional_microbatches": _integer,
     "reduce_partial": _flag,
     "forward_only": _flag,
-    "copies": _copies,
+    "copies": _several(Copy.parse),
     "optimistic": _flag,
 }
 

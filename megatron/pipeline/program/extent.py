@@ -21,6 +21,34 @@ from megatron.pipeline.program.lane_order import Pairs, Residency
 from megatron.pipeline.program.weight_policies import WeightPolicy
 
 
+class Stages:
+    """What follows from the `rank_of_stage`, `edges` and `copies` of a program or a timeline."""
+
+    rank_of_stage: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that live on a rank, ascending."""
+        return stages_of(self.rank_of_stage, rank)
+
+    @cached_property
+    def graph(self) -> StageGraph:
+        """The stages with their edges. Raises ValueError if the edges make no pipeline."""
+        if self.copies:
+            return graph_of_copies(self.copies, self.num_stages, self.edges)
+        return StageGraph.of(self.num_stages, self.edges)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The pairs of stages that exchange saved activations. Raises ValueError as `graph` does."""
+        return Pairs(tuple(self.rank_of_stage), self.graph.num_frozen)
+
+
 class Tied:
     """What follows from the `rank_of_stage`, `tied_embeddings` and `tied_stage` of a program or schedule."""
 
@@ -68,7 +96,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Extent(Tied):
+class Extent(Stages, Tied):
     """Stages, batches and rules of a program, from a drained state to a drained state.
 
     Attributes:
@@ -118,30 +146,10 @@ class Extent(Tied):
     optimistic: bool = False
 
     @property
-    def num_stages(self) -> int:
-        return len(self.rank_of_stage)
-
-    @property
     def num_microbatches(self) -> int:
         return sum(self.batches)
 
     # --- stages
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that live on a rank, ascending."""
-        return stages_of(self.rank_of_stage, rank)
-
-    @cached_property
-    def graph(self) -> StageGraph:
-        """The stages with their edges. Raises ValueError if the edges make no pipeline."""
-        if self.copies:
-            return graph_of_copies(self.copies, self.num_stages, self.edges)
-        return StageGraph.of(self.num_stages, self.edges)
-
-    @cached_property
-    def pairs(self) -> Pairs:
-        """The pairs of stages that exchange saved activations. Raises ValueError as `graph` does."""
-        return Pairs(tuple(self.rank_of_stage), self.graph.num_frozen)
 
     def crosses(self, stage: int, other: int) -> bool:
         """Whether both stages exist and live on different ranks."""

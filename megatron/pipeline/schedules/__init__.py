@@ -9,16 +9,6 @@ from megatron.pipeline.schedules.program_schedule import OtherRun, ProgramSchedu
 from megatron.pipeline.schedules.schedule import Schedule
 
 __all__ = [
-    "ORDERS",
-    "PLACEMENTS",
-    "PRESETS",
-    "OtherRun",
-    "PeriodicProgram",
-    "PipelineSchedule",
-    "Preset",
-    "ProgramSchedule",
-    "ProgramStream",
-    "Schedule",
-    "TooManyRead",
-    "read_schedule",
-]
+    "ORDERS", "PLACEMENTS", "PRESETS", "OtherRun", "PeriodicProgram", "PipelineSchedule", "Preset", "ProgramSchedule",
+    "ProgramStream", "Schedule", "TooManyRead", "read_schedule",
+]  # fmt: skip

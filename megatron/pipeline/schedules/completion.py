@@ -187,17 +187,13 @@ def renumbered(program: Program, first_batch: int) -> Program:
     """Return a complete program renumbered from microbatch 0 and `first_batch`, with the versions of its policy."""
     microbatches, versions = -program.first_microbatch, first_batch - program.first_batch
     extent = replace(program, rows=(), first_batch=first_batch, first_microbatch=0)
-    bare = _without_needless_peers(without_versions(program.rows), program.graph)
+    bare = ([_named_where_needed(each, program.graph) for each in row] for row in without_versions(program.rows))
     rows = (shifted_row(row, microbatches=microbatches, versions=versions) for row in bare)
     return extent.with_rows(tuple(tuple(set_versions([list(row)], extent)[0]) for row in rows))
 
 
-def _without_needless_peers(rows: Rows, graph: StageGraph) -> Rows:
-    """Remove the peer of each transfer with only one possible peer, so that equal programs have equal texts."""
-    return tuple(tuple(_named_where_needed(each, graph) for each in row) for row in rows)
-
-
 def _named_where_needed(each: Instruction, graph: StageGraph) -> Instruction:
+    """Remove the peer of a transfer with only one possible peer, so that equal programs have equal texts."""
     if each.peer is None:
         return each
     between_stages = each.kind in SENDS or each.kind in RECEIVES

@@ -23,7 +23,7 @@ saves 2(p-s)-1 microbatches.
 
 from collections.abc import Sequence
 
-from megatron.pipeline.schedules.order import Order, backward, forward
+from megatron.pipeline.schedules.order import Order, backward, forward, in_turns
 from megatron.pipeline.schedules.passes import Segments
 
 
@@ -45,18 +45,7 @@ class OneForwardOneBackward(Order):
     follows_edges = True
 
     def segments(self, stage: int, batches: Sequence[range]) -> Segments:
-        ahead = self._ahead(stage)
-        first, end = batches[0].start, batches[-1].stop
-        segments = []
-        for batch in batches:
-            segment = []
-            for microbatch in batch:
-                segment.append(forward(stage, microbatch))
-                if microbatch - ahead >= first:
-                    segment.append(backward(stage, microbatch - ahead))
-            segments.append(segment)
-        rest = range(max(first, end - ahead), end)
-        return [*segments, [backward(stage, microbatch) for microbatch in rest]]
+        return in_turns(stage, batches, (forward, 0), (backward, self._ahead(stage)))
 
     def max_in_flight(self, stage: int) -> int | None:
         return self._ahead(stage) + 1

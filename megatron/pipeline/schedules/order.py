@@ -20,7 +20,7 @@ and offloads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -210,6 +210,23 @@ def backward_weight(stage: int, microbatch: int) -> Instruction:
     return Instruction(Kind.BACKWARD_WEIGHT, stage, microbatch)
 
 
+def in_turns(stage: int, batches: Sequence[range], *turn: tuple[Callable[[int, int], Instruction], int]) -> Segments:
+    """Return the segments of a stage that takes the same turn with every microbatch, across the borders of batches.
+
+    `turn`: computations in order, each with the number of microbatches that it is behind the first one.
+    """
+    first, end, most_behind = batches[0].start, batches[-1].stop, max(behind for _, behind in turn)
+    return [
+        [
+            compute(stage, newest - behind)
+            for newest in segment
+            for compute, behind in turn
+            if first <= newest - behind < end
+        ]
+        for segment in (*batches, range(end, end + most_behind))
+    ]
+
+
 def frozen_chain(num_stages: int, num_frozen: int) -> tuple[Edge, ...]:
     """Return the edges of a chain whose first `num_frozen` stages are frozen."""
     return tuple(Edge(stage, stage + 1, gradient=stage >= num_frozen) for stage in range(num_stages - 1))
@@ -234,7 +251,7 @@ class BehindFrozen(Order):
         self.extends_warmup = active.extends_warmup  # type: ignore[misc]
 
     def segments(self, rank: int, batches: Sequence[range]) -> Segments:
-        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        stages = stages_of(self.rank_of_stage, rank)
         frozen = [stage for stage in stages if stage < self.num_frozen]
         if len(stages) == len(frozen):
             forwards = [[forward(stage, each) for each in batch for stage in frozen] for batch in batches]
@@ -253,8 +270,7 @@ class BehindFrozen(Order):
         return 0 if stage < self.num_frozen else self.active.max_in_flight(stage - self.num_frozen)
 
     def max_in_flight_on_rank(self, rank: int) -> int | None:
-        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
-        return self.max_in_flight(stages[-1])
+        return self.max_in_flight(stages_of(self.rank_of_stage, rank)[-1])
 
     def validate_placement(self) -> None:
         """Raise ValueError if a rank has several frozen or several trained stages, or if ranks do not ascend."""
@@ -272,7 +288,7 @@ class BehindFrozen(Order):
         self.active.validate(num_microbatches)
 
     def first_after_border(self, rank: int) -> Sequence[tuple[Kind, int, int]]:
-        stages = [stage for stage, at in enumerate(self.rank_of_stage) if at == rank]
+        stages = stages_of(self.rank_of_stage, rank)
         if stages[-1] < self.num_frozen:
             return ()
         turns = self.active.first_after_border(stages[-1] - self.num_frozen)

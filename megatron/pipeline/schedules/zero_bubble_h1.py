@@ -16,31 +16,14 @@ batches.
 
 from collections.abc import Sequence
 
-from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward
+from megatron.pipeline.schedules.order import Order, backward_input, backward_weight, forward, in_turns
 from megatron.pipeline.schedules.passes import Segments
 
 
 class ZeroBubbleH1(Order):
     def segments(self, stage: int, batches: Sequence[range]) -> Segments:
         ahead, late = self.num_stages - 1 - stage, stage
-        first, end = batches[0].start, batches[-1].stop
-        segments = []
-        for batch in batches:
-            segment = []
-            for microbatch in batch:
-                segment.append(forward(stage, microbatch))
-                if microbatch - ahead >= first:
-                    segment.append(backward_input(stage, microbatch - ahead))
-                if microbatch - ahead - late >= first:
-                    segment.append(backward_weight(stage, microbatch - ahead - late))
-            segments.append(segment)
-        rest = []
-        for microbatch in range(max(first, end - ahead), end + late):
-            if microbatch < end:
-                rest.append(backward_input(stage, microbatch))
-            if microbatch - late >= first:
-                rest.append(backward_weight(stage, microbatch - late))
-        return [*segments, rest]
+        return in_turns(stage, batches, (forward, 0), (backward_input, ahead), (backward_weight, ahead + late))
 
     def max_in_flight(self, stage: int) -> int:
         return self.num_stages

@@ -21,14 +21,14 @@ import json
 import math
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
-from megatron.pipeline.program.copies import Copy, graph_of_copies
-from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
+from megatron.pipeline.program.copies import Copy
+from megatron.pipeline.program.edges import Edge, stages_by_rank
+from megatron.pipeline.program.extent import Stages
 from megatron.pipeline.program.instruction import (
     BUSY,
     ENDS_BACKWARD,
@@ -41,7 +41,6 @@ from megatron.pipeline.program.instruction import (
     Kind,
     Lane,
 )
-from megatron.pipeline.program.lane_order import Pairs
 
 FORMAT = "megatron.pipeline.simulate.timeline/1"
 
@@ -57,7 +56,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Stages):
     """The spans of one run of a pipeline.
 
     Attributes:
@@ -105,18 +104,6 @@ class Timeline:
                 bad, start, end = next(span for span in spans if not span[1] <= span[2])
                 raise ValueError(f"rank {rank}: {bad} starts at {start} and ends at {end}; a span ends after it starts")
 
-    @cached_property
-    def graph(self) -> StageGraph:
-        """The stages with their edges."""
-        if self.copies:
-            return graph_of_copies(self.copies, self.num_stages, self.edges)
-        return StageGraph.of(self.num_stages, self.edges)
-
-    @cached_property
-    def pairs(self) -> Pairs:
-        """The pairs of stages that exchange saved activations."""
-        return Pairs(self.rank_of_stage, self.graph.num_frozen)
-
     # --- size
 
     @property
@@ -124,22 +111,11 @@ class Timeline:
         return len(self.rows)
 
     @property
-    def num_stages(self) -> int:
-        return len(self.rank_of_stage)
-
-    @property
-    def num_spans(self) -> int:
-        return sum(map(len, self.rows))
-
-    @property
     def spans(self) -> Iterator[Span]:
         """All spans, rank by rank in program order."""
         for rank, row in enumerate(self.rows):
             for instruction, start, end in zip(row, self.starts[rank], self.ends[rank], strict=True):
                 yield Span(rank, instruction, start, end)
-
-    def stages_of(self, rank: int) -> list[int]:
-        return list(stages_of(self.rank_of_stage, rank))
 
     def batch_borders(self) -> list[int]:
         """First microbatch of each batch, and one past the last."""
@@ -287,14 +263,14 @@ class Timeline:
 
     def shifted(self, seconds: float) -> "Timeline":
         """The same timeline, later by `seconds`."""
-        starts = tuple([start + seconds for start in row] for row in self.starts)
-        ends = tuple([end + seconds for end in row] for row in self.ends)
-        return replace(self, starts=starts, ends=ends)
+        return self._timed(lambda time: time + seconds)
 
     def scaled(self, factor: float) -> "Timeline":
         """The same timeline in a smaller or larger unit of time: all times are multiplied by `factor`."""
-        starts = tuple([start * factor for start in row] for row in self.starts)
-        ends = tuple([end * factor for end in row] for row in self.ends)
+        return self._timed(lambda time: time * factor)
+
+    def _timed(self, change: Callable[[float], float]) -> "Timeline":
+        starts, ends = (tuple(list(map(change, row)) for row in times) for times in (self.starts, self.ends))
         return replace(self, starts=starts, ends=ends)
 
     def of_batches(self, first: int, count: int) -> "Timeline":

@@ -88,13 +88,8 @@ class Question:
 
     def predict(self, constants: Constants, *, simulate: bool = False) -> Prediction:
         forward, backward = self._middle(constants)
-        planner = self._planner_with(constants)
-        return Prediction(
-            entry=self.entry,
-            estimate=planner.estimate(self.entry.configuration, simulate=simulate),
-            forward=forward,
-            backward=backward,
-        )
+        estimate = self._planner_with(constants).estimate(self.entry.configuration, simulate=simulate)
+        return Prediction(entry=self.entry, estimate=estimate, forward=forward, backward=backward)
 
     def time_errors(self, constants: Constants) -> dict[str, float]:
         """The errors of `predict`, without the rest of the prediction."""
@@ -155,8 +150,10 @@ TimeErrors = Callable[[Constants], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantsFit:
-    """Attributes:
-    errors: by id of a run, the largest of its relative errors, with its sign.
+    """Fitted constants.
+
+    Attributes:
+        errors: by id of a run, the largest of its relative errors, with its sign.
         unexplained: ids of the runs that were left aside.
     """
 
@@ -212,7 +209,7 @@ def fit_runs(runs: dict[str, TimeErrors], start: Constants = START, *, free: Seq
         if len(kept) < len(free):
             raise ValueError(f"{len(kept)} measured runs cannot fix {len(free)} constants; give more")
         constants = _fit(kept, constants, free)
-        errors = {name: _largest(run(constants)) for name, run in runs.items()}
+        errors = {name: max(run(constants).values(), key=abs) for name, run in runs.items()}
         usual = float(np.median([abs(errors[name]) for name in kept]))
         limit = max(_LEAST_UNEXPLAINED, _TIMES_USUAL * usual)
         worst = max(kept, key=lambda name: abs(errors[name]))
@@ -235,10 +232,6 @@ def _fit(runs: dict[str, TimeErrors], start: Constants, free: Sequence[str]) -> 
     # Soft L1: a run that something else held up counts by its error, and no longer by the error's square.
     fit = least_squares(residuals, first, loss="soft_l1", f_scale=SCALE, diff_step=1e-5, ftol=1e-6)
     return constants(fit.x)
-
-
-def _largest(errors: dict[str, float]) -> float:
-    return max(errors.values(), key=abs)
 
 
 def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> ConstantsFit:

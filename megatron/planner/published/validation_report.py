@@ -47,10 +47,6 @@ def _is_of(source: str, model: str = "") -> Callable[[Entry], bool]:
     return lambda entry: source in entry.source and model in entry.model_name and entry.seconds is not None
 
 
-def _without_pressure(entry: Entry) -> bool:
-    return PRESSURE not in entry.note
-
-
 def _is_sharded(entry: Entry, source: str) -> bool:
     return entry.configuration.sharding is not None and _is_of(source)(entry)
 
@@ -58,7 +54,7 @@ def _is_sharded(entry: Entry, source: str) -> bool:
 _GROUPS = (
     _Group(
         test="BPipe Table 7, GPT-3 96B, without allocator pressure",
-        has=lambda entry: _is_of("BPipe (ICML 2023) Table 7", "96B")(entry) and _without_pressure(entry),
+        has=lambda entry: _is_of("BPipe (ICML 2023) Table 7", "96B")(entry) and PRESSURE not in entry.note,
         mean=0.025,
     ),
     _Group(test="BPipe, all runs of GPT-3 96B, under pressure or not", has=_is_of("BPipe", "96B"), mean=0.05),

@@ -230,7 +230,8 @@ class _Degrees:
         if not least <= count * per_round <= most or not count:
             wanted = f"a batch of {least}" if least == most else f"no batch from {least} to {most}"
             does = "does not divide" if least == most else "divides"
-            return f"{wanted} {does} into {parts}{_on_replicas(choice.data)}"
+            on_replicas = f" on {choice.data} replicas" if choice.data > 1 else ""
+            return f"{wanted} {does} into {parts}{on_replicas}"
         whole = replace(choice, global_batch_size=count * per_round, recompute=SCOPES[0])
         try:
             schedule = self._configuration(whole).pipeline_schedule(tied_embeddings=self.model.shares_embedding)
@@ -367,10 +368,6 @@ class _Degrees:
 def _again(choice: Choice, reason: str | None) -> Rejected | None:
     """The rejection of a choice that did not fit with a smaller microbatch."""
     return None if reason is None else Rejected(choice=choice, reason=reason)
-
-
-def _on_replicas(count: int) -> str:
-    return f" on {count} replicas" if count > 1 else ""
 
 
 def _place(rank: int, choice: Choice) -> str:

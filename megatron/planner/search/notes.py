@@ -215,7 +215,8 @@ def sentences_on_layers(kept: Iterable[Kept]) -> tuple[str, ...]:
 
 def notes_on_hosted(outcome: Outcome) -> tuple[str, ...]:
     """A note if a search tried other schedules and kept only those with weights on the host."""
-    tried_others = any(_holds_others(each.choice.schedule) for each in outcome.rejected)
+    tried = {each.choice.schedule for each in outcome.rejected} - {None}
+    tried_others = not all(map(is_hosted, tried))
     if tried_others and outcome.kept and all(is_hosted(each.choice.schedule) for each in outcome.kept):
         needed = min(each.estimate.host.needed_gib for each in outcome.kept)
         return (
@@ -223,8 +224,3 @@ def notes_on_hosted(outcome: Outcome) -> tuple[str, ...]:
             f"{needed:.3g} GiB a node on (docs/l2l.md)",
         )
     return ()
-
-
-def _holds_others(schedule: str | None) -> bool:
-    """Whether a rejected choice names a schedule whose weights stay on devices."""
-    return schedule is not None and not is_hosted(schedule)

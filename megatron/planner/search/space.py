@@ -38,7 +38,7 @@ def offered() -> dict[str, Preset]:
     known = {name: preset for name, preset in PRESETS.items() if preset.residency is None}
     balanced = {f"{name}{_BALANCED}": replace(preset, balance=True) for name, preset in known.items()}
     others = set(known.values())
-    moving = {name: preset for name, preset in balanced.items() if preset not in others and can_move(preset)}
+    moving = {name: preset for name, preset in balanced.items() if preset not in others and fewest_ranks(preset)}
     return known | moving | {name: preset for name, preset in PRESETS.items() if preset.residency is not None}
 
 
@@ -84,11 +84,6 @@ def splits(preset: Preset) -> bool:
 def _splits(meant: tuple[Any, ...]) -> bool:
     schedule = _on_ranks(meant[0], _FEW_RANKS)
     return schedule is not None and schedule.splits_backward
-
-
-def can_move(preset: Preset) -> bool:
-    """Whether schedules of this preset are valid and move activations on some number of ranks."""
-    return fewest_ranks(preset) is not None
 
 
 def fewest_ranks(preset: Preset) -> int | None:

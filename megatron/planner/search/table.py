@@ -280,18 +280,13 @@ def _interval(each: Kept) -> dict:
     }  # fmt: skip
 
 
-def rejected_record(each: Rejected) -> dict:
-    """The JSON record of a rejected choice. A null stands for any value."""
-    return {"status": "rejected", **_chosen(each.choice), "reason": each.reason}
-
-
 def records(outcome: Outcome) -> Iterator[dict]:
     """Yield the records of all choices, the best first. Kept choices have the memory of each rank of the pipeline."""
     for rank, each in outcome.rows:
         memory = [memory.total / GIB for memory in each.estimate.memory]
         yield {**kept_record(each, rank, outcome.gain(each)), "memory_gib_by_rank": memory}
     for each in outcome.rejected:
-        yield rejected_record(each)
+        yield {"status": "rejected", **_chosen(each.choice), "reason": each.reason}  # a null stands for any value
 
 
 def write_jsonl(outcome: Outcome, path: Path) -> None:

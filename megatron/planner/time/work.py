@@ -71,8 +71,9 @@ Experts multiply in groups:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from operator import attrgetter
 
 from megatron.planner.job.software import Software
 from megatron.planner.memory.architecture import Architecture
@@ -104,21 +105,13 @@ class Work:
     unaligned: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(self._values, other._values, strict=True)))
+        return Work(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
 
     def __mul__(self, factor: float) -> Work:
-        return Work(*(factor * value for value in self._values))
-
-    @property
-    def _values(self) -> tuple[float, ...]:
-        return (
-            self.operations, self.calls, self.traffic, self.exchanged, self.overlapped, self.kernels, self.collectives,
-            self.grouped_operations, self.grouped_bytes,
-            self.fp8_operations, self.ring, self.ring_operations, self.ring_calls, self.gathered, self.dispatched,
-            self.spread, self.attended, self.unaligned,
-        )  # fmt: skip
+        return Work(*(factor * value for value in _values(self)))
 
 
+_values = attrgetter(*(field.name for field in fields(Work)))
 _FP32 = 4
 _ALIGNED = 16
 """Bytes. The GPU's matrix units load rows that begin at multiples of it."""
