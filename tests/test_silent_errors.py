@@ -34,7 +34,7 @@ ERRORS = {
         f"{STAGES}/test_context_parallel.py::{TRAINING}[2bw, masked-(1, 1, 1)]",
     ),
     "each rank divides by its own number of tokens": Error(
-        f"{MEGATRON}/stage.py", "loss / self._over_context(torch.as_tensor(num_tokens))",
+        f"{MEGATRON}/losses.py", "loss / _over_context(torch.as_tensor(num_tokens))",
         "loss / torch.as_tensor(num_tokens)",
         f"{STAGES}/test_context_parallel.py::{TRAINING}[2bw, masked-(1, 1, 1)]",
     ),

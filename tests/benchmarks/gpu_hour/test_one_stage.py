@@ -1,7 +1,5 @@
 """The part `one_stage` as far as a CPU goes."""
 
-from argparse import Namespace
-
 import pytest
 
 from tests import workers
@@ -61,13 +59,13 @@ def test_operations_are_counted_as_in_training():
 def _operations() -> tuple[float, float]:
     from benchmarks.gpu_hour.one_device import SIZES, flops_per_token
     from megatron.trainer.report.metrics import flops_per_sample
+    from tests.trainer.arguments.command_line import configuration
 
     model = {**SIZES["large"], "vocab_size": 8192}
-    width, heads = model["hidden_size"], model["heads"]
-    args = Namespace(
-        architecture="gpt", num_layers=model["layers"], hidden_size=width, ffn_hidden_size=4 * width,
-        num_attention_heads=heads, kv_channels=width // heads, group_query_attention=False, num_query_groups=1,
-        seq_length=model["seq_length"], swiglu=False, quick_geglu=False, gated_gelu=False, padded_vocab_size=8192,
-        multi_latent_attention=False, window_size=None, num_experts=None, mtp_num_layers=None,
-    )  # fmt: skip
+    args = configuration(
+        f"--num-layers {model['layers']} --hidden-size {model['hidden_size']} --num-attention-heads {model['heads']} "
+        f"--seq-length {model['seq_length']} --max-position-embeddings {model['seq_length']} --micro-batch-size 1 "
+        "--train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 8191".split(),
+        padded_vocab_size=8192,
+    )
     return flops_per_token(model) * model["seq_length"], flops_per_sample(args)
