@@ -101,8 +101,8 @@ TABLE = {
 }  # fmt: skip
 
 
-USUAL = {"flush, four ranks", "2bw, masked", "zb-h1, heads", "latents, 2bw, sequence parallel", "DeepSeek's",
-         "latents with sinks and windows, 2bw"}  # fmt: skip
+USUAL = {"flush, four ranks", "2bw, masked", "2bw, experts, per token", "zb-h1, heads",
+         "latents, 2bw, sequence parallel", "latents with sinks and windows, 2bw", "DeepSeek's"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
