@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -128,7 +129,7 @@ def capture(
     Raises:
         ValueError: the model cannot be captured or cut; the message has the module, the reason and a remedy.
     """
-    if torch.__version__ < (2, 9):
+    if "check_guards" not in inspect.signature(torch.export.ExportedProgram.module).parameters:
         raise ValueError(
             f"torch {torch.__version__} does not export the guards of a graph, without which a graph could run with "
             "shapes that it is wrong for; install torch 2.9 or newer"

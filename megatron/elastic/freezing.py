@@ -125,12 +125,27 @@ class ByHand:
         self.num_intervals = int(state["num_intervals"])
 
 
-RULES: dict[str, Callable[[int, float, tuple[int, ...]], FreezeRule]] = {
-    "gradients": lambda num_layers, alpha, counts: ByGradients(num_layers, alpha),
-    "schedule": lambda num_layers, alpha, counts: ByHand(num_layers, counts),
+@dataclass(frozen=True)
+class FreezeSettings:
+    """The settings from which a rule is made.
+
+    Attributes:
+        num_layers: number of layers of the model, at least 1.
+        alpha: as in `ByGradients`.
+        counts: as in `ByHand`; empty if they are not given.
+    """
+
+    num_layers: int
+    alpha: float
+    counts: tuple[int, ...] = ()
+
+
+RULES: dict[str, Callable[[FreezeSettings], FreezeRule]] = {
+    "gradients": lambda settings: ByGradients(settings.num_layers, settings.alpha),
+    "schedule": lambda settings: ByHand(settings.num_layers, settings.counts),
 }
-"""Value of --freeze-rule -> a function that makes the rule of the number of the model's layers, `alpha` as in
-`ByGradients`, and `counts` as in `ByHand`, empty if they are not given. It raises ValueError for what it cannot use."""
+"""Value of --freeze-rule -> a function that makes the rule; users add their own. It raises ValueError for settings that
+it cannot use."""
 
 
 class LayerNorms:

@@ -25,7 +25,7 @@ from megatron.capture.export import Captured
 from megatron.capture.layers import stages_of_layers
 from megatron.capture.profile import parameters_of
 from megatron.capture.tensors import FolderTensors, Wanted
-from megatron.elastic.freezing import RULES, FreezeRule, LayerNorms, Validation, ValidationWatch
+from megatron.elastic.freezing import RULES, FreezeRule, FreezeSettings, LayerNorms, Validation, ValidationWatch
 from megatron.finetuning.assembly import BuiltPipeline, build_pipeline
 from megatron.finetuning.freezing_arguments import FREEZE_ALPHA
 from megatron.finetuning.optimizers import optimizer_order
@@ -111,7 +111,8 @@ class Freezer:
                 "leave it out"
             )
         alpha = FREEZE_ALPHA if args.freeze_alpha is None else args.freeze_alpha
-        rule = RULES["schedule" if args.freeze_counts else "gradients"](num_layers, alpha, args.freeze_counts)
+        settings = FreezeSettings(num_layers, alpha, args.freeze_counts)
+        rule = RULES["schedule" if args.freeze_counts else "gradients"](settings)
         watch = ValidationWatch(args.freeze_watch_validation)
         fixed = frozenset(name for name, each in plan.captured.parameters.items() if not each.requires_grad)
         most = num_layers - 1

@@ -5,8 +5,20 @@ Pure Python: neither torch nor megatron.core.
 """
 
 from megatron.partition.compete import METHODS, CompeteResult, Competition, compete
-from megatron.partition.graph import Graph, Partition, evaluate, parse_graph, read_graph
+from megatron.partition.graph import (
+    Graph,
+    GraphNode,
+    Partition,
+    PartitionDevice,
+    SharedByNodes,
+    Together,
+    Valuation,
+    evaluate,
+    parse_graph,
+    read_graph,
+)
 
 __all__ = [
-    "METHODS", "CompeteResult", "Competition", "Graph", "Partition", "compete", "evaluate", "parse_graph", "read_graph"
+    "METHODS", "CompeteResult", "Competition", "Graph", "GraphNode", "Partition", "PartitionDevice", "SharedByNodes",
+    "Together", "Valuation", "compete", "evaluate", "parse_graph", "read_graph",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.elastic.freezing import RULES, ByGradients, ByHand, LayerNorms
+from megatron.elastic.freezing import RULES, ByGradients, ByHand, FreezeSettings, LayerNorms
 
 GROWING = tuple(float(layer + 1) for layer in reversed(range(12)))  # the last layer learns least: the bound decides
 
@@ -56,7 +56,7 @@ def test_by_hand():
     resumed = ByHand(12, (0, 4, 6))
     resumed.load_state_dict({"num_intervals": 1})
     assert resumed.decide(GROWING) == 4
-    made = {name: type(make(12, 0.5, (0, 4))) for name, make in RULES.items()}
+    made = {name: type(make(FreezeSettings(12, 0.5, (0, 4)))) for name, make in RULES.items()}
     assert made == {"gradients": ByGradients, "schedule": ByHand}
 
 

@@ -38,6 +38,7 @@ TASKS_OF_FLAG = {
 
 DPO_BETA = 0.1
 """TRL's default."""
+_DEFAULTS = {"dpo_beta": DPO_BETA}
 
 MLM_PROBABILITY = 0.15
 """The share of tokens that are hidden if --mlm_probability is not given, as in transformers' examples."""
@@ -81,8 +82,7 @@ def add_task(add: Callable[..., argparse.Action]) -> None:
 def validate_task(args: argparse.Namespace) -> None:
     """Raise ValueError for a flag that --task does not read, and for a dpo that has no beginning to compare with."""
     for name, tasks in TASKS_OF_FLAG.items():
-        given = getattr(args, name)
-        if given and args.task not in tasks and not (name == "dpo_beta" and given == DPO_BETA):
+        if getattr(args, name) not in (None, 0, _DEFAULTS.get(name)) and args.task not in tasks:
             raise ValueError(f"--{name} is for --task {', '.join(tasks)}, and --task is {args.task}; leave it out")
     if args.task == PREFERENCE and not (args.do_train or args.dry_run or args.resume_from_checkpoint):
         raise ValueError(

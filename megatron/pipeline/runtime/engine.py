@@ -299,15 +299,16 @@ class PipelineEngine:
         and the update keep what they have saved of batches in flight. The engine cannot be used afterwards.
 
         Raises:
-            RuntimeError: a thread that reduces gradients or moves activations has not ended after `timeout` seconds. It
+            RuntimeError: a thread that reduces gradients, moves or copies has not ended after `timeout` seconds. It
                 might still write.
         """
-        ended = [chain.abandon(timeout) for chain in (self._chain, self._late_chain)]
+        ended = [] if self._lanes is None else [self._lanes.abandon(timeout)]  # first: reductions may wait for them
+        ended += [chain.abandon(timeout) for chain in (self._chain, self._late_chain)]
         if self._transfers is not None:
             ended.append(self._transfers.abandon(timeout))
         self._channels.abandon(timeout)
         if not all(ended):
-            raise RuntimeError(f"a reduction or a move has not ended {timeout:g} s after its connections broke")
+            raise RuntimeError(f"a reduction, a move or a copy has not ended {timeout:g} s after its connections broke")
         reports = self._executor.reports
         return [reports[batch] for batch in sorted(reports)]
 

@@ -21,13 +21,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from megatron.pipeline.program.weight_policies import WeightPolicy
 from megatron.planner.job.configuration import Configuration
@@ -86,7 +85,7 @@ class Pool:
             "CUDA_DEVICE_MAX_CONNECTIONS": "32",
             MARK: self._mark,
         }
-        with mock.patch.dict(os.environ, environment):
+        with _environment(environment):
             for index in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs, index, size), daemon=True)
@@ -157,6 +156,19 @@ class Pool:
                     raise MeasuringError(f"process {index}: {value}")
                 results[index] = value
         return [results[index] for index in range(count)]
+
+
+def _environment(values: dict[str, str]) -> ExitStack:
+    """Set environment variables within a block, for processes started in it; its end restores the old values."""
+    stack = ExitStack()
+    for name, value in values.items():
+        before = os.environ.get(name)
+        os.environ[name] = value
+        if before is None:
+            stack.callback(os.environ.pop, name, None)
+        else:
+            stack.callback(os.environ.__setitem__, name, before)
+    return stack
 
 
 def _serve(connection: Connection, local_rank: int, local_size: int) -> None:

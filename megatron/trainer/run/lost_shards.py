@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
+import torch
 import torch.distributed as dist
 
 from megatron.documents import counted
@@ -202,7 +203,12 @@ def _stand_at(run: Run, position: CheckpointPosition) -> None:
 def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:
     """The state of schedule, loss scaler and update, which is the same on all ranks."""
     scaler = shared_scaler(parts.optimizer)
-    return parts.scheduler.state_dict(), None if scaler is None else scaler.state_dict(), parts.update.state_dict()
+    of_scaler = None if scaler is None else {
+        # On its device, a tensor would be made on that of the same number elsewhere.
+        name: value.cpu() if torch.is_tensor(value) else value
+        for name, value in scaler.state_dict().items()
+    }  # fmt: skip
+    return parts.scheduler.state_dict(), of_scaler, parts.update.state_dict()
 
 
 def _held(parts: ModelAndOptimizer) -> dict:

@@ -115,6 +115,7 @@ def test_what_is_no_pair_is_refused(folder, sample, words, template, sentence):
     ("argv", "sentence"),
     [
         ("--task chat --dpo_beta 0.2", "--dpo_beta is for --task dpo, and --task is chat; leave it out"),
+        ("--task chat --chosen_column=", "--chosen_column is for --task dpo, and --task is chat; leave it out"),
         ("--validation_file v.jsonl --do_eval", "--do_eval alone with --task dpo compares a model with itself"),
         ("--packing", "--packing puts several samples into a row for --task chat"),
         ("--train_on_prompt", "--train_on_prompt is for --task chat, image-text-to-text, and --task is dpo"),

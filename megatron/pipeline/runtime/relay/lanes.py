@@ -167,6 +167,14 @@ class Lanes:
         for lane in self._lanes.values():
             lane.close(timeout)
 
+    def abandon(self, timeout: float) -> bool:
+        """End all waits, and stop the threads without their requests. Return whether they have ended within `timeout`
+        seconds each."""
+        with self._progress:
+            self._error = self._error or RuntimeError("the engine was given up")
+            self._progress.notify_all()
+        return all([lane.abandon(timeout) for lane in self._lanes.values()])
+
     def _tell(self, instruction: Instruction) -> tuple[_Posted, list[_Posted]]:
         """Pass an instruction to the order. Return its record and the records of its dependencies."""
         awaited = [self._posted[number] for number in self._order.awaited(instruction)]

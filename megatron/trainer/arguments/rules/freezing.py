@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from megatron.documents import counted
 from megatron.elastic.freezing import RULES as FREEZE_RULES
-from megatron.elastic.freezing import FreezeRule
+from megatron.elastic.freezing import FreezeRule, FreezeSettings
 from megatron.elastic.stages import Stages, stages_of
 from megatron.trainer.arguments.flags.config import choice_of
 from megatron.trainer.arguments.flags.model import CLASSIFIERS
@@ -153,7 +153,7 @@ def make_rule(args: Arguments) -> FreezeRule:
     text = args.freeze_schedule
     counts = () if text is None else _numbers("--freeze-schedule", text, "layers; give such as 0,4,6")
     try:
-        return FREEZE_RULES[args.freeze_rule](args.num_layers, args.freeze_alpha, counts)
+        return FREEZE_RULES[args.freeze_rule](FreezeSettings(args.num_layers, args.freeze_alpha, counts))
     except ValueError as error:
         flag = f"--freeze-rule {args.freeze_rule}" if text is None else f"--freeze-schedule {text}"
         raise ValueError(f"{flag}: {error}") from error

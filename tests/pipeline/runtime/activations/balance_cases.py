@@ -164,14 +164,14 @@ def emulate(
     return outcome
 
 
-def abandon(training: Training, *, rounds: int) -> list[tuple[int, int]]:
+def abandon(preset: str, training: Training, *, rounds: int) -> list[tuple[int, int]]:
     """Give up a pipeline in the middle of its second batch, `rounds` times: the last rank computes nothing, so the
-    others wait for it, and the rank that is its pair waits in a move. Returns the numbers of threads and of open files
-    behind each. As in training, what has reference cycles is not collected.
+    others wait for it, and under bpipe the rank that is its pair waits in a move. Returns the numbers of threads and of
+    open files behind each. As in training, what has reference cycles is not collected.
     """
     kept, counts = open_connections(), []
     for _ in range(rounds):
-        pipeline = Pipeline("bpipe", training, moves_activations=True)
+        pipeline = Pipeline(preset, training, moves_activations=True)
         pipeline.engine.run_batch(training.batches[0], training.batches[0] * reference.MICROBATCH_SIZE)
         pipeline.engine.drain()
         gc.freeze()

@@ -131,6 +131,7 @@ def test_no_rank_exceeds_its_bound_however_the_ranks_drift(p, preset, options, b
 
 def test_what_is_given_up_leaves_no_thread_and_no_file():
     """Of an engine whose moves wait for a rank that is lost, time and again."""
-    for counts in workers.run(4, f"{CASES}:abandon", training=Training(batches=(8, 8)), rounds=3, timeout=120):
+    training = Training(batches=(8, 8))
+    for counts in workers.run(4, f"{CASES}:abandon", preset="bpipe", training=training, rounds=3, timeout=120):
         first, *later = counts
         assert all(each <= first for each in later), counts

@@ -31,6 +31,10 @@ def emulated(programs: list[Program], seed: int) -> list[balance_cases.Balanced]
     return [of_program(balance_cases.emulate, each, (4,) * 4, seed=seed, longest=0.004) for each in programs]
 
 
+def given_up(program: Program, training: Training) -> list[tuple[int, int]]:
+    return of_program(balance_cases.abandon, program, training, rounds=3)
+
+
 def without_swaps(program: Program) -> Program:
     return program.with_rows(tuple(tuple(each for each in row if each.kind not in SWAP_WORDS) for row in program.rows))
 
@@ -70,3 +74,10 @@ def test_less_memory_at_any_speed(seed: int):
     ):
         assert away.peak_bytes <= most[rank] * balance_cases.ACTIVATION_BYTES
         assert rank or away.peak_bytes < here.peak_bytes == 4 * balance_cases.ACTIVATION_BYTES
+
+
+def test_what_is_given_up_leaves_no_thread():
+    """Of an engine whose activations wait on the host, time and again."""
+    training = Training(batches=(4, 4))
+    for counts in workers.run(2, f"{__name__}:given_up", program=FLUSH, training=training, timeout=120):
+        assert len({threads for threads, _ in counts}) == 1, counts
