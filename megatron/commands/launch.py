@@ -33,7 +33,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 
 from megatron.documents import command_line
-from megatron.pipeline.runtime.failure.errors import read_error_file
+from megatron.pipeline.runtime.failure.errors import KEEPS_SURVIVORS, read_error_file
 from megatron.pipeline.runtime.failure.failure_board import PATIENCE, FailureBoard
 from megatron.pipeline.runtime.failure.heartbeats import Watch
 from megatron.pipeline.runtime.failure.membership import ACCEPTS_LOSSES, LAUNCHER, out_of
@@ -126,6 +126,7 @@ class _Node:
             "TORCHELASTIC_RUN_ID": self.run_id, "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
             "TORCHELASTIC_MAX_RESTARTS": "0",  # of the job as a whole
+            KEEPS_SURVIVORS: "1",
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             MARK: mark,
         }  # fmt: skip

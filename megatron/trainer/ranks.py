@@ -11,6 +11,8 @@ import random
 import signal
 from collections.abc import Callable
 
+from megatron.pipeline.runtime.failure.errors import end_at_once
+
 # Requests, as bits that travel with the norm of a batch: all ranks read the same ones in its report.
 STOP = 1
 """Save and end the run."""
@@ -27,6 +29,8 @@ class StopSignal:
         self.received = False
         self.on_receipt: Callable[[], None] | None = None
         """Called from the handler; it must do next to nothing."""
+        self.means_loss: Callable[[], bool] = lambda: False
+        """Whether SIGTERM ends this process alone, and the job goes on without it."""
 
     def install(self) -> "StopSignal":
         """Handle SIGTERM from now on (main thread only)."""
@@ -34,6 +38,8 @@ class StopSignal:
         return self
 
     def _handle(self, signum: int, frame: object) -> None:
+        if self.means_loss():
+            end_at_once("its launcher ends all ranks of a node of which one is lost")
         self.received = True
         if self.on_receipt is not None:
             self.on_receipt()

@@ -37,7 +37,7 @@ from megatron.pipeline.runtime.contract.stage import BatchReport
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.connections import break_connections, open_connections
-from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere, is_new_process, number_of
+from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
 from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
@@ -71,9 +71,12 @@ class LostRanks:
     Args:
         args: the configuration with which the run began.
         store: the job's store.
+        is_new: this process takes the place of a lost one.
     """
 
-    def __init__(self, args: TrainConfig, store: dist.Store, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, args: TrainConfig, store: dist.Store, *, rank: int, world_size: int, is_new: bool = False
+    ) -> None:
         self._args = args
         self._world_size = world_size
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
@@ -81,18 +84,13 @@ class LostRanks:
             store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm
         )
         self._kept = open_connections()  # the store's, over which the ranks agree
-        self.has_state = not is_new_process()  # weights, optimizer and position are those of the job
+        self.has_state = not is_new  # weights, optimizer and position are those of the job
         self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
         self.proved = ProvedLosses(args, self.membership)
         if not self.has_state:
             self.proved.prove()  # reads what the others have proved, and have said
             self.proved.lines = ()
             return
-        if number_of("TORCHELASTIC_RESTART_COUNT", 0):
-            raise OnThisRank(
-                f"rank {rank} was started again by torchrun, with which a job takes no rank back; start the job with "
-                "tools/launch.py, or leave --max-restarts out"
-            )
         self.epoch = self.membership.begin(self._timeout.total_seconds())
         try:
             self.proved.prove()

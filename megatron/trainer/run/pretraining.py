@@ -19,7 +19,7 @@ from megatron.pipeline import interrupt
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import failure_guard
 from megatron.pipeline.runtime.failure.agreement import agree_to_start, guarded
-from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, is_new_process
+from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, is_ended_with_node
 from megatron.trainer.arguments import notes_on_overridden, resolve_platform, validate_args
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.arguments.flags.parallel import AUTO
@@ -90,6 +90,7 @@ def pretrain(
         run.is_kept_out_of_collections = True
         if lost_ranks is not None:
             lost_ranks.membership.accept_losses()
+            stop.means_loss = is_ended_with_node
         run_to_the_end(run, stop, started=started, lost_ranks=lost_ranks)
         if lost_ranks is not None:
             lost_ranks.membership.leave()
@@ -103,7 +104,7 @@ def _join_job(
 
     A rank that finds a problem meets the others nevertheless, so that they end with it and know why.
     """
-    problem = None
+    problem = job = None
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     # Hosts load their programs at different speeds, however soon a transfer is to be given up later.
     patience = max(timeout, initialize.RENDEZVOUS_TIMEOUT)
@@ -115,7 +116,11 @@ def _join_job(
         problem = str(error)
     try:
         rank, world_size, _ = initialize.environment_ranks()
-        store = initialize.rendezvous()
+        if args.go_on_without_lost_ranks:
+            from megatron.pipeline.runtime.failure.membership import takes_in  # which other runs start without
+
+            job = initialize.running_job(partial(takes_in, timeout=args.failure_timeout))
+        store = initialize.rendezvous() if job is None else job
     except ValueError as error:
         raise OnThisRank(problem or str(error)) from error
     if made_here:
@@ -123,7 +128,7 @@ def _join_job(
             args, notes = complete(args, program_over=(store, patience))
         except ValueError as error:
             problem = str(error)
-    comes_back = args.go_on_without_lost_ranks and is_new_process()
+    comes_back = job is not None
     if not comes_back:
         agree_to_start(store, rank=rank, world_size=world_size, problem=problem, timeout=patience)
     elif problem is not None:
@@ -131,11 +136,9 @@ def _join_job(
     assignment = assign_rank(args, store, rank=rank, world_size=world_size, timeout=patience)
     lost_ranks = None
     if args.go_on_without_lost_ranks:
-        from megatron.trainer.run.lost_ranks import (
-            LostRanks,
-        )  # membership and survivors, which other runs start without
+        from megatron.trainer.run.lost_ranks import LostRanks  # and survivors, the same
 
-        lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size)
+        lost_ranks = LostRanks(args, store, rank=assignment.rank, world_size=world_size, is_new=comes_back)
         if comes_back:
             initialize.be_alone(args, rank=assignment.rank)
             return replace(args, rank=assignment.rank), assignment, (), lost_ranks

@@ -17,7 +17,7 @@ import importlib.util
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -30,7 +30,7 @@ from megatron.documents.files import problem_with_directory
 from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import agreement
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
-from megatron.pipeline.runtime.failure.errors import environment_ranks
+from megatron.pipeline.runtime.failure.errors import environment_ranks, number_of
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, engine_puts_off, installed_version
 from megatron.planner import GIB
@@ -159,10 +159,48 @@ def rendezvous() -> torch.distributed.Store:
     rank, world_size, _ = environment_ranks()
     if world_size == 1:
         return torch.distributed.HashStore()
+    with _finding_job(world_size):
+        store = _launchers_store()
+        return of_this_start(store, rank=rank, world_size=world_size) if _may_restart() else store
+
+
+def running_job(takes_in: Callable[[torch.distributed.Store], bool]) -> torch.distributed.Store | None:
+    """The store of the job that goes on, where a launcher has started this process again in the place of a lost one.
+
+    None: this process begins the job with the others. torchrun may have started all of them again.
+
+    Args:
+        takes_in: whether the job with that store still has processes that could take this one in.
+
+    Raises ValueError as `rendezvous`.
+    """
+    _, world_size, _ = environment_ranks()
+    if world_size == 1 or number_of("TORCHELASTIC_RESTART_COUNT", 0) == 0:
+        return None
+    with _finding_job(world_size):
+        store = _launchers_store()
+        if not _may_restart():  # tools/launch.py starts single processes again, and all of them never
+            return store
+        if not store.check([_PART]):
+            return None
+        part = torch.distributed.PrefixStore(store.get(_PART).decode(), store)
+        return part if takes_in(part) else None
+
+
+def _may_restart() -> bool:
+    """Whether torchrun may start all processes again, which then find what the ended ones have left in the store."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _launchers_store() -> torch.distributed.Store:
+    return next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
+
+
+@contextmanager
+def _finding_job(world_size: int) -> Iterator[None]:
+    """Context that turns errors of a rendezvous into ValueError."""
     try:
-        store = next(torch.distributed.rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT))[0]
-        may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        return of_this_start(store, rank=rank, world_size=world_size) if may_restart else store
+        yield
     except (RuntimeError, ValueError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error):
@@ -173,6 +211,10 @@ def rendezvous() -> torch.distributed.Store:
             f"found no job at {where} within {RENDEZVOUS_TIMEOUT.seconds} s ({error}); check "
             f"MASTER_ADDR, MASTER_PORT and that all {world_size} processes were started"
         ) from error
+
+
+_PART = "part"
+"""The key of the name of the part in which the processes of the latest start have met."""
 
 
 def of_this_start(store: torch.distributed.Store, *, rank: int, world_size: int) -> torch.distributed.Store:
@@ -200,6 +242,7 @@ def of_this_start(store: torch.distributed.Store, *, rank: int, world_size: int)
         if unknown and time.monotonic() > deadline:
             raise RuntimeError(f"no word of rank {', '.join(map(str, sorted(unknown)))}")
         time.sleep(0.01)
+    store.set(_PART, word)
     return torch.distributed.PrefixStore(word, store)
 
 

@@ -3,7 +3,9 @@
 import functools
 import json
 import re
+import shlex
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -68,10 +70,35 @@ def command(
     launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     if max_restarts:
         launcher += ["--max-restarts", str(max_restarts)]
+    return [*launcher, *program_of(flags, program=program)]
+
+
+def program_of(flags: str, *, program: Path = PROGRAM) -> list[str]:
+    """The program that a launcher starts, and its arguments."""
     words = (
         f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     )
-    return [*launcher, str(program), *words.split(), *flags.split()]
+    return [str(program), *words.split(), *flags.split()]
+
+
+def on_nodes(num_nodes: int, num_local: int, launcher: list[str], flags: str) -> list[str]:
+    """The job over several nodes, as one command whose status is that of the last launcher that fails.
+
+    `launcher`: without the flags that say which node this is.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = shlex.join([
+        sys.executable, *launcher, "--nnodes", str(num_nodes), "--nproc-per-node", str(num_local),
+        "--master-addr", "127.0.0.1", "--master-port", str(port),
+    ])  # fmt: skip
+    program = shlex.join(program_of(flags))
+    starts = "".join(
+        f"PIPELINE_HOST_NAME=node{node} {start} --node-rank {node} {program} & launchers+=($!); "
+        for node in range(num_nodes)
+    )
+    return ["bash", "-c", f"{starts} for each in ${{launchers[@]}}; do wait $each || status=$?; done; exit $status"]
 
 
 def moments_of(folder: Path) -> list[Moment]:
@@ -109,6 +136,11 @@ def run(
     """Run the job to its end. `losses`: as losing_ranks.py has them. `forks`: as `command` has it. `max_restarts`: new
     processes for a lost rank."""
     started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts)
+    return run_command(folder, started, losses, timeout=timeout)
+
+
+def run_command(folder: Path, started: list[str], losses: list, *, timeout: float = 240.0) -> Finished:
+    """As `run`, with the command that starts the job."""
     with launch.Job(started, directory=folder, **environment(folder, losses)) as job:
         return finished(folder, job.wait(timeout=timeout))
 

@@ -1,5 +1,8 @@
 """New processes take the places of lost ranks: real jobs, in which nothing of the training is lost."""
 
+import json
+import re
+
 import pytest
 
 from tests.trainer.run.lost_rank_jobs import (
@@ -7,8 +10,11 @@ from tests.trainer.run.lost_rank_jobs import (
     assert_nothing_lost,
     changes_recorded,
     lose_and_return_at_random,
+    on_nodes,
     run,
+    run_command,
 )
+from tests.trainer.run.run_case import ROOT
 
 DECAY = "--lr-decay-style linear --lr-warmup-iters 3 --weight-decay 0.1"
 
@@ -87,6 +93,47 @@ def test_what_a_new_process_takes_over(tmp_path, flags):
         shared = shared.replace(f"--pipeline-schedule {schedule}", "")
     assert_nothing_lost(job, shared)
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "2"]
+LAUNCHER = [str(ROOT / "tools" / "launch.py"), "--max-restarts", "2"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "launcher, num_nodes, num_local, lost, back",
+    [
+        (TORCHRUN, 4, 1, (0, 1), (0, 1)),  # an agent a rank; that of rank 0 hosts the store
+        (TORCHRUN, 4, 2, (3,), (2, 3)),  # an agent a node, which ends the other rank, too
+        (LAUNCHER, 2, 2, (2, 1), (0, 3)),  # where each node has the ranks of the other
+    ],
+)
+def test_ranks_of_several_nodes_come_back(tmp_path, launcher, num_nodes, num_local, lost, back):
+    """Under torchrun, whose agents start their own ranks again, and under our launcher."""
+    size = num_nodes * num_local
+    losses = [[rank, "forward", 3 + 6 * at, "SIGKILL"] for at, rank in enumerate(lost)]
+    losses += [[num_local * num_nodes - 1, "forward", iteration, "newcomer"] for iteration in (6, 9, 12)]
+    (tmp_path / "mapping.json").write_text(json.dumps([2, 3, 0, 1]))
+    mapping = "--rank-mapping mapping.json" if launcher is LAUNCHER else ""
+    flags = f"--global-batch-size 8 --train-iters 16 {DECAY}"
+    started = on_nodes(num_nodes, num_local, launcher, f"{flags} --pipeline-model-parallel-size 2 {mapping}")
+    job = run_command(tmp_path, started, losses)
+    assert_nothing_lost(job, flags)
+    for rank in back:
+        assert re.search(rf"rank {rank} is back.* go on", job.outcome.output), job.outcome.output
+    assert f"{size} ranks of {size} go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+def test_torchruns_agents_start_all_ranks_again_where_none_is_left(tmp_path):
+    """A stage has lost all of its ranks, so the others end, too. The job goes on from its checkpoint."""
+    losses = [[rank, "forward", 6, "SIGKILL"] for rank in (2, 3)]
+    flags = f"--global-batch-size 8 --train-iters 9 {DECAY}"
+    saving = "--pipeline-model-parallel-size 2 --save saved --load saved --save-interval 2"
+    job = run_command(tmp_path, on_nodes(4, 1, TORCHRUN, f"{flags} {saving}"), losses)
+    assert_nothing_lost(job, flags)
+    assert "every replica has lost rank 1" in job.outcome.output, job.outcome.output
+    assert "loaded saved; starting from iteration 4" in job.outcome.output, job.outcome.output
 
 
 @pytest.mark.full

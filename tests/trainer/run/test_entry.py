@@ -8,7 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron.pipeline.runtime.failure.errors import OnThisRank
+from megatron.pipeline.runtime.failure.errors import KEEPS_SURVIVORS, OnThisRank, is_ended_with_node
+from megatron.trainer import ranks as ranks_module
 from megatron.trainer.ranks import StopSignal
 from megatron.trainer.run import entry
 from tests.trainer.arguments.command_line import argv
@@ -92,6 +93,33 @@ def test_signal_is_a_stop_request():
         assert stop.received and told == [True]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_torchruns_signal_to_the_rest_of_a_node_is_no_stop_request(monkeypatch):
+    """Its agent, here this process, ends the other ranks when one is lost: this one is lost, too, and the job goes on.
+    Our launcher ends nobody because of another."""
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv(KEEPS_SURVIVORS, raising=False)
+    ranks = [subprocess.Popen(["sleep", "600"], env={**os.environ, "RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert not is_ended_with_node()
+        ranks[1].kill()
+        os.waitid(os.P_PID, ranks[1].pid, os.WEXITED | os.WNOWAIT)
+        assert is_ended_with_node()
+        ranks[1].wait()
+        assert is_ended_with_node()
+        monkeypatch.setenv(KEEPS_SURVIVORS, "1")
+        assert not is_ended_with_node()
+    finally:
+        ranks[0].kill()
+        ranks[0].wait()
+    stop, ended = StopSignal(), []
+    monkeypatch.setattr(ranks_module, "end_at_once", ended.append)
+    stop.means_loss = lambda: True
+    stop._handle(signal.SIGTERM, None)
+    assert ended == ["its launcher ends all ranks of a node of which one is lost"]
 
 
 def test_what_is_freed_is_kept_before_training_begins(monkeypatch):

@@ -15,7 +15,8 @@ from megatron.trainer.start_up import initialize
 
 
 def test_each_start_has_a_part_of_the_store(monkeypatch):
-    """Three ranks, of which one is killed at the first start before it takes part: no start finds keys of another."""
+    """Three ranks, of which one is killed at the first start before it takes part: no start finds keys of another. A
+    process that is started again alone finds the part of the latest start."""
     store = torch.distributed.HashStore()
 
     def started(ranks: range) -> list:
@@ -31,3 +32,12 @@ def test_each_start_has_a_part_of_the_store(monkeypatch):
         assert not any(part.check(["start/0"]) for part in parts)
         parts[0].set("start/0", "here")
         assert all(part.check(["start/0"]) for part in parts)
+    monkeypatch.setattr(initialize, "_launchers_store", lambda: store)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    assert initialize.running_job(lambda part: True) is None  # a first process
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert initialize.running_job(lambda part: part.check(["start/0"])).check(["start/0"])
+    assert initialize.running_job(lambda part: False) is None  # all are started again
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert initialize.running_job(lambda part: False) is store  # our launcher, which starts single ranks again

@@ -20,10 +20,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import psutil
+
 from megatron.pipeline.program.instruction import Instruction
 
 USER_ERROR = 2
 """The exit status for an error that the user can fix."""
+KEEPS_SURVIVORS = "MEGATRON_KEEPS_SURVIVORS"
+"""The environment variable with which tools/launch.py says that it ends nobody because another process is lost."""
 PATIENCE = 3.0
 """Seconds that a rank waits for the others to report the same error, and that the others wait for rank 0 to print."""
 
@@ -69,11 +73,6 @@ def number_of(name: str, default: int) -> int:
     return int(text) if text.isdigit() else default
 
 
-def is_new_process() -> bool:
-    """Whether tools/launch.py has started this process in the place of a lost one. torchrun starts all its workers."""
-    return number_of("TORCHELASTIC_RESTART_COUNT", 0) > 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0"
-
-
 def environment_ranks() -> tuple[int, int, int]:
     """Return (rank, world size, local rank) from the environment; (0, 1, 0) without a launcher.
 
@@ -89,6 +88,17 @@ def environment_ranks() -> tuple[int, int, int]:
     if rank >= world_size:
         raise ValueError(f"RANK {rank} is not below WORLD_SIZE {world_size}; start through torchrun")
     return rank, world_size, local_rank
+
+
+def is_ended_with_node() -> bool:
+    """Whether torchrun is about to end this process because another one of its agent is lost: it ends all of these."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(KEEPS_SURVIVORS):
+        return False
+    num_alive = 0
+    for child in psutil.Process(os.getppid()).children():
+        with suppress(psutil.Error):
+            num_alive += child.status() != psutil.STATUS_ZOMBIE and "RANK" in child.environ()
+    return num_alive < number_of("LOCAL_WORLD_SIZE", 1)
 
 
 # --- the last sentence ------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from torch.distributed import PrefixStore, Store
 from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
 from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, end_at_once
 from megatron.pipeline.runtime.failure.failure_board import PATIENCE
-from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member
+from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member, Watch, has_ended
 from megatron.pipeline.runtime.failure.store_thread import StoreThread
 
 LAUNCHER = "launcher"
@@ -50,6 +50,30 @@ _BEAT = 0.5  # seconds between heartbeats; with a short failure timeout there ar
 _PACE = 0.05  # seconds between looks at the store while a process waits for an epoch; more with many ranks
 _ALL_LOOK = 1.0  # seconds between the looks at the log of those that do not lead
 _MOST_WATCHED = 16  # of those that others wait for, beside the ring's
+
+
+def takes_in(store: Store, *, timeout: float = FAILURE_TIMEOUT) -> bool:
+    """Whether a job has begun in this part of the store of which a process lives, or has come to its normal end.
+
+    Without a sign of life of any process of the job it takes up to `timeout` seconds to say so.
+    """
+    store = PrefixStore("membership", store)
+    number = 0
+    while store.check([f"epoch/{number}"]):
+        number += 1
+    if number == 0:
+        return False
+    _, members = epoch_of(number - 1, json.loads(store.get(f"epoch/{number - 1}")))
+    watch, deadline = Watch(_BEAT), time.monotonic() + timeout
+    ended: set[str] = set()
+    while len(ended) < len(members) and time.monotonic() < deadline:
+        left = [member for member in members if member.token not in ended]
+        watch.look({member.token: store.get(f"beat/{member.token}").decode() for member in left})
+        if any(watch.is_heard(member.token) or watch.has_left(member.token) for member in left):
+            return True
+        ended |= {member.token for member in left if has_ended(member, patience=_BEAT)}
+        time.sleep(_BEAT / 2)
+    return False
 
 
 def out_of(launcher: str, process: int) -> str:

@@ -1,14 +1,15 @@
 """Survivors agree on who is lost, whoever dies when; who is slow stays; who was thrown out finds out."""
 
+import json
 import signal
 import time
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
-from megatron.pipeline.runtime.failure.epochs import decided
+from megatron.pipeline.runtime.failure.epochs import decided, first_record
 from megatron.pipeline.runtime.failure.heartbeats import LEFT, Member, Watch
-from megatron.pipeline.runtime.failure.membership import Membership
+from megatron.pipeline.runtime.failure.membership import Membership, takes_in
 from tests.pipeline.runtime.failure.membership_cases import PATIENCE, Job, lose_at_random
 
 pytestmark = pytest.mark.alone
@@ -110,12 +111,26 @@ def test_a_new_process_joins_where_all_admit_it(tmp_path):
 
 
 def test_nobody_is_left_to_take_a_new_process_in(tmp_path):
+    """Whoever asks the store whether the job runs hears so as long as a process lives, or has left normally."""
     with Job(tmp_path, 2, timeout=TIMEOUT) as job:
         job.send(signal.SIGKILL, 0)
         job.wait_for([1])
+        assert takes_in(job.store, timeout=TIMEOUT)
         job.send(signal.SIGKILL, 1)
+        assert not takes_in(job.store, timeout=10 * PATIENCE)  # their doors prove it before
         job.start(0)
         assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
+
+
+def test_no_job_has_begun_or_its_host_is_cut_off():
+    """Then nothing proves that its processes have ended, and their silence does."""
+    store = HashStore()
+    assert not takes_in(store, timeout=10 * PATIENCE)
+    store.set("membership/epoch/0", json.dumps(first_record([Member(0, "token", "elsewhere", "127.0.0.1", 1, 1)])))
+    store.set("membership/beat/token", "7")
+    assert not takes_in(store, timeout=0.8)
+    store.set("membership/beat/token", LEFT)
+    assert takes_in(store, timeout=10 * PATIENCE)
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named(tmp_path):
