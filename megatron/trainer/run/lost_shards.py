@@ -16,7 +16,8 @@ on, and they take the newest that all but new processes have and of which each p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -35,6 +36,13 @@ from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_chec
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import ModelAndOptimizer, Run, setup_model_and_optimizer
+
+
+@contextmanager
+def _then_together() -> Iterator[None]:
+    """Context behind which ranks wait for the slowest: what follows may ask them to connect in time."""
+    yield
+    dist.barrier()
 
 
 @dataclass(frozen=True)
@@ -120,7 +128,7 @@ class LostShards:
         root = None if self._sources is not None else self._checkpoint()
         drawn = random_state()
         args = replace(run.args, rank=dist.get_rank(), world_size=dist.get_world_size())
-        parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies)
+        parts = setup_model_and_optimizer(args, run.program, draws=False, copies=copies, locally=_then_together)
         built = _Built(epoch, parts)
         if root is None:
             self._hand_over(run, parts, [ranks.index(rank) for rank in self._sources])

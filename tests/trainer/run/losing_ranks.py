@@ -7,7 +7,8 @@ kills the process of rank R, and goes on. `start` counts the processes of a rank
 and 1 the one that takes its place.
 
 `newcomer` takes no rank away: the process waits there until a new process asks to be taken in, or all ranks are there.
-`alarm` takes none away either: the process waits there until another is lost, and then has an error of the connection.
+`sleep S` takes none away: the process needs S seconds more there. Nor does `alarm`: the process waits there until
+another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
 The place `published` is in the making of a group in a recovery, where others have the rank's address and no connection.
 
@@ -65,9 +66,12 @@ class Places:
         if what is None:
             return
         act, _, other = what.partition(" ")
-        note(f"{place.replace(' ', '_')}:{act}", self._iteration(), int(other or RANK))
+        note(f"{place.replace(' ', '_')}:{act}", self._iteration(), int(other) if act == "kill" else RANK)
         if act == "kill":
             kill(int(other))
+            return
+        if act == "sleep":
+            time.sleep(float(other))
             return
         if what == "newcomer":
             of_job = self._membership
@@ -99,6 +103,7 @@ class Places:
         from megatron.trainer.run.loop import Loop
         from megatron.trainer.run.lost_ranks import LostRanks
         from megatron.trainer.run.lost_shards import LostShards
+        from megatron.trainer.start_up import run as run_module
 
         def of_microbatch(place: str) -> Callable:
             return lambda stage, *rest: self.come_to(place, self._iteration() + 1)
@@ -127,6 +132,7 @@ class Places:
         _around(
             CoreUpdate, "_fill", before=lambda _, report, *rest, **more: self.come_to("without sums", report.batch + 1)
         )
+        _around(run_module, "build_optimizer", after=of_time("build"))  # at the start for the first time
         _around(RedundantShards, "exchange", before=of_time("copy"), after=of_time("copied"))
         _around(update, "gather_weights", before=of_time("gather"), after=of_time("gathered"))
         _around(RedundantShards, "take_over", before=of_time("hand over"), after=of_time("handed over"))

@@ -41,7 +41,9 @@ class Moment(NamedTuple):
 
     @property
     def is_loss(self) -> bool:
-        return self.what not in ("began", "reported") and not self.what.endswith((":broken", ":newcomer", ":alarm"))
+        return self.what not in ("began", "reported") and not self.what.endswith(
+            (":broken", ":newcomer", ":alarm", ":sleep")
+        )
 
 
 class Finished(NamedTuple):

@@ -4,7 +4,16 @@ goes back to its last checkpoint."""
 import pytest
 
 from tests.trainer.run import lost_rank_jobs
-from tests.trainer.run.lost_rank_jobs import MODEL, assert_nothing_lost, lose_at_random, run, undisturbed, values
+from tests.trainer.run.lost_rank_jobs import (
+    MODEL,
+    TIMEOUT,
+    assert_nothing_lost,
+    changes_recorded,
+    lose_at_random,
+    run,
+    undisturbed,
+    values,
+)
 from tests.trainer.run.run_case import BASE, train
 
 SHARED = "--use-distributed-optimizer"
@@ -37,6 +46,18 @@ def test_without_copies_the_run_goes_back_to_its_checkpoint(tmp_path):
     assert_nothing_lost(job, flags)
     assert "go on from iteration 4" in job.outcome.output
     assert f"have loaded the checkpoint in {tmp_path}/saved, and repeat 1 iteration" in job.outcome.output
+
+
+@pytest.mark.full
+def test_a_rank_that_builds_its_part_slowly_is_waited_for(tmp_path):
+    """It takes longer than ranks may take to connect, and does so once: nothing is tried again."""
+    losses = [[0, "forward", 3, "SIGKILL"], *([3, "build", number, f"sleep {4 * TIMEOUT}"] for number in (2, 3))]
+    flags = "--global-batch-size 4 --train-iters 6"
+    job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 2 {COPIES}", losses)
+    assert_nothing_lost(job, flags)
+    assert [moment.what for moment in job.moments if moment.what.startswith("build")] == ["build:sleep"]
+    assert len(changes_recorded(job, world_size=4)) == 1, job.outcome.output
+    assert "rank 3" not in job.outcome.output, job.outcome.output
 
 
 @pytest.mark.full
