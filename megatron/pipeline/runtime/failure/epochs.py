@@ -1,8 +1,14 @@
-"""Epochs: who is in the job from one agreement to the next, decided by the order of a log. No torch."""
+"""Epochs: who is in the job from one agreement to the next, decided by the order of a log. No torch.
+
+Ranks that compute the same layers together (tensor and context parallelism) are a *group*: `group_size` ranks with
+consecutive numbers. None of them can go on without the others, so a group is lost with each of its ranks, and comes
+back as a whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -34,11 +40,14 @@ def first_record(members: Iterable[Member]) -> dict[str, Any]:
     return {"members": sorted(members), "lost": {}, "joined": [], "notes": {}}
 
 
-def decided(members: Iterable[Member], log: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+def decided(
+    members: Iterable[Member], log: Iterable[Mapping[str, Any]], *, group_size: int = 1
+) -> dict[str, Any] | None:
     """The record of the next epoch: a function of the log's order alone, so it is the same for every reader.
 
-    The first part of the log counts in which each of `members` has arrived or is lost. A process that has arrived and
-    is lost is lost. Newcomers are in the epoch that every process in it admits. Returns None if there is no such part.
+    The first part of the log counts in which each of `members` has arrived, or a rank of its group is lost. A process
+    that has arrived and is lost is lost. Newcomers are in the epoch that every process in it admits, where their groups
+    are whole. Returns None if there is no such part.
 
     Args:
         members: the processes of the current epoch.
@@ -52,25 +61,49 @@ def decided(members: Iterable[Member], log: Iterable[Mapping[str, Any]]) -> dict
         if line["token"] not in by_token:
             continue
         told[line["kind"]].setdefault(line["token"], line)
-        if line["kind"] != "suspected":
+        if line["kind"] == "lost":
+            waiting -= lost_with(by_token.values(), {line["token"]}, group_size)
+        elif line["kind"] == "arrived":
             waiting.discard(line["token"])
-            if not waiting:
-                return _record(by_token, **told)
+        if not waiting:
+            return _record(by_token, group_size, **told)
     return None
 
 
-def _record(by_token: Mapping[str, Member], arrived: Mapping, lost: Mapping, suspected: Mapping) -> dict[str, Any]:
-    stay = [member for token, member in by_token.items() if token not in lost]
+def lost_with(members: Iterable[Member], lost: Collection[str], group_size: int) -> set[str]:
+    """The tokens of all members in whose groups one is lost. `lost`: tokens."""
+    members = tuple(members)
+    groups = {member.rank // group_size for member in members if member.token in lost}
+    return {member.token for member in members if member.rank // group_size in groups}
+
+
+def of_whole_groups(members: Iterable[Member], group_size: int) -> tuple[Member, ...]:
+    """Those of `members`, which have different ranks, whose groups are whole."""
+    members = tuple(members)
+    sizes = Counter(member.rank // group_size for member in members)
+    return tuple(member for member in members if sizes[member.rank // group_size] == group_size)
+
+
+def _record(
+    by_token: Mapping[str, Member], group_size: int, arrived: Mapping, lost: Mapping, suspected: Mapping
+) -> dict[str, Any]:
+    gone = lost_with(by_token.values(), lost, group_size)
+    stay = [member for token, member in by_token.items() if token not in gone]
     lines = [arrived[member.token] for member in stay]
     new = {}
     if all(line["admits"] is not None for line in lines):
         ranks = {member.rank for member in stay}
         asking = [Member(*each) for line in lines for each in line["admits"]]
-        new = {member.rank: member for member in asking if member.rank not in ranks}
-    reasons = {
-        by_token[token].rank: "; ".join(each[token]["reason"] for each in (lost, suspected) if token in each)
-        for token in lost
-    }
+        latest = {member.rank: member for member in asking if member.rank not in ranks}
+        new = {member.rank: member for member in of_whole_groups(latest.values(), group_size)}
+    reasons = {}
+    for token in sorted(gone):
+        told = "; ".join(each[token]["reason"] for each in (lost, suspected) if token in each)
+        if token not in lost:
+            group = by_token[token].rank // group_size
+            first = min(by_token[each].rank for each in lost if by_token[each].rank // group_size == group)
+            told = f"rank {first}, with which it computes its layers, is lost"
+        reasons[by_token[token].rank] = told
     notes = {member.rank: arrived[member.token]["note"] for member in stay}
     return {"members": sorted([*stay, *new.values()]), "lost": reasons, "joined": sorted(new), "notes": notes}
 

@@ -15,6 +15,7 @@ Solution: everything goes through the job's store, over a connection and a threa
   store, whose appends have one order. The log also holds who was found lost. The epoch is decided by the first part of
   the log in which everyone has arrived or is lost, so whoever reads the log finds the same epoch (`epochs.decided`).
   A rank that lives and does not come after all holds the others up; it is lost after their `patience`.
+- **Groups.** Ranks that compute layers together are lost together, and are taken in together (`epochs`).
 - **Fencing.** A process that the decision leaves out ends with one sentence as soon as it looks at the store. What it
   writes before stands in the log of an epoch that is decided, or under the keys of an epoch that is over (`store`).
 - **Joining.** A new process asks to be taken in (`join`). It is in the next epoch in which all have arrived with
@@ -36,7 +37,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record
+from megatron.pipeline.runtime.failure.epochs import Epoch, decided, epoch_of, first_record, lost_with, of_whole_groups
 from megatron.pipeline.runtime.failure.errors import JobHasEnded, OnThisRank, end_at_once
 from megatron.pipeline.runtime.failure.failure_board import PATIENCE
 from megatron.pipeline.runtime.failure.heartbeats import HAS_LEFT, Door, Lookout, Member, Watch, has_ended
@@ -95,6 +96,7 @@ class Membership(StoreThread):
             a call. It must not block. It is to interrupt what the training thread waits for.
         on_thrown_out: called when the others have gone on without this process. Must end the process.
         store_host: the rank whose process hosts the store, if no launcher does.
+        group_size: the number of consecutive ranks that are lost, and come back, together.
 
     Attributes:
         epoch: the current epoch; None before `begin` or `join`.
@@ -111,9 +113,10 @@ class Membership(StoreThread):
         on_alarm: Callable[[str], None] = lambda sentence: None,
         on_thrown_out: Callable[[str], None] = end_at_once,
         store_host: int = 0,
+        group_size: int = 1,
     ) -> None:
         super().__init__(store, "membership", name=f"rank {rank}", store_host=store_host)
-        self.rank, self.world_size, self._timeout = rank, world_size, failure_timeout
+        self.rank, self.world_size, self.group_size, self._timeout = rank, world_size, group_size, failure_timeout
         self._interval = min(_BEAT, failure_timeout / 10)
         self._pace = min(self._interval, _PACE * max(1.0, world_size / 64))  # the store serves all ranks
         self._on_alarm, self._on_thrown_out = on_alarm, on_thrown_out
@@ -156,7 +159,7 @@ class Membership(StoreThread):
         return self._next(-1, timeout)
 
     def newcomers(self) -> tuple[int, ...]:
-        """The ranks of new processes that ask to be taken in, as far as this process has heard. Asks nobody."""
+        """The ranks of new processes that ask to be taken in, in whole groups, as far as this process has heard."""
         return tuple(sorted(member.rank for member in self._newcomers))
 
     def suspect(self, ranks: Iterable[int], reason: str) -> None:
@@ -306,7 +309,7 @@ class Membership(StoreThread):
             reasons = [self._why_lost(member) for member in self._members.values()]
             if reasons and set(reasons) == {HAS_LEFT}:
                 raise JobHasEnded(f"the job has ended before rank {self.rank} was taken in")
-            if reasons and all(reasons):
+            if self._num_read and all(reasons):
                 raise OnThisRank(f"nobody is left of epoch {self._num_read - 1} to take rank {self.rank} in")
 
     def _read(self, number: int) -> tuple[Epoch, tuple[Member, ...]]:
@@ -317,10 +320,8 @@ class Membership(StoreThread):
         left_out = [member for member in self._members.values() if member not in members] if self.epoch else []
         if self._me not in members:
             reason = epoch.lost.get(self.rank, "no reason is known")
-            sentence = (
-                f"rank {self.rank} was taken for lost ({reason}), and the others went on with epoch {epoch.number} "
-                "without it"
-            )
+            others = f"the others went on with epoch {epoch.number} without it" if members else "no rank could go on"
+            sentence = f"rank {self.rank} was taken for lost ({reason}), and {others}"
             self._on_thrown_out(sentence)
             raise OnThisRank(sentence)
         for member in left_out:
@@ -336,7 +337,7 @@ class Membership(StoreThread):
     def _forget_agreement(self) -> None:
         self._has_arrived = False
         self._marked: set[str] = set()  # tokens that this process has found lost
-        self._gone: set[str] = set()  # tokens that are lost in the log
+        self._gone: set[str] = set()  # tokens that are lost in the log, with their groups
         self._waited_for: list[Member] = []
         self._absent: set[int] = set()
         self._reads_at = 0.0
@@ -361,7 +362,8 @@ class Membership(StoreThread):
         ring = self._in_ring()
         near = [ring[2**power - 1] for power in range(len(ring).bit_length())]
         self._lookout.look_at([*near, *self._waited_for, *asking])
-        self._newcomers = tuple(member for member in asking if self._lookout.is_heard(member.token))
+        heard = (member for member in asking if self._lookout.is_heard(member.token))
+        self._newcomers = of_whole_groups(heard, self.group_size)
         for member in {*near, *self._waited_for}:
             reason = None if member.token in self._marked else self._why_lost(member)
             if reason is not None:
@@ -406,14 +408,15 @@ class Membership(StoreThread):
         self._reads_at = time.monotonic() + _ALL_LOOK
         number = self.epoch.number + 1
         log = [json.loads(line) for line in self._store.get(f"log/{number}").decode().splitlines()]
-        record = decided(self._members.values(), log)
+        record = decided(self._members.values(), log, group_size=self.group_size)
         if record is not None:
             self._store.set(f"epoch/{number}", json.dumps(record))  # whoever sets it sets the same
             self._enter(*self._read(number))
             return
-        settled = {line["token"] for line in log if line["kind"] != "suspected"}
-        self._gone = {line["token"] for line in log if line["kind"] == "lost"} - {self._me.token}
-        missing = [member for member in self._in_ring() if member.token not in settled]
+        arrived = {line["token"] for line in log if line["kind"] == "arrived"}
+        lost = {line["token"] for line in log if line["kind"] == "lost"}
+        self._gone = lost_with(self._members.values(), lost, self.group_size) - {self._me.token}
+        missing = [member for member in self._in_ring() if member.token not in arrived | self._gone]
         self._waited_for = missing[:_MOST_WATCHED]
         self._absent = {member.rank for member in missing}
         num_here = len(self._members) - len(missing) - len(self._gone)

@@ -21,7 +21,14 @@ PATIENCE = 60.0  # seconds for anything that should take less than a second, on 
 
 
 def live(
-    connection: Connection, output: str, port: int, rank: int, world_size: int, failure_timeout: float, patience: float
+    connection: Connection,
+    output: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    failure_timeout: float,
+    patience: float,
+    group_size: int,
 ) -> None:
     """A rank: it does what it is told, comes to an agreement after each alarm, and says which epochs it is in."""
     os.setpgid(0, 0)
@@ -29,8 +36,9 @@ def live(
     torch.set_num_threads(1)
     try:
         membership = Membership(
-            TCPStore("127.0.0.1", port, is_master=False), rank, world_size, failure_timeout=failure_timeout
-        )
+            TCPStore("127.0.0.1", port, is_master=False), rank, world_size, failure_timeout=failure_timeout,
+            group_size=group_size,
+        )  # fmt: skip
         say(connection, membership.begin(PATIENCE))
         while True:
             if membership.alarm is not None:
@@ -73,8 +81,11 @@ def say(connection: Connection, epoch) -> None:
 class Job:
     """Ranks in processes of their own, and the store that their launcher would host."""
 
-    def __init__(self, folder: Path, world_size: int, *, timeout: float = 4.0, patience: float = math.inf) -> None:
+    def __init__(
+        self, folder: Path, world_size: int, *, timeout: float = 4.0, patience: float = math.inf, group_size: int = 1
+    ) -> None:
         self.folder, self.world_size, self.timeout, self.patience = folder, world_size, timeout, patience
+        self.group_size = group_size
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes, self.connections = {}, {}
         self.all = []
@@ -98,7 +109,7 @@ class Job:
         self.connections[rank], theirs = Pipe()
         output = str(self.folder / f"{rank}.txt")
         process = workers.fork(
-            live, theirs, output, self.store.port, rank, self.world_size, self.timeout, self.patience
+            live, theirs, output, self.store.port, rank, self.world_size, self.timeout, self.patience, self.group_size
         )
         theirs.close()
         self.processes[rank] = process

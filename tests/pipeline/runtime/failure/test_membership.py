@@ -110,6 +110,48 @@ def test_a_new_process_joins_where_all_admit_it(tmp_path):
         assert set(job.current["notes"]) == {1, 2}
 
 
+def test_a_group_is_lost_and_comes_back_as_a_whole(tmp_path):
+    """Ranks 2 and 3 compute layers together: when one is killed the other ends, too. A new process waits for the other
+    one; both are in one epoch."""
+    with Job(tmp_path, 4, timeout=TIMEOUT, group_size=2) as job:
+        job.send(signal.SIGKILL, 3)
+        job.wait_for([0, 1])
+        why = "rank 3, with which it computes its layers, is lost"
+        assert job.current["lost"] == {2: why, 3: "its process has ended"}
+        assert job.status(2) == 1
+        assert job.output(2).endswith(
+            f" stops: rank 2 was taken for lost ({why}), and the others went on with epoch 1 without it\n"
+        )
+
+        def heard(until: tuple) -> tuple:
+            found, deadline = (), time.monotonic() + (2 * TIMEOUT if not until else 30)
+            while found != (until or None) and time.monotonic() < deadline:
+                job.tell("newcomers", ranks=[0])
+                found = job.hear(0)
+            return found
+
+        job.start(2)
+        assert heard(()) == ()
+        job.start(3)
+        assert heard((2, 3)) == (2, 3)
+        job.tell("agree", True, 60.0, ranks=[0, 1])
+        job.wait_for([0, 1, 2, 3])
+        assert job.current["joined"] == (2, 3) and job.current["lost"] == {}
+
+
+@pytest.mark.full
+def test_no_group_is_left(tmp_path):
+    """Each has lost a rank: the others end, and so does a new process that waits."""
+    with Job(tmp_path, 4, timeout=TIMEOUT, group_size=2) as job:
+        job.send(signal.SIGSTOP, 1, 2)
+        for rank, with_whom in ((0, 1), (3, 2)):
+            assert job.status(rank) == 1
+            why = f"rank {with_whom}, with which it computes its layers, is lost"
+            assert f"rank {rank} was taken for lost ({why}), and no rank could go on\n" in job.output(rank)
+        job.start(0)
+        assert job.hear(0) == "nobody is left of epoch 1 to take rank 0 in"
+
+
 def test_nobody_is_left_to_take_a_new_process_in(tmp_path):
     """Whoever asks the store whether the job runs hears so as long as a process lives, or has left normally."""
     with Job(tmp_path, 2, timeout=TIMEOUT) as job:
