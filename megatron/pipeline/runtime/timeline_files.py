@@ -95,6 +95,8 @@ def write_timeline(
             return
         group = parallel_state.get_pipeline_model_parallel_group()
     traces = gather_traces(engine.trace(), group=group)
+    if traces is not None:  # of copies also those of other tensor ranks, which have pipelines of their own
+        traces = [trace for trace in traces if trace.pipeline == traces[0].pipeline]
     if traces is not None and places:
         pipeline = tuple(rank for rank, _ in places)
         traces = [

@@ -24,6 +24,7 @@ class MembershipChange:
         joined: the ranks whose processes are new.
         ranks: all ranks with which the run goes on.
         world_size: the number of ranks of the whole job.
+        ranks_of_place: how many of `ranks`, one after another, have a place in the program together.
         seconds: how long the recovery took.
         survivors: the program of `ranks`; None: each replica has its own again, as in a job that has lost no rank.
         was_made_before: whether that program was made before the run began.
@@ -34,6 +35,7 @@ class MembershipChange:
     joined: Sequence[int] = ()
     ranks: Sequence[int]
     world_size: int
+    ranks_of_place: int = 1
     seconds: float
     survivors: Survivors | None = field(repr=False)
     was_made_before: bool = False
@@ -41,12 +43,17 @@ class MembershipChange:
     @property
     def pipeline_ranks(self) -> tuple[int, ...] | None:
         """The pipeline rank of each of `ranks`; None: as in a job that has lost no rank."""
-        return None if self.survivors is None else tuple(each.rank for each in self.survivors.ranks)
+        if self.survivors is None:
+            return None
+        return tuple(each.rank for each in self.survivors.ranks for _ in range(self.ranks_of_place))
 
     @property
     def places(self) -> list[tuple[int, str]]:
-        """Each of `ranks` with its replica and pipeline rank, such as 1.2; none: as in a job that has lost no rank."""
-        return [] if self.survivors is None else list(zip(self.ranks, map(str, self.survivors.ranks), strict=True))
+        """The first of `ranks` in each place, with its replica and pipeline rank, such as 1.2; none: as in a job that
+        has lost no rank."""
+        if self.survivors is None:
+            return []
+        return list(zip(self.ranks[:: self.ranks_of_place], map(str, self.survivors.ranks), strict=True))
 
     def describe(self) -> str:
         """The line of the log."""

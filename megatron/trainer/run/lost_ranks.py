@@ -12,6 +12,10 @@
 
 If another rank is lost meanwhile, this begins again. If no rank is left that has a stage, the job ends.
 
+A *place* is a pipeline rank of a replica: one rank, or those that compute its layers together (tensor and context
+parallelism). Programs, losses and returns are of places (`Membership` sees to that), and each rank of a place connects
+with the same one of the others.
+
 A launcher may start a new process in the place of a lost one. The new process builds its part of the model alone, while
 the others train, and then asks to be taken in (`come_back`). The others decide on a batch after which they do so: the
 request travels with a batch's norm reduction, as a stop request does. There all agree, as above, and the new process
@@ -40,11 +44,16 @@ from megatron.pipeline.runtime.failure.connections import break_connections, ope
 from megatron.pipeline.runtime.failure.errors import AgreedError, OnThisRank, SameEverywhere
 from megatron.pipeline.runtime.failure.failure_board import silenced
 from megatron.pipeline.runtime.failure.membership import Membership
-from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, name_groups_of_survivors
+from megatron.pipeline.runtime.stages.megatron.groups import (
+    forget_groups,
+    groups_of_layers,
+    name_groups_of_survivors,
+    rebind,
+)
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
 from megatron.pipeline.survivors import ReplicaRank, Survivors
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, ranks_of_place
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
 from megatron.trainer.run.lost_shards import LostShards
@@ -80,9 +89,12 @@ class LostRanks:
         self._args = args
         self._world_size = world_size
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        self._place_size = ranks_of_place(args)
+        self._groups_of_layers: dict[str, dist.ProcessGroup] | None = None  # with which the run's layers compute
         self.membership = Membership(
-            store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm
-        )
+            store, rank, world_size, failure_timeout=args.failure_timeout, on_alarm=self._on_alarm,
+            group_size=self._place_size,
+        )  # fmt: skip
         self._kept = open_connections()  # the store's, over which the ranks agree
         self.has_state = not is_new  # weights, optimizer and position are those of the job
         self._shards = LostShards(args, rank, is_new=not self.has_state) if args.use_distributed_optimizer else None
@@ -171,6 +183,15 @@ class LostRanks:
 
     # --- parts
 
+    def _place_of(self, rank: int) -> ReplicaRank:
+        """The place of a rank of the job as it began."""
+        pipeline_rank, replica = divmod(rank // self._place_size, self._args.data_parallel_size)
+        return ReplicaRank(replica=replica, rank=pipeline_rank)
+
+    def _part_of(self, rank: int) -> tuple[int, int]:
+        """The pipeline rank and the tensor rank of a rank of the job as it began: what determines its weights."""
+        return self._place_of(rank).rank, rank % self._args.tensor_model_parallel_size
+
     def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
         """What this rank tells the others, as JSON. `settled`: None on a new process, which others take in when they
         have done all that is due."""
@@ -224,7 +245,8 @@ class LostRanks:
                 break
         run.reporter.membership(MembershipChange(
             iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
-            world_size=self._world_size, seconds=time.monotonic() - start, survivors=run.survivors,
+            world_size=self._world_size, ranks_of_place=self._place_size, seconds=time.monotonic() - start,
+            survivors=run.survivors,
             was_made_before=run.survivors is not None and self.proved.knows(run.survivors.lost),
         ))  # fmt: skip
         if self._shards is not None:
@@ -232,6 +254,8 @@ class LostRanks:
         return list(notes.values()), reports
 
     def _give_up(self, run: Run) -> list[BatchReport]:
+        if self._groups_of_layers is None:
+            self._groups_of_layers = groups_of_layers()
         break_connections(kept=self._kept)
         reports: list[BatchReport] = []
         if run.engine is not None:
@@ -276,19 +300,23 @@ class LostRanks:
         `survivors`: None if all are there. `notes`: those of the ranks that have state; the others get it.
         """
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
+        size, place = self._place_size, own // self._place_size
         if survivors is None:
-            schedule, copies, place = args.schedule, None, own // args.data_parallel_size
+            schedule, copies, place = args.schedule, None, place // args.data_parallel_size
             forget_groups()
             make_groups(args)
         else:
-            schedule, place = survivors.schedule, own
-            copies = CopyRanks.of(schedule, rank=own, ranks=ranks)
+            schedule = survivors.schedule
+            copies = CopyRanks.of(schedule, rank=own, ranks=ranks[own % size :: size], job=ranks)
             name_groups_of_survivors(
-                copies.copies,
-                pipeline_rank=survivors.ranks[own].rank,
+                [ranks[each - each % size :][:size] for each in copies.copies],
+                tensor_size=args.tensor_model_parallel_size,
+                pipeline_rank=survivors.ranks[place].rank,
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
             )
         if self._shards is None:
+            rebind(run.chunks, self._groups_of_layers)
+            self._groups_of_layers = groups_of_layers()
             if len(notes) < len(ranks):
                 self._hand_over(run, list(notes.values()))
             run.update.regroup(copies)
@@ -341,21 +369,20 @@ class LostRanks:
     def _survivors(self, notes: Mapping[int, dict]) -> Survivors | None:
         """The program of the ranks that are there; None if all are."""
         args = self._args
-        num_replicas = args.data_parallel_size
         absent = set(range(self._world_size)).difference(self.epoch.ranks)
-        present = {rank // num_replicas for rank in self.epoch.ranks}
-        if nowhere := sorted(present.difference(rank // num_replicas for rank in notes)):
+        present = {self._part_of(rank) for rank in self.epoch.ranks}
+        if nowhere := sorted(present.difference(map(self._part_of, notes))):
             raise ValueError(
-                f"every replica has lost rank {nowhere[0]}, and its new processes have no weights yet; restart from "
+                f"every replica has lost rank {nowhere[0][0]}, and its new processes have no weights yet; restart from "
                 "the last checkpoint"
             )
         if not absent:
             return None
-        lost = {ReplicaRank(replica=rank % num_replicas, rank=rank // num_replicas) for rank in absent}
+        lost = {self._place_of(rank) for rank in absent}
         survivors = self.proved.of(lost)
         if survivors.slowdown * args.minimum_speed > 1:
             raise ValueError(
-                f"without {counted(len(lost), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "
+                f"without {counted(len(absent), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "
                 f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
             )
         return survivors

@@ -31,6 +31,7 @@ from megatron.pipeline.placement.topology import this_process
 from megatron.pipeline.runtime.failure import agreement
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import environment_ranks, number_of
+from megatron.pipeline.runtime.stages.megatron.groups import name_groups_to_come
 from megatron.pipeline.runtime.stages.megatron.pipeline_position import embedding_ranks
 from megatron.pipeline.start_up.late_weights import engine_keeps_main_grad, engine_puts_off, installed_version
 from megatron.planner import GIB
@@ -38,7 +39,7 @@ from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.memory.hosted import Hosting, host_parts
 from megatron.planner.memory.parameters import stage_matrices, stage_parameters
 from megatron.trainer.arguments import Platform
-from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size
+from megatron.trainer.arguments.flags.config import TrainConfig, expert_tensor_size, ranks_of_place
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import recorded_changes
 from megatron.trainer.checkpoint.ownership import OwnerMark
@@ -120,7 +121,8 @@ def set_up(args: TrainConfig) -> TrainConfig:
 
 
 def be_alone(args: TrainConfig, *, rank: int) -> None:
-    """Set this process up in a group of its own, in which megatron.core gives it the pipeline rank of `rank`.
+    """Set this process up in a group of its own, in which megatron.core gives it the pipeline rank of `rank`, and its
+    part of the layers.
 
     So it can build its part of the model while the job, into which it comes later, trains without it.
     """
@@ -130,7 +132,11 @@ def be_alone(args: TrainConfig, *, rank: int) -> None:
     )
     agreement.set_timeout(timeout)
     parallel_state.initialize_model_parallel()
-    parallel_state.set_pipeline_model_parallel_rank(rank // args.data_parallel_size)
+    size = ranks_of_place(args)
+    name_groups_to_come(
+        rank % size, tensor_size=args.tensor_model_parallel_size, context_size=args.context_parallel_size
+    )
+    parallel_state.set_pipeline_model_parallel_rank(rank // (size * args.data_parallel_size))
     parallel_state.set_pipeline_model_parallel_world_size(args.pipeline_model_parallel_size)
     set_seeds(args.seed)
 

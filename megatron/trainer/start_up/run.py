@@ -38,7 +38,7 @@ from megatron.pipeline.runtime.stages.megatron.relay_update import MegatronRelay
 from megatron.pipeline.runtime.stages.megatron.stage import ForwardStep, MegatronStage
 from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
 from megatron.pipeline.schedules import PipelineSchedule
-from megatron.trainer.arguments.flags.config import TrainConfig, edge_length
+from megatron.trainer.arguments.flags.config import TrainConfig, edge_length, ranks_of_place
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, RunParts
 from megatron.trainer.checkpoint.writer import CheckpointWriter
 from megatron.trainer.data.microbatches import FieldsProvider, MicrobatchIterator, gpt_fields
@@ -258,7 +258,8 @@ def build_engine(
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     if survivors is not None:
         schedule, samples = survivors.schedule, args.micro_batch_size
-        ranks = list(range(torch.distributed.get_world_size()))
+        size = ranks_of_place(args)  # each of them has a pipeline with the same ones of the other places
+        ranks = list(range(torch.distributed.get_rank() % size, torch.distributed.get_world_size(), size))
     return PipelineEngine(
         schedule, built.stages, built.update,
         ranks=ranks,
@@ -359,7 +360,7 @@ class Run:
         if self.survivors is None:
             return [None] * len(self.stages)
         copies = self.survivors.schedule.copies
-        own = self.survivors.schedule.stages_of(torch.distributed.get_rank())
+        own = self.survivors.schedule.stages_of(torch.distributed.get_rank() // ranks_of_place(self.args))
         return [share_of(copies, number) for number in own]
 
     @property

@@ -209,9 +209,9 @@ def lose_and_return_at_random(
 
 
 @functools.cache
-def undisturbed(flags: str) -> list[dict]:
-    """The records of one process with the same flags."""
-    return train(1, flags, base=MODEL, timeout=600.0)[-1]["records"]
+def undisturbed(flags: str, num_ranks: int = 1) -> list[dict]:
+    """The records of one process, or so many, with the same flags."""
+    return train(num_ranks, flags, base=MODEL, timeout=600.0)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
@@ -223,8 +223,8 @@ def values(records: list[dict], name: str) -> dict[int, float]:
     return found
 
 
-def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) -> None:
-    """It ended well, or by SIGTERM, and all that it records is as in one process that nothing disturbs.
+def assert_nothing_lost(job: Finished, flags: str, *, num_ranks: int = 1, is_stopped: bool = False) -> None:
+    """It ended well, or by SIGTERM, and all that it records is as in one process, or so many, that nothing disturbs.
 
     In FP16 gradients are divided by the number of microbatches of a replica before they are rounded: norms of jobs that
     nothing disturbs differ by 5e-4 from those of one process.
@@ -234,7 +234,7 @@ def assert_nothing_lost(job: Finished, flags: str, *, is_stopped: bool = False) 
         assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
     else:
         job.outcome.assert_succeeded()
-    whole = undisturbed(flags)
+    whole = undisturbed(flags, num_ranks)
     for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
         expected = values(whole, name)
         assert values(job.records, name) == pytest.approx(expected, rel=tolerance), (name, job.outcome.output)

@@ -136,6 +136,11 @@ def num_replicas(args: TrainConfig | Arguments) -> int:
     return args.data_parallel_size * args.context_parallel_size
 
 
+def ranks_of_place(args: TrainConfig | Arguments) -> int:
+    """The ranks, with consecutive numbers, that compute the layers of a pipeline rank of a replica together."""
+    return args.tensor_model_parallel_size * args.context_parallel_size
+
+
 def expert_tensor_size(args: TrainConfig | Arguments) -> int:
     """The tensor ranks that cut each expert."""
     return args.expert_tensor_parallel_size or args.tensor_model_parallel_size

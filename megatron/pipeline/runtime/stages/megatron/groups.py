@@ -9,17 +9,19 @@ and only the members of a group take part. So start-up cannot deadlock, and its 
 groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module
 
 from megatron import backend
 from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.contract.meetings import forget_names, fresh_name
 from megatron.pipeline.runtime.copied_stages import CopyRanks
@@ -196,30 +198,76 @@ def shares_out_experts() -> bool:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [] if group is None else dist.get_process_group_ranks(group)
+    return [] if group is None or not is_formed(group) else dist.get_process_group_ranks(group)
 
 
-def name_groups_of_survivors(copies: Sequence[int], *, pipeline_rank: int, num_pipeline_ranks: int) -> None:
-    """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
+def is_formed(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group are there: not those of a group in the name of which `name_groups_to_come` puts
+    another."""
+    return group.size() <= dist.get_world_size()
 
-    megatron.core makes groups of whole grids of ranks alone, so its names are set here. Tensor, context and expert
-    parallelism have degree 1.
+
+def name_groups_to_come(index: int, *, tensor_size: int, context_size: int) -> None:
+    """Let megatron.core build layers in a process that is alone as for its place in groups that are formed later.
+
+    They have a size and a rank, and no connection. `rebind` puts others in their places.
 
     Args:
-        copies: the ranks with the same stages as this one, ascending.
+        index: the place of this process among the ranks that compute these layers together.
+    """
+    context, tensor = divmod(index, tensor_size)
+    for name, rank, size in (
+        ("_TENSOR_MODEL_PARALLEL_GROUP", tensor, tensor_size),
+        ("_CONTEXT_PARALLEL_GROUP", context, context_size),
+        ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP", index, tensor_size * context_size),
+    ):
+        if size > 1:
+            setattr(parallel_state, name, dist.ProcessGroup(rank, size))
+
+
+def name_groups_of_survivors(
+    places: Sequence[Sequence[int]], *, tensor_size: int, pipeline_rank: int, num_pipeline_ranks: int
+) -> None:
+    """Give megatron.core the groups of a job that has lost ranks. Collective over the default group.
+
+    megatron.core makes groups of whole grids of ranks alone, so its names are set here. Expert parallelism has degree
+    1.
+
+    Args:
+        places: the ranks with the same stages as this one, ascending, with this rank: those that compute them together,
+            for each replica that is left.
+        tensor_size: the tensor parallel degree; of consecutive ranks.
         pipeline_rank, num_pipeline_ranks: this rank's place in the pipeline of its replica.
     """
     forget_groups()
-    own = [dist.get_rank()]
-    alone, peers = (dist.new_group(list(ranks), use_local_synchronization=True) for ranks in (own, copies))
-    groups = {alone: (own, _ALONE), peers: (list(copies), _PEERS), dist.group.WORLD: (None, _WORLD)}
-    for group, (ranks, names) in groups.items():
-        for name in names:
-            assert hasattr(parallel_state, name), name
-            setattr(parallel_state, name, ranks if name.endswith("RANKS") or "GLOBAL_RANKS" in name else group)
+    own = dist.get_rank()
+    place = next(list(each) for each in places if own in each)
+    context, tensor = divmod(place.index(own), tensor_size)
+    row = slice(context * tensor_size, (context + 1) * tensor_size)
+    groups = (
+        ([own], _ALONE), (place[row], _TENSOR), (place[tensor::tensor_size], _CONTEXT), (place, _TENSOR_AND_CONTEXT),
+        ([each[place.index(own)] for each in places], _PEERS),
+        ([rank for each in places for rank in each[tensor::tensor_size]], _PEERS_WITH_CONTEXT),
+        ([rank for each in places for rank in each[row]], _TENSOR_AND_PEERS),
+        ([rank for each in places for rank in each], _TENSOR_AND_PEERS_WITH_CONTEXT),
+    )  # fmt: skip
+    made: dict[tuple, dist.ProcessGroup] = {}
+    for ranks, names in groups:
+        # Layers keep the group of several ranks that they compute with, and know it by its name.
+        key = (tuple(ranks), names[0] if names[0] in _OF_LAYERS and len(ranks) > 1 else "")
+        if key not in made:
+            made[key] = dist.new_group(ranks, use_local_synchronization=True)
+        _name(made[key], ranks, names)
+    _name(dist.group.WORLD, None, _WORLD)
     parallel_state.set_pipeline_model_parallel_rank(pipeline_rank)
     parallel_state.set_pipeline_model_parallel_world_size(num_pipeline_ranks)
     parallel_state._set_global_memory_buffer()
+
+
+def _name(group: dist.ProcessGroup, ranks: list[int] | None, names: Sequence[str]) -> None:
+    for name in names:
+        assert hasattr(parallel_state, name), name
+        setattr(parallel_state, name, ranks if name.endswith("RANKS") or "GLOBAL_RANKS" in name else group)
 
 
 def forget_groups() -> None:
@@ -229,19 +277,48 @@ def forget_groups() -> None:
     forget_names()  # a rank whose recovery was cut short has made more groups than others
 
 
+def groups_of_layers() -> dict[str, dist.ProcessGroup]:
+    """The groups that layers keep and compute with, by megatron.core's names."""
+    return {name: getattr(parallel_state, name) for name in _OF_LAYERS}
+
+
+def rebind(chunks: Sequence[Module], before: Mapping[str, dist.ProcessGroup]) -> None:
+    """Let the layers of `chunks` compute with megatron.core's groups of now, in the place of those of `before`.
+
+    `before`: the `groups_of_layers` with which they compute. A group of one rank is not replaced: nobody uses it.
+    """
+    now = groups_of_layers()
+    found = {id(group): now[name] for name, group in before.items() if group.size() > 1}
+    for chunk in chunks if found else ():
+        for module in chunk.modules():
+            _rebind(vars(module), found)
+
+
+def _rebind(holder: dict, found: Mapping[int, dist.ProcessGroup]) -> None:
+    for name, value in holder.items():
+        if id(value) in found:
+            holder[name] = found[id(value)]
+        elif isinstance(value, ProcessGroupCollection):
+            _rebind(vars(value), found)
+
+
 _ALONE = (
-    "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS", "_CONTEXT_PARALLEL_GROUP",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_GROUP",
-    "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "_PIPELINE_MODEL_PARALLEL_GROUP",
-    "_PIPELINE_GLOBAL_RANKS",
+    "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_PARALLEL_GROUP", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS",
 )  # fmt: skip
-_PEERS = (
-    "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS", "_DATA_PARALLEL_GROUP_WITH_CP",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
+_TENSOR = ("_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS")
+_CONTEXT = ("_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS")
+_TENSOR_AND_CONTEXT = ("_TENSOR_AND_CONTEXT_PARALLEL_GROUP",)
+_OF_LAYERS = (_TENSOR[0], _CONTEXT[0], _TENSOR_AND_CONTEXT[0])
+_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS")
+_PEERS_WITH_CONTEXT = (
+    "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_EXPERT_DATA_PARALLEL_GROUP",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_GLOO",
 )  # fmt: skip
+_TENSOR_AND_PEERS = ("_TENSOR_AND_DATA_PARALLEL_GROUP",)
+_TENSOR_AND_PEERS_WITH_CONTEXT = ("_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",)
 _WORLD = (
     "_MODEL_PARALLEL_GROUP", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",

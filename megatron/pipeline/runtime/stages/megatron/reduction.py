@@ -36,6 +36,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.runtime.stages.megatron.groups import (
     ChainGroups,
+    is_formed,
     shares_out_experts,
     uses_nccl,
 )
@@ -313,6 +314,8 @@ def warm_up_common(chunks: Sequence[DistributedDataParallel], groups: ChainGroup
 
 def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
     group = parallel_state.get_tensor_model_parallel_group()  # also if it has one rank: losses use it
+    if not is_formed(group):
+        return
     for num_bytes in probes():
         for operation in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
             dist.all_reduce(_probe(num_bytes, 1), operation, group=group)
@@ -324,7 +327,7 @@ def _warm_up_tensor_group(*, sequence_parallel: bool) -> None:
 def _warm_up_context_group() -> None:
     """The exchanges of local attention, and the sum of the numbers of tokens."""
     group = parallel_state.get_context_parallel_group()
-    if group.size() == 1:
+    if group.size() == 1 or not is_formed(group):
         return
     for num_bytes in probes():
         _exchange_shares(group, num_bytes, all_to_all=True)
