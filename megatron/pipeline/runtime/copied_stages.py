@@ -19,20 +19,29 @@ class CopyRanks:
     """The global ranks over which the reductions of a rank go in a program with copies.
 
     Attributes:
-        copies: the ranks with copies of this rank's stages, ascending in the pipeline, with this rank. REDUCE_GRAD sums
-            their gradients. The first of them counts for all where something must be counted once.
+        copies: the ranks with copies of this rank's stages, ascending in the pipeline, with this rank, and the ranks
+            with which each of them shares sequences. REDUCE_GRAD sums their gradients. The first of them counts for all
+            where something must be counted once.
         tied: the ranks with copies of the stages that share an embedding, in the order of the pipeline; empty if this
             rank is none of them, or has both stages.
         job: all ranks of the job that are left, for the norm, the losses and the stop requests.
+        sharing: how many ranks share each sequence (context parallelism).
     """
 
     copies: tuple[int, ...]
     tied: tuple[int, ...]
     job: tuple[int, ...]
+    sharing: int = 1
 
     @classmethod
     def of(
-        cls, schedule: PipelineSchedule, *, rank: int, ranks: Sequence[int], job: Sequence[int] | None = None
+        cls,
+        schedule: PipelineSchedule,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        job: Sequence[int] | None = None,
+        context: Sequence[int] = (),
     ) -> CopyRanks:
         """Return those of a rank.
 
@@ -41,6 +50,8 @@ class CopyRanks:
             rank: the global rank.
             ranks: global ranks of the pipeline in pipeline order.
             job: all ranks of the job that are left, where tensor ranks have pipelines of their own; None: `ranks`.
+            context: the ranks that share the sequences of this one, ascending, with this rank; empty: it shares none.
+                The same ranks after each of the pipeline's ranks share that one's.
 
         Raises:
             ValueError: the stages of a rank have copies on different ranks.
@@ -48,12 +59,14 @@ class CopyRanks:
         copies = ranks_of_copies(schedule.copies, schedule.rank_of_stage, list(ranks).index(rank))
         tied = sorted({*schedule.tied_ranks}) if schedule.tied_embeddings else []
         between = tuple(ranks[each] for each in tied) if tied != list(copies) else ()
+        offsets = [each - rank for each in context or (rank,)]
         return cls(
-            copies=tuple(ranks[each] for each in copies),
+            copies=tuple(ranks[each] + offset for each in copies for offset in offsets),
             tied=between if rank in between else (),
             job=tuple(ranks if job is None else job),
+            sharing=len(offsets),
         )
 
     def is_first(self, rank: int) -> bool:
-        """Whether a rank is the first with a copy of its stages."""
-        return self.copies[0] == rank
+        """Whether a rank is the first of its pipeline's with a copy of its stages."""
+        return rank in self.copies[: self.sharing]

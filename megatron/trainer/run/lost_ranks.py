@@ -52,11 +52,12 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 )
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
-from megatron.pipeline.survivors import ReplicaRank, Survivors
+from megatron.pipeline.survivors import Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig, ranks_of_place
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
 from megatron.trainer.run.lost_shards import LostShards
+from megatron.trainer.run.places import part_of, place_of
 from megatron.trainer.run.proved_losses import ProvedLosses
 from megatron.trainer.start_up.initialize import make_groups
 from megatron.trainer.start_up.optimizer import choose_kernel
@@ -183,15 +184,6 @@ class LostRanks:
 
     # --- parts
 
-    def _place_of(self, rank: int) -> ReplicaRank:
-        """The place of a rank of the job as it began."""
-        pipeline_rank, replica = divmod(rank // self._place_size, self._args.data_parallel_size)
-        return ReplicaRank(replica=replica, rank=pipeline_rank)
-
-    def _part_of(self, rank: int) -> tuple[int, int]:
-        """The pipeline rank and the tensor rank of a rank of the job as it began: what determines its weights."""
-        return self._place_of(rank).rank, rank % self._args.tensor_model_parallel_size
-
     def _note(self, run: Run, settled: int | None, stop_requests: int) -> str:
         """What this rank tells the others, as JSON. `settled`: None on a new process, which others take in when they
         have done all that is due."""
@@ -307,10 +299,12 @@ class LostRanks:
             make_groups(args)
         else:
             schedule = survivors.schedule
-            copies = CopyRanks.of(schedule, rank=own, ranks=ranks[own % size :: size], job=ranks)
+            tensor = args.tensor_model_parallel_size
+            context = ranks[place * size + own % tensor : (place + 1) * size : tensor]
+            copies = CopyRanks.of(schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, context=context)
             name_groups_of_survivors(
-                [ranks[each - each % size :][:size] for each in copies.copies],
-                tensor_size=args.tensor_model_parallel_size,
+                [ranks[each * size : (each + 1) * size] for each in sorted({each // size for each in copies.copies})],
+                tensor_size=tensor,
                 pipeline_rank=survivors.ranks[place].rank,
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
             )
@@ -370,15 +364,15 @@ class LostRanks:
         """The program of the ranks that are there; None if all are."""
         args = self._args
         absent = set(range(self._world_size)).difference(self.epoch.ranks)
-        present = {self._part_of(rank) for rank in self.epoch.ranks}
-        if nowhere := sorted(present.difference(map(self._part_of, notes))):
+        present = {part_of(args, rank) for rank in self.epoch.ranks}
+        if nowhere := sorted(present.difference(part_of(args, rank) for rank in notes)):
             raise ValueError(
                 f"every replica has lost rank {nowhere[0][0]}, and its new processes have no weights yet; restart from "
                 "the last checkpoint"
             )
         if not absent:
             return None
-        lost = {self._place_of(rank) for rank in absent}
+        lost = {place_of(args, rank) for rank in absent}
         survivors = self.proved.of(lost)
         if survivors.slowdown * args.minimum_speed > 1:
             raise ValueError(

@@ -34,6 +34,7 @@ from megatron.trainer.changes.change import collect
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_checkpoint
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
+from megatron.trainer.run.places import part_of
 from megatron.trainer.start_up.optimizer import choose_kernel
 from megatron.trainer.start_up.run import ModelAndOptimizer, Run, setup_model_and_optimizer
 
@@ -68,7 +69,7 @@ class LostShards:
         self._args, self._rank = args, rank
         self._cut: int | None = None if is_new else 0  # the epoch in which the present shards were cut
         self._built: _Built | None = None  # beside the present ones, until all ranks have them
-        self._sources: list[int] | None = None  # ranks of the job as it began that hand over this stage's shards
+        self._sources: list[int] | None = None  # ranks of the job as it began that hand over this rank's shards
         self._told = ""
 
     @property
@@ -99,18 +100,21 @@ class LostShards:
         Args:
             notes: rank of the job as it began -> what it said, with `note` as "shards" and `is_new` as "is_new".
         """
-        num_replicas = self._args.data_parallel_size
+        args = self._args
+        parts = {part_of(args, rank) for rank in range(args.world_size)}
         known = {rank: {int(cut): held for cut, held in each["shards"].items()} for rank, each in notes.items()}
         for cut in sorted({cut for each in known.values() for cut in each}, reverse=True):
             held = {rank: each[cut] for rank, each in known.items() if cut in each}
             if not all(rank in held or each["is_new"] for rank, each in notes.items()):
                 continue
-            sources = {stage: _sources({rank: each for rank, each in held.items() if rank // num_replicas == stage})
-                       for stage in range(self._args.pipeline_model_parallel_size)}  # fmt: skip
+            sources = {
+                part: _sources({rank: each for rank, each in held.items() if part_of(args, rank) == part})
+                for part in parts
+            }
             if all(each is not None for each in sources.values()):
                 if self._built is not None and self._built.cut == cut:
                     self._take(run, self._built)
-                self._sources = sources[self._rank // num_replicas]
+                self._sources = sources[part_of(args, self._rank)]
                 return list(held.values())
         self._sources = None
         return []
@@ -231,7 +235,7 @@ def _held(parts: ModelAndOptimizer) -> dict:
 
 
 def _sources(held: Mapping[int, dict]) -> list[int] | None:
-    """For each shard of a stage the rank that hands it over: its own, or the one with the copy. None: one is lost.
+    """For each shard the rank that hands it over: its own, or the one with the copy. None: one is lost.
 
     `held`: rank -> what it holds.
     """

@@ -65,20 +65,26 @@ class Finished(NamedTuple):
 
 
 def command(
-    num_ranks: int, flags: str, *, program: Path = PROGRAM, forks: bool = True, max_restarts: int = 0
+    num_ranks: int,
+    flags: str,
+    *,
+    program: Path = PROGRAM,
+    forks: bool = True,
+    max_restarts: int = 0,
+    model: str = MODEL,
 ) -> list[str]:
     """The job as a user starts it, but for ranks that are forked from a launcher that has imported torch (`forks`)."""
     launcher = launch.FORKING_LAUNCHER if forks else ROOT / "tools" / "launch.py"
     launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     if max_restarts:
         launcher += ["--max-restarts", str(max_restarts)]
-    return [*launcher, *program_of(flags, program=program)]
+    return [*launcher, *program_of(flags, program=program, model=model)]
 
 
-def program_of(flags: str, *, program: Path = PROGRAM) -> list[str]:
+def program_of(flags: str, *, program: Path = PROGRAM, model: str = MODEL) -> list[str]:
     """The program that a launcher starts, and its arguments."""
     words = (
-        f"{MODEL} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
+        f"{model} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     )
     return [str(program), *words.split(), *flags.split()]
 
@@ -134,10 +140,11 @@ def run(
     timeout: float = 240.0,
     forks: bool = True,
     max_restarts: int = 0,
+    model: str = MODEL,
 ) -> Finished:
     """Run the job to its end. `losses`: as losing_ranks.py has them. `forks`: as `command` has it. `max_restarts`: new
-    processes for a lost rank."""
-    started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts)
+    processes for a lost rank. `model`: its flags."""
+    started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts, model=model)
     return run_command(folder, started, losses, timeout=timeout)
 
 
@@ -209,9 +216,9 @@ def lose_and_return_at_random(
 
 
 @functools.cache
-def undisturbed(flags: str, num_ranks: int = 1) -> list[dict]:
+def undisturbed(flags: str, num_ranks: int = 1, model: str = MODEL) -> list[dict]:
     """The records of one process, or so many, with the same flags."""
-    return train(num_ranks, flags, base=MODEL, timeout=600.0)[-1]["records"]
+    return train(num_ranks, flags, base=model, timeout=600.0)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
@@ -223,7 +230,9 @@ def values(records: list[dict], name: str) -> dict[int, float]:
     return found
 
 
-def assert_nothing_lost(job: Finished, flags: str, *, num_ranks: int = 1, is_stopped: bool = False) -> None:
+def assert_nothing_lost(
+    job: Finished, flags: str, *, num_ranks: int = 1, model: str = MODEL, is_stopped: bool = False
+) -> None:
     """It ended well, or by SIGTERM, and all that it records is as in one process, or so many, that nothing disturbs.
 
     In FP16 gradients are divided by the number of microbatches of a replica before they are rounded: norms of jobs that
@@ -234,7 +243,7 @@ def assert_nothing_lost(job: Finished, flags: str, *, num_ranks: int = 1, is_sto
         assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
     else:
         job.outcome.assert_succeeded()
-    whole = undisturbed(flags, num_ranks)
+    whole = undisturbed(flags, num_ranks, model)
     for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
         expected = values(whole, name)
         assert values(job.records, name) == pytest.approx(expected, rel=tolerance), (name, job.outcome.output)

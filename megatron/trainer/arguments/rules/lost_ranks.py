@@ -11,8 +11,6 @@ _Row = tuple[Callable[[Arguments], object], str, str]
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
     (lambda args: args.architecture != "gpt", "another model than a GPT", "was not tried"),
-    (lambda args: args.context_parallel_size > 1, "--context-parallel-size above 1",
-     "has groups in which a lost rank is missing"),
     (lambda args: args.num_experts is not None, "--num-experts", "counts tokens over all replicas"),
     (lambda args: args.use_distributed_optimizer and args.use_precision_aware_optimizer,
      "--use-precision-aware-optimizer", "has shards of the optimizer that cannot be cut anew"),

@@ -247,10 +247,11 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, c
     """
     balancing = config.moe_router_load_balancing_type
     kinds = [balancing] if isinstance(balancing, str) else balancing
+    sharing = config.context_parallel_size
     found = [
         (_is_cut_over_others(optimizer, copies), "the distributed optimizer, of which each replica has a shard"),
         (owners(optimizer) is not None, "an optimizer of whose state each replica has a part"),
-        (config.context_parallel_size > 1, f"context parallelism over {config.context_parallel_size} ranks"),
+        (sharing != copies.sharing, f"context parallelism over {sharing} ranks"),
         (shares_out_experts(), f"expert parallelism over {config.expert_model_parallel_size} ranks"),
         (bool(config.num_moe_experts) and "global_aux_loss" in kinds, "global_aux_loss, which counts all replicas"),
         (bool(config.fp8) and config.fp8_recipe == "delayed", "delayed scales in FP8, which all replicas agree on"),

@@ -21,7 +21,6 @@ from torch.nn import Module
 from megatron import backend
 from megatron.backend.streams import shut_down, streams_of
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.pipeline.communicators import COMMUNICATOR_CTAS
 from megatron.pipeline.runtime.contract.meetings import forget_names, fresh_name
 from megatron.pipeline.runtime.copied_stages import CopyRanks
@@ -289,17 +288,21 @@ def rebind(chunks: Sequence[Module], before: Mapping[str, dist.ProcessGroup]) ->
     """
     now = groups_of_layers()
     found = {id(group): now[name] for name, group in before.items() if group.size() > 1}
+    seen: set[int] = set()
     for chunk in chunks if found else ():
         for module in chunk.modules():
-            _rebind(vars(module), found)
+            _rebind(module, found, seen)
 
 
-def _rebind(holder: dict, found: Mapping[int, dist.ProcessGroup]) -> None:
-    for name, value in holder.items():
+def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[int]) -> None:
+    if id(holder) in seen:
+        return
+    seen.add(id(holder))
+    for name, value in vars(holder).items():
         if id(value) in found:
-            holder[name] = found[id(value)]
-        elif isinstance(value, ProcessGroupCollection):
-            _rebind(vars(value), found)
+            vars(holder)[name] = found[id(value)]
+        elif type(value).__module__.startswith("megatron.") and hasattr(value, "__dict__"):  # a collection of groups
+            _rebind(value, found, seen)
 
 
 _ALONE = (

@@ -82,6 +82,7 @@ class GradientReduction:
         self._buffers = buffers
         self._of_experts = {id(buffer) for chunk in chunks for buffer in chunk.expert_parallel_buffers}
         self._groups = groups
+        self._per_token = chunks[0].config.calculate_per_token_loss
         self._embeddings = tied_embeddings(chunks)
         summed, averaged = tensor_parallel_parameters(chunks)
         self._over_tensor = ((summed, dist.ReduceOp.SUM), (averaged, dist.ReduceOp.AVG))
@@ -90,7 +91,8 @@ class GradientReduction:
     def over_data(self, slot: GradientSlot) -> None:
         """Average a slot over the replicas, or sum it where megatron.core's buffers do not scale (per-token loss).
 
-        The gradients of copies are parts of the mean over a batch that they share, so these are summed.
+        The gradients of copies are parts of the mean over a batch that they share, so these are summed. Ranks that
+        share sequences have losses as large as if each had a whole one, so of these the mean is taken.
 
         Experts that ranks share out have gradients of the tokens of all ranks that share, so these are summed over
         the ranks with the same experts alone, and the factor of their buffers is that of all replicas, too.
@@ -99,8 +101,11 @@ class GradientReduction:
         """
         for buffer, flat in zip(self._buffers, slot.flats, strict=True):
             group = self._groups.expert_data if id(buffer) in self._of_experts else self._groups.data
-            if buffer.gradient_scaling_factor != 1.0 and self._groups.copies is None:
-                flat.mul_(buffer.gradient_scaling_factor)
+            factor, copies = buffer.gradient_scaling_factor, self._groups.copies
+            if copies is not None:
+                factor = 1.0 if self._per_token else 1.0 / copies.sharing
+            if factor != 1.0:
+                flat.mul_(factor)
             if group is None:
                 continue
             if not self._distributed:
