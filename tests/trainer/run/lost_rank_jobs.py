@@ -154,25 +154,36 @@ def run_command(folder: Path, started: list[str], losses: list, *, timeout: floa
         return finished(folder, job.wait(timeout=timeout))
 
 
-def _num_copies(alive: set[int], stage: int, replicas: int) -> int:
-    return sum(rank // replicas == stage for rank in alive)
+def _may_be_lost(alive: set[int], replicas: int, together: int) -> list[int]:
+    """The ranks whose loss leaves each stage a rank. `together`: how many ranks are lost with each."""
+    counts = Counter(rank // (replicas * together) for rank in alive)
+    return sorted(rank for rank in alive if counts[rank // (replicas * together)] > together)
+
+
+def _with(rank: int, together: int) -> set[int]:
+    first = rank - rank % together
+    return {*range(first, first + together)}
 
 
 def lose_at_random(
-    folder: Path, depth: int, replicas: int, flags: str, *, seed: int, timeout: float = 900.0
+    folder: Path, depth: int, replicas: int, flags: str, *, seed: int, together: int = 1, timeout: float = 900.0
 ) -> tuple[Finished, list[tuple[int, str]]]:
-    """Run the job, and kill or stop ranks at random moments until each stage has one left; returns whom, and how."""
-    random, alive = Random(f"{seed} {flags}"), set(range(depth * replicas))
+    """Run the job, and kill or stop ranks at random moments until each stage has one left; returns whom, and how.
+
+    `together`: the tensor parallel degree, with which the number of ranks grows.
+    """
+    num_ranks = depth * replicas * together
+    random, alive = Random(f"{seed} {flags}"), set(range(num_ranks))
     lost: list[tuple[int, str]] = []
-    with launch.Job(command(depth * replicas, flags), directory=folder, **environment(folder, [])) as job:
+    with launch.Job(command(num_ranks, flags), directory=folder, **environment(folder, [])) as job:
         launch.wait_for_iteration(job, folder / "metrics.jsonl", 1)
         processes = processes_of(folder)
-        while choice := sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1):
+        while choice := _may_be_lost(alive, replicas, together):
             known = max(launch.losses(folder / "metrics.jsonl"))
             launch.wait_for_iteration(job, folder / "metrics.jsonl", known + random.choice([0, 0, 1, 2, 3]))
             time.sleep(random.uniform(0.0, random.choice([0.05, 1.0])))
             rank, how = random.choice(choice), random.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
-            alive.discard(rank)
+            alive -= _with(rank, together)
             lost.append((rank, how))
             with open(folder / "moments.txt", "a", encoding="utf-8") as stream:
                 stream.write(f"{time.time()} {rank} random:{how} {known}\n")
@@ -181,13 +192,22 @@ def lose_at_random(
 
 
 def lose_and_return_at_random(
-    folder: Path, depth: int, replicas: int, flags: str, *, num_losses: int, seed: int, timeout: float = 900.0
+    folder: Path,
+    depth: int,
+    replicas: int,
+    flags: str,
+    *,
+    num_losses: int,
+    seed: int,
+    together: int = 1,
+    timeout: float = 900.0,
 ) -> tuple[Finished, list[tuple[int, str]]]:
     """Run a job whose lost ranks come back, and kill or stop ranks at random moments; returns whom, and how.
 
-    Each stage keeps a rank. After the last loss, when all ranks are back, the job is asked to stop.
+    Each stage keeps a rank. After the last loss, when all ranks are back, the job is asked to stop. `together`: as for
+    `lose_at_random`.
     """
-    random, ranks = Random(f"{seed} {flags}"), range(depth * replicas)
+    random, ranks = Random(f"{seed} {flags}"), range(depth * replicas * together)
     lost: list[tuple[int, str]] = []
     started = command(len(ranks), flags, max_restarts=num_losses)
     with launch.Job(started, directory=folder, **environment(folder, [])) as job:
@@ -195,11 +215,10 @@ def lose_and_return_at_random(
 
         def away() -> set[int]:
             backs = Counter(int(rank) for rank in re.findall(r"rank (\d+) is back", job.output))
-            return {rank for rank in ranks if backs[rank] < sum(each == rank for each, _ in lost)}
+            return {rank for rank in ranks if backs[rank] < sum(rank in _with(each, together) for each, _ in lost)}
 
         def choice() -> list[int]:
-            alive = set(ranks) - away()
-            return sorted(rank for rank in alive if _num_copies(alive, rank // replicas, replicas) > 1)
+            return _may_be_lost(set(ranks) - away(), replicas, together)
 
         for _ in range(num_losses):
             job.wait_until(lambda: bool(choice()), timeout=60)

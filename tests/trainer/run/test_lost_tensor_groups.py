@@ -7,6 +7,8 @@ from tests.trainer.run.lost_rank_jobs import (
     assert_drawn,
     assert_nothing_lost,
     changes_recorded,
+    lose_and_return_at_random,
+    lose_at_random,
     run,
     undisturbed,
     values,
@@ -167,3 +169,80 @@ def test_others_are_lost_while_a_group_comes_back(tmp_path):
     assert_nothing_lost(job, f"{flags} {ONE}", num_ranks=2)
     assert lost(job) == [1, 1, 2], job.outcome.output
     assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+SHARDS = "--use-distributed-optimizer"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "copies"),
+    [
+        (f"{SEQUENCE} --pipeline-schedule 2bw --clip-grad 0.5", "--redundant-optimizer"),
+        (f"{TENSOR} --bf16", "--redundant-optimizer"),
+        (f"{TENSOR}", ""),
+    ],
+)
+def test_shards_of_the_optimizer(tmp_path, flags, copies):
+    """Each tensor rank's shards are those of its part of the model: they are rebuilt from copies, or all ranks go back
+    to a checkpoint. A group that comes back has them from memory, and another is lost behind that."""
+    losses = [[2, "stepped", 4, "SIGKILL"], [4, "forward", 8, "newcomer"], [1, "step", 11, "SIGKILL"]]
+    shared = f"--global-batch-size 4 --train-iters 13 {DECAY} {flags}"
+    saving = f"--save {tmp_path}/saved --save-interval 3"
+    job = run(tmp_path, 8, f"{shared} {SHAPE} {SHARDS} {copies} {saving}", losses, max_restarts=1, timeout=500)
+    assert_nothing_lost(job, f"{shared} {ONE}", num_ranks=2)
+    assert lost(job) == [2, 1] and with_them(job) == {0, 3}, job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+    assert ("have loaded the checkpoint" in job.outcome.output) is not bool(copies)
+
+
+CONTEXT = "--context-parallel-size 2"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "tensor"),
+    [
+        (f"{CONTEXT} --pipeline-schedule 2bw", 1),
+        (f"{CONTEXT} --pipeline-schedule zb-h1 --calculate-per-token-loss", 1),
+        (f"{CONTEXT} {SHARDS} --redundant-optimizer", 1),
+        (f"{CONTEXT} --cp-comm-type a2a --bf16", 1),
+        (f"{CONTEXT} {SEQUENCE} --clip-grad 0.5", 2),
+    ],
+)
+def test_ranks_that_share_sequences(tmp_path, flags, tensor):
+    """Context parallelism: these are lost together, and come back together, those of a tensor parallel group with
+    them."""
+    shape = SHAPE if tensor == 1 else ONE
+    losses = [[3, "backward", 3, "SIGKILL"], [4, "forward", 6, "newcomer"]]
+    shared = f"--global-batch-size 4 --train-iters 9 {DECAY} {flags}"
+    job = run(tmp_path, 8, f"{shared} {shape}", losses, max_restarts=1, timeout=500)
+    plain = shared.replace("--pipeline-schedule zb-h1", "").replace(f"{SHARDS} --redundant-optimizer", "")
+    assert_nothing_lost(job, f"{plain} {ONE}", num_ranks=2 * tensor)
+    assert lost(job) == [3] and with_them(job) == ({2} if tensor == 1 else {0, 1, 2}), job.outcome.output
+    assert "8 ranks of 8 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("flags", [f"{TENSOR} --pipeline-schedule zb-h1", f"{SEQUENCE} --pipeline-schedule 2bw"])
+def test_groups_are_lost_at_random_moments(tmp_path, flags, seed):
+    """Ranks are killed or stopped until each stage has a group left."""
+    shared = "--global-batch-size 4 --train-iters 60 --eval-interval 5 --eval-iters 1"
+    shape = f"{SHAPE} {flags} --save saved --save-interval 7"
+    job, gone = lose_at_random(tmp_path, 2, 2, f"{shared} {shape}", seed=seed, together=2)
+    assert len(gone) == 2, gone
+    weights = "2bw" if "2bw" in flags else "flush"
+    assert_nothing_lost(job, f"{shared} {TENSOR} {ONE} --pipeline-schedule {weights}", num_ranks=2)
+
+
+@pytest.mark.full
+def test_groups_come_back_at_random_moments(tmp_path):
+    """Four losses, of groups that have come back, too."""
+    shared = "--global-batch-size 4 --train-iters 20000 --eval-interval 50 --eval-iters 1 --lr 1e-4"
+    shape = f"{SHAPE} {SEQUENCE} --pipeline-schedule 2bw --save saved --save-interval 80"
+    job, gone = lose_and_return_at_random(tmp_path, 2, 2, f"{shared} {shape}", num_losses=4, seed=0, together=2)
+    assert len(gone) == 4, gone
+    last = max(record["iteration"] for record in job.records)
+    plain = f"{shared} {TENSOR} {ONE} --pipeline-schedule 2bw --exit-interval {last}"
+    assert_nothing_lost(job, plain, num_ranks=2, is_stopped=True)

@@ -319,8 +319,8 @@ class Membership(StoreThread):
         """Make `epoch` the current one. The process ends if it is not in it."""
         left_out = [member for member in self._members.values() if member not in members] if self.epoch else []
         if self._me not in members:
-            reason = epoch.lost.get(self.rank, "no reason is known")
             others = f"the others went on with epoch {epoch.number} without it" if members else "no rank could go on"
+            reason = epoch.lost.get(self.rank, "no reason is known")
             sentence = f"rank {self.rank} was taken for lost ({reason}), and {others}"
             self._on_thrown_out(sentence)
             raise OnThisRank(sentence)
@@ -413,8 +413,7 @@ class Membership(StoreThread):
             self._store.set(f"epoch/{number}", json.dumps(record))  # whoever sets it sets the same
             self._enter(*self._read(number))
             return
-        arrived = {line["token"] for line in log if line["kind"] == "arrived"}
-        lost = {line["token"] for line in log if line["kind"] == "lost"}
+        arrived, lost = ({line["token"] for line in log if line["kind"] == kind} for kind in ("arrived", "lost"))
         self._gone = lost_with(self._members.values(), lost, self.group_size) - {self._me.token}
         missing = [member for member in self._in_ring() if member.token not in arrived | self._gone]
         self._waited_for = missing[:_MOST_WATCHED]

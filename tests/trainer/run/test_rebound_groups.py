@@ -1,0 +1,71 @@
+"""Layers of a run whose tensor and context parallel groups were formed anew."""
+
+import gc
+import types
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import workers
+from tests.trainer.run.lost_rank_jobs import MODEL
+from tests.trainer.run.run_case import data_flags, training_program
+
+
+def reachable(roots: Iterable[object]) -> Iterable[object]:
+    """What the roots refer to, in any number of steps, but for what is the same for all of the process."""
+    seen, waiting = set(), list(roots)
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType, types.FrameType)):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, types.FunctionType):
+            waiting += [value.__closure__, value.__defaults__, value.__kwdefaults__]
+        else:
+            waiting += gc.get_referents(value)
+
+
+def case(flags: str) -> tuple[int, int, list[int]]:
+    """The numbers of references to groups of several ranks before, and to the old and the new ones behind."""
+    from megatron.pipeline.runtime.stages.megatron.groups import forget_groups, groups_of_layers, rebind
+    from megatron.trainer.arguments import parse_args
+    from megatron.trainer.run.pretraining import complete
+    from megatron.trainer.start_up import initialize
+    from megatron.trainer.start_up.run import setup_model_and_optimizer
+
+    defaults, program = training_program("pretrain_gpt")
+    args, _ = complete(parse_args(f"{MODEL} {data_flags()} {flags}".split(), defaults=defaults))
+    args = initialize.set_up(args)
+    built = setup_model_and_optimizer(args, program)
+    before = groups_of_layers()
+    used = {id(group) for group in before.values() if group.size() > 1}
+    found = sum(id(value) in used for value in reachable(built.chunks))
+    forget_groups()
+    initialize.make_groups(args)
+    now = groups_of_layers()
+    rebind(built.chunks, before)
+    behind = [value for value in reachable([built.chunks, built.stages]) if isinstance(value, dist.ProcessGroup)]
+    new = [name for name, group in now.items() if group.size() > 1 and any(group is each for each in behind)]
+    kept = {id(before[name]) for name in new}
+    torch.distributed.barrier()
+    built.update.close()
+    return found, sum(id(each) in kept for each in behind), len(new)
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_groups"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--context-parallel-size 2 --position-embedding-type rope", 2),
+        ("--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2", 3),
+    ],
+)
+def test_layers_keep_no_group_of_before(flags, num_groups):
+    """Layers, attention and what they share refer to the new groups, and to none of the old ones."""
+    for found, old, new in workers.run(
+        4, "tests.trainer.run.test_rebound_groups:case", flags=f"{flags} --pipeline-model-parallel-size 1"
+    ):
+        assert found and new and (found, old, new) == (num_groups, 0, num_groups)
