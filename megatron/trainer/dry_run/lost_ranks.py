@@ -13,7 +13,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.losses import Loss, losses_of, single_losses
 from megatron.pipeline.survivors.sharing import Sharing
 from megatron.planner import DEVICES, GIB, RankMemory, device_gib
-from megatron.trainer.arguments.flags.config import TrainConfig
+from megatron.trainer.arguments.flags.config import TrainConfig, num_replicas
 from megatron.trainer.arguments.rules.lost_ranks import refusal
 from megatron.trainer.plan import from_flags
 
@@ -105,7 +105,7 @@ def _optimizer_lines(args: TrainConfig, memory: Sequence[RankMemory]) -> list[st
         return ["the optimizer's shard is lost with a rank: the others go back to the last checkpoint of --save"]
     weights = from_flags.training_state(args).weight_bytes if args.schedule.weights.max_live_versions(0, 1) > 1 else 0
     state = _COPIED_BYTES + weights
-    most = max(each.num_parameters for each in memory) * state / args.data_parallel_size
+    most = max(each.num_parameters for each in memory) * state / num_replicas(args)
     return [f"copies of the optimizer's shards take up to {most / GIB:.2f} GiB of the host for each rank"]
 
 

@@ -55,6 +55,13 @@ def lines(folder) -> list[int | str]:
 SPEED = f"a batch takes {PROGRAM.slowdown:.2f} times as long as with all ranks, as simulated (at least"
 
 
+def test_ranks_of_a_place_have_the_same_pipeline_rank():
+    """With tensor parallelism each place of the program has several ranks; the first stands for it in a picture."""
+    change = loss(ranks=(0, 1, 4, 5, 6, 7), lost={2: "it ended", 3: "with 2"}, world_size=8, ranks_of_place=2)
+    assert change.pipeline_ranks == (0, 0, 1, 1, 1, 1)
+    assert change.places == [(0, "0.0"), (4, "0.1"), (6, "1.1")]
+
+
 @pytest.mark.parametrize(
     ("change", "start"),
     [
