@@ -309,7 +309,7 @@ class LostRanks:
                 num_pipeline_ranks=args.pipeline_model_parallel_size,
             )
         if self._shards is None:
-            rebind(run.chunks, self._groups_of_layers)
+            rebind(run.chunks, run.optimizer, self._groups_of_layers)
             self._groups_of_layers = groups_of_layers()
             if len(notes) < len(ranks):
                 self._hand_over(run, list(notes.values()))

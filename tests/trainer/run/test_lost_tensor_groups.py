@@ -161,7 +161,7 @@ def test_others_are_lost_while_a_group_comes_back(tmp_path):
         [4, "forward", 5, "newcomer"],
         [1, "restoring", 1, "error", 1],
         [4, "forward", 9, "newcomer"],
-        [1, "restored", 1, "kill 2", 2],
+        [1, "new program", 1, "kill 2", 2],
         [4, "forward", 13, "newcomer"],
     ]
     flags = f"--global-batch-size 4 --train-iters 18 {TENSOR} {DECAY}"

@@ -3,6 +3,7 @@
 import gc
 import types
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,16 +39,16 @@ def case(flags: str) -> tuple[int, int, list[int]]:
 
     defaults, program = training_program("pretrain_gpt")
     args, _ = complete(parse_args(f"{MODEL} {data_flags()} {flags}".split(), defaults=defaults))
-    args = initialize.set_up(args)
+    args = replace(initialize.set_up(args), padded_vocab_size=256)
     built = setup_model_and_optimizer(args, program)
-    before = groups_of_layers()
+    roots, before = [built.chunks, built.optimizer], groups_of_layers()
     used = {id(group) for group in before.values() if group.size() > 1}
-    found = sum(id(value) in used for value in reachable(built.chunks))
+    found = sum(id(value) in used for value in reachable(roots))
     forget_groups()
     initialize.make_groups(args)
     now = groups_of_layers()
-    rebind(built.chunks, before)
-    behind = [value for value in reachable([built.chunks, built.stages]) if isinstance(value, dist.ProcessGroup)]
+    rebind(built.chunks, built.optimizer, before)
+    behind = [value for value in reachable(roots) if isinstance(value, dist.ProcessGroup)]
     new = [name for name, group in now.items() if group.size() > 1 and any(group is each for each in behind)]
     kept = {id(before[name]) for name in new}
     torch.distributed.barrier()

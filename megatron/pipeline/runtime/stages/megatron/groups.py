@@ -277,21 +277,21 @@ def forget_groups() -> None:
 
 
 def groups_of_layers() -> dict[str, dist.ProcessGroup]:
-    """The groups that layers keep and compute with, by megatron.core's names."""
+    """The groups that layers and optimizer keep and compute with, by megatron.core's names."""
     return {name: getattr(parallel_state, name) for name in _OF_LAYERS}
 
 
-def rebind(chunks: Sequence[Module], before: Mapping[str, dist.ProcessGroup]) -> None:
-    """Let the layers of `chunks` compute with megatron.core's groups of now, in the place of those of `before`.
+def rebind(chunks: Sequence[Module], optimizer: object, before: Mapping[str, dist.ProcessGroup]) -> None:
+    """Let layers and optimizer compute with megatron.core's groups of now, in the place of those of `before`.
 
     `before`: the `groups_of_layers` with which they compute. A group of one rank is not replaced: nobody uses it.
     """
     now = groups_of_layers()
     found = {id(group): now[name] for name, group in before.items() if group.size() > 1}
     seen: set[int] = set()
-    for chunk in chunks if found else ():
-        for module in chunk.modules():
-            _rebind(module, found, seen)
+    if found:
+        for holder in (optimizer, *(module for chunk in chunks for module in chunk.modules())):
+            _rebind(holder, found, seen)
 
 
 def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[int]) -> None:
@@ -301,8 +301,10 @@ def _rebind(holder: object, found: Mapping[int, dist.ProcessGroup], seen: set[in
     for name, value in vars(holder).items():
         if id(value) in found:
             vars(holder)[name] = found[id(value)]
-        elif type(value).__module__.startswith("megatron.") and hasattr(value, "__dict__"):  # a collection of groups
-            _rebind(value, found, seen)
+            continue
+        for each in value if isinstance(value, list) else (value,):
+            if type(each).__module__.startswith("megatron.") and hasattr(each, "__dict__"):  # a collection of groups
+                _rebind(each, found, seen)
 
 
 _ALONE = (
