@@ -13,6 +13,8 @@ from tests import workers
 from tests.trainer.run.lost_rank_jobs import MODEL
 from tests.trainer.run.run_case import data_flags, training_program
 
+TENSOR = "--tensor-model-parallel-size 2"
+
 
 def reachable(roots: Iterable[object]) -> Iterable[object]:
     """What the roots refer to, in any number of steps, but for what is the same for all of the process."""
@@ -56,12 +58,13 @@ def case(flags: str) -> tuple[int, int, list[int]]:
     return found, sum(id(each) in kept for each in behind), len(new)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("flags", "num_groups"),
     [
-        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
-        ("--context-parallel-size 2 --position-embedding-type rope", 2),
-        ("--context-parallel-size 2 --cp-comm-type a2a --tensor-model-parallel-size 2", 3),
+        (f"{TENSOR} --context-parallel-size 2 --cp-comm-type a2a --position-embedding-type rope", 3),
+        (f"{TENSOR} --sequence-parallel", 2),
+        ("--context-parallel-size 2", 2),
     ],
 )
 def test_layers_keep_no_group_of_before(flags, num_groups):
