@@ -73,14 +73,14 @@ class ChainGroup:
             share = staged.chunk(self.size)[self.rank]
             self.process_group._reduce_scatter_base(share, staged, options).wait()
 
-    def pass_on(self, tensor: Tensor) -> Tensor:
-        """Send a tensor on the host to the next rank of the ring, and return that of the rank before, which has the
-        same shape and dtype. Not with NCCL."""
+    def pass_on(self, tensor: Tensor, distance: int = 1) -> Tensor:
+        """Send a tensor on the host to the rank at this distance in the ring, and return that of the rank as far
+        before, which has the same shape and dtype. Not with NCCL."""
         assert not self.uses_nccl, "tensors on the host"
         received = torch.empty_like(tensor)
         works = [
-            self.process_group.send([tensor], (self.rank + 1) % self.size, 0),
-            self.process_group.recv([received], (self.rank - 1) % self.size, 0),
+            self.process_group.send([tensor], (self.rank + distance) % self.size, 0),
+            self.process_group.recv([received], (self.rank - distance) % self.size, 0),
         ]
         for work in works:
             work.wait()

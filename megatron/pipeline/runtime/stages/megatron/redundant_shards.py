@@ -12,6 +12,8 @@ any rank has made a version, then whoever is left has what it takes to make that
 copy; else all drop the batch, and have the version before. Nothing is kept of older versions to go back to, but under
 2bw the weights of the version before the newest, which the next batch uses.
 
+Ranks that share sequences (context parallelism) are lost together, so the rank before is the same one of those before.
+
 A copy has the shapes of the shard that it copies, and so on the same kind of processor it is bit-equal to it.
 """
 
@@ -211,6 +213,7 @@ class RedundantShards:
         chunks, optimizer, versions: of the rank.
         group: the chain's group of the ranks with the same stages; None for a single one, which keeps no copy.
         copies: keep copies; without, a rank has its own shard alone.
+        together: how many ranks of the group, one after another, are lost together.
 
     Raises:
         ValueError: the optimizer is not torch's Adam, so its shards cannot be stepped on the host.
@@ -224,9 +227,11 @@ class RedundantShards:
         group: ChainGroup | None,
         *,
         copies: bool,
+        together: int = 1,
     ) -> None:
         [self._optimizer] = optimizers_of(optimizer)
-        self._versions, self._group, self._copies = versions, group, copies
+        self._versions, self._group, self._distance = versions, group, together
+        self._copies = copies and group is not None and group.size > together
         self._names = {parameter: name for name, parameter in named_parameters(chunks).items()}
         self.shard, size = (0, 1) if group is None else (group.rank, group.size)
         self.cut = ShardCut(self._optimizer, size)
@@ -245,7 +250,7 @@ class RedundantShards:
     def make_copy(self) -> None:
         """Send all state of this rank's shard to the next rank, and keep that of the rank before."""
         group, own = self._group, self._optimizer.optimizer
-        if group is None or not self._copies or self._optimizer.is_stub_optimizer:
+        if not self._copies or self._optimizer.is_stub_optimizer:
             return
         parameters = list(self._names)
         numbers = torch.full((len(parameters) + 1,), -1.0, dtype=torch.float64)  # groups, and the number of steps
@@ -255,17 +260,21 @@ class RedundantShards:
         numbers[-1] = _count(own)
         group.all_reduce(numbers, dist.ReduceOp.MAX)
         group_of = {parameter: int(number) for parameter, number in zip(parameters, numbers.tolist(), strict=False)}
-        states = {name: [group.pass_on(flat) for flat in self._own(name)] for name in _STATES}
-        older = [group.pass_on(flat) for flat in self._own(_OLDER)] if self._versions.window > 1 else None
-        before = (self.shard - 1) % group.size
-        self._copy = _Copy(self.cut, before, own, group_of, states, older, count=numbers[-1].item())
+
+        def before(name: str) -> Flats:
+            return [group.pass_on(flat, self._distance) for flat in self._own(name)]
+
+        states = {name: before(name) for name in _STATES}
+        older = before(_OLDER) if self._versions.window > 1 else None
+        shard = (self.shard - self._distance) % group.size
+        self._copy = _Copy(self.cut, shard, own, group_of, states, older, count=numbers[-1].item())
 
     def exchange(self, slot: GradientSlot) -> Flats | None:
         """Send the reduced gradients of this rank's shard to the next rank, and return those of the copy's. On the
         chain's thread, before anybody steps with them."""
         if self._copy is None:
             return None
-        return [self._group.pass_on(flat) for flat in self.cut.gradients(slot, self.shard)]
+        return [self._group.pass_on(flat, self._distance) for flat in self.cut.gradients(slot, self.shard)]
 
     def step(self, gradients: Flats | None, coefficient: float) -> None:
         """Step the copy. `gradients`: from `exchange`; None where the step is skipped. `coefficient`: multiplies them.

@@ -202,7 +202,10 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         """
         if not copies and not is_steppable(self._inner):
             return
-        self.shards = RedundantShards(self.chunks, self._inner, self.versions, self._groups.data, copies=copies)
+        self.shards = RedundantShards(
+            self.chunks, self._inner, self.versions, self._groups.data, copies=copies,
+            together=self._config.context_parallel_size,
+        )  # fmt: skip
         if sources:
             self.shards.take_over(before, sources, self.chunks[0].intra_dp_cp_group)
         self.shards.make_copy()
