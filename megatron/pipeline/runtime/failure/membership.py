@@ -129,6 +129,7 @@ class Membership(StoreThread):
         self.epoch: Epoch | None = None
         self.alarm: str | None = None
         self._members: dict[str, Member] = {}
+        self._former: set[str] = set()  # tokens of earlier epochs: who asked to be taken in, and was, asks no more
         self._lookout = Lookout(self._store, self._me, timeout=failure_timeout, interval=self._interval)
         self._wants: str | None = None  # "begin" or "join", until this process has its place
         self._arrival: dict[str, Any] | None = None  # this process's line, while it is in `agree`
@@ -303,6 +304,7 @@ class Membership(StoreThread):
                 self._enter(epoch, members)
                 return
             self._num_read += 1
+            self._former |= self._members.keys()
             self._members = {member.token: member for member in members}
         if self._lookout.is_due():
             self._lookout.look_at(self._members.values())
@@ -328,6 +330,7 @@ class Membership(StoreThread):
             reason = epoch.lost[member.rank]
             if not reason.startswith(HAS_LEFT):  # a launcher ends what is there of it
                 self._root.set(f"{LAUNCHER}/{out_of(member.launcher, member.process)}", reason)
+        self._former |= self._members.keys()
         self._members = {member.token: member for member in members}
         self._newcomers = tuple(each for each in self._newcomers if each.rank not in epoch.ranks)
         self._forget_agreement()
@@ -380,7 +383,8 @@ class Membership(StoreThread):
             return []
         lines = self._store.get("joins").decode().splitlines()
         latest = {member.rank: member for member in (Member(*json.loads(line)) for line in lines)}
-        return [member for rank, member in sorted(latest.items()) if rank not in self.epoch.ranks]
+        absent = sorted(latest.keys() - self.epoch.ranks)
+        return [latest[rank] for rank in absent if latest[rank].token not in self._former]
 
     # -- alarm and agreement ------------------------------------------------------------------------------------------
 

@@ -140,6 +140,29 @@ def test_a_group_is_lost_and_comes_back_as_a_whole(tmp_path):
 
 
 @pytest.mark.full
+def test_a_process_that_was_taken_in_asks_no_more(tmp_path):
+    """One that came into the job and is lost while its heart still beats is no newcomer behind that."""
+    with Job(tmp_path, 3, timeout=TIMEOUT, patience=2.0) as job:
+        job.send(signal.SIGKILL, 1)
+        job.wait_for([0, 2])
+        job.start(1)
+        heard, deadline = (), time.monotonic() + 30
+        while heard != (1,) and time.monotonic() < deadline:
+            job.tell("newcomers", ranks=[0])
+            heard = job.hear(0)
+        job.tell("agree", True, 60.0, ranks=[0, 2])
+        job.wait_for([0, 1, 2])
+        job.tell("hang", 10 * PATIENCE, ranks=[1])
+        time.sleep(0.5)
+        job.tell("suspect", [1], "connection closed by peer", ranks=[0])
+        job.wait_for([0, 2])
+        for _ in range(10):
+            job.tell("newcomers", ranks=[0])
+            assert job.hear(0) == ()
+            time.sleep(0.1)
+
+
+@pytest.mark.full
 def test_no_group_is_left(tmp_path):
     """Each has lost a rank: the others end, and so does a new process that waits."""
     with Job(tmp_path, 4, timeout=TIMEOUT, group_size=2) as job:
