@@ -5,6 +5,7 @@
     moved = hand_over(state, new_parts, iteration=...)  # under the new degrees: the new parts have the old state
 
     hand_to_new(parts, iteration=..., is_new=...)       # the ranks that are new have the state of the others
+    hand_between(before, after, iteration=...)          # `after` of some ranks has the state of `before` of others
 
 The old state is never written to, so if the move fails, a run that still holds it can continue with it. Besides the old
 and the new state, each rank needs memory for two messages with small or scattered parts (at most 64 MiB each), and for
@@ -114,16 +115,28 @@ def hand_over(
 
 
 def hand_to_new(parts: RunParts, *, iteration: int, is_new: bool, piece_bytes: int = PIECE_BYTES) -> Moved:
-    """Load the state of the ranks that have one into `parts` of those that are new. Random generators stay as they are.
+    """As `hand_between`, from the ranks that have a state to those that are new."""
+    held, wanting = (None, parts) if is_new else (parts, None)
+    return hand_between(held, wanting, iteration=iteration, piece_bytes=piece_bytes)
+
+
+def hand_between(
+    before: RunParts | None, after: RunParts | None, *, iteration: int, piece_bytes: int = PIECE_BYTES
+) -> Moved:
+    """Load the state of all ranks' `before` into their `after`. Random generators stay as they are.
 
     Collective: every rank must call it. Raises CheckpointError on every rank as `hand_over` does.
+
+    Args:
+        before: what this rank has of a run that is drained after `iteration` batches; None: nothing.
+        after: what this rank has built anew; None: nothing.
     """
     start = time.perf_counter()
-    store = MemoryStore({} if is_new else hold_run(parts, iteration=iteration), piece_bytes=piece_bytes)
+    store = MemoryStore({} if before is None else hold_run(before, iteration=iteration), piece_bytes=piece_bytes)
     with agreed():
         restoration = None
-        if is_new:
-            restoration = Restoration(store, parts, memory_metadata(), iteration=iteration, random_state=None)
+        if after is not None:
+            restoration = Restoration(store, after, memory_metadata(), iteration=iteration, random_state=None)
     loaded = store.load({} if restoration is None else restoration.request)
     with agreed():
         if restoration is not None:

@@ -9,6 +9,10 @@ made of the new ones. Where a shard and its copy are both lost, or there are no 
 checkpoint and go on from its iteration. A new process gets its shard, and all else, in the same way. When it comes in,
 and nobody is lost, each old shard is there, so that takes neither copies nor a checkpoint.
 
+Other optimizers than torch's Adam have shards that are not cut anew by themselves: Muon, of whose parameters each rank
+owns some, and AdamW with moments of 16 bits. A lost one brings the ranks back to the last checkpoint, and when a new
+process comes in, all state goes from the old parts to the new ones as it would through a checkpoint.
+
 The old shards are kept until all ranks have the new ones. If another rank is lost in between, each rank has the old
 shards, or the new ones, or both; a new process has the new ones, or none. Each says so when the ranks agree on who goes
 on, and they take the newest that all but new processes have and of which each part is left.
@@ -23,14 +27,18 @@ from dataclasses import asdict, dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.documents import counted
 from megatron.pipeline.runtime.copied_stages import CopyRanks
 from megatron.pipeline.runtime.failure.agreement import on_rank_zero
 from megatron.pipeline.runtime.failure.errors import OnThisRank
-from megatron.pipeline.runtime.stages.megatron.optimizers import shared_scaler
+from megatron.pipeline.runtime.stages.megatron.optimizers import optimizers_of, shared_scaler
 from megatron.pipeline.runtime.stages.megatron.redundant_shards import is_steppable
+from megatron.pipeline.runtime.update.muon import Muon
+from megatron.pipeline.runtime.update.narrow_moments import NarrowMoments
 from megatron.trainer.arguments.flags.config import TrainConfig
 from megatron.trainer.changes.change import collect
+from megatron.trainer.changes.state_in_memory import hand_between
 from megatron.trainer.checkpoint import directory
 from megatron.trainer.checkpoint.checkpoint import CheckpointPosition, load_checkpoint
 from megatron.trainer.checkpoint.state import random_state, restore_random_state
@@ -79,7 +87,7 @@ class LostShards:
 
     def require_takes_over(self, run: Run) -> None:
         """Raises OnThisRank where this new process could not take a shard over."""
-        if not is_steppable(run.optimizer):
+        if not is_steppable(run.optimizer) and not isinstance(_stepped_by(run.optimizer), (Muon, NarrowMoments)):
             raise OnThisRank(
                 f"rank {self._rank} was started again, and shards of Apex's and Transformer Engine's Adam are not "
                 "handed to new processes; leave --max-restarts out"
@@ -172,10 +180,13 @@ class LostShards:
         told = [None if before is None else (*_numbers(before), run.position(), run.saved_iteration)]
         dist.broadcast_object_list(told, sources[0], group=built.chunks[0].intra_dp_cp_group)
         [(of_scheduler, of_scaler, of_update, position, saved_iteration)] = told
-        built.scheduler.load_state_dict(of_scheduler)
-        if of_scaler is not None:
-            shared_scaler(built.optimizer).load_state_dict(of_scaler)
-        built.update.load_state_dict(of_update)
+        if is_steppable(built.optimizer):
+            built.scheduler.load_state_dict(of_scheduler)
+            if of_scaler is not None:
+                shared_scaler(built.optimizer).load_state_dict(of_scaler)
+            built.update.load_state_dict(of_update)
+        else:
+            hand_between(before, built, iteration=position.iteration)
         if self.is_new:  # the notes may be from before a checkpoint was loaded
             _stand_at(run, position)
             run.saved_iteration = saved_iteration
@@ -226,12 +237,23 @@ def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:
 def _held(parts: ModelAndOptimizer) -> dict:
     update = parts.update
     sums, shards = update.sums_of_newest(), update.shards
+    if shards is not None:
+        held, size = shards.held, shards.cut.size
+    elif update.is_drained:
+        group = parts.chunks[0].intra_dp_cp_group
+        held, size = [group.rank()], group.size()
+    else:
+        held, size = [], 0
     return {
         "version": update.versions.newest,
         "sums": None if sums is None else asdict(sums),
-        "shards": [] if shards is None else shards.held,
-        "size": 0 if shards is None else shards.cut.size,
+        "shards": held,
+        "size": size,
     }
+
+
+def _stepped_by(optimizer: MegatronOptimizer) -> torch.optim.Optimizer | None:
+    return optimizers_of(optimizer)[0].optimizer
 
 
 def _sources(held: Mapping[int, dict]) -> list[int] | None:

@@ -2,7 +2,11 @@
 
 import pytest
 
+from tests.trainer.arguments.bert_command_line import bert_arguments
 from tests.trainer.arguments.command_line import arguments
+from tests.trainer.arguments.t5_command_line import t5_arguments
+from tests.trainer.run.text_helper import text_arguments
+from tests.trainer.run.vision_helper import vision_arguments
 
 GO_ON = "--go-on-without-lost-ranks"
 TWO = {"world_size": 2}
@@ -18,6 +22,12 @@ TWO = {"world_size": 2}
         "--log-saved-activations --pipeline-timeline x",
         "--tensor-model-parallel-size 2 --sequence-parallel",
         "--context-parallel-size 2",
+        "--optimizer sgd",
+        "--optimizer lamb",
+        "--optimizer muon --use-distributed-optimizer",
+        "--use-distributed-optimizer --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16",
+        "--num-experts 2 --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1e-2 1e-2",
+        "--num-experts 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ],
 )
 def test_replicas_of_a_pipeline_go_on(flags):
@@ -33,9 +43,14 @@ def test_replicas_of_a_pipeline_go_on(flags):
     [
         ("", 1, "one replica leaves nobody with the weights of a lost rank"),
         ("--tensor-model-parallel-size 2", 2, "one replica leaves nobody with the weights of a lost rank"),
-        ("--num-experts 2", 2, "--num-experts counts tokens over all replicas"),
-        ("--use-distributed-optimizer --bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16", 2,
-         "--use-precision-aware-optimizer has shards of the optimizer that cannot be cut anew"),
+        ("--num-experts 2 --expert-model-parallel-size 2", 2,
+         "--expert-model-parallel-size above 1 has experts that a lost rank takes along"),
+        ("--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2", 2,
+         "--moe-router-load-balancing-type global_aux_loss counts tokens over all replicas before each backward"),
+        ("--use-distributed-optimizer --redundant-optimizer --bf16 --use-precision-aware-optimizer", 2,
+         "--redundant-optimizer and --use-precision-aware-optimizer would need copies that keep moments of 16 bits"),
+        ("--use-distributed-optimizer --redundant-optimizer --optimizer muon", 2,
+         "--redundant-optimizer and another --optimizer than adam would need copies of whole parameters, and only"),
         ("--pipeline-schedule l2l", 2, "weights on the host has no copies of stages"),
         ("--pipeline-schedule pipedream --clip-grad 0 --global-batch-size 2 --untie-embeddings-and-output-weights"
          " --pipeline-model-parallel-size 2", 4, "predicted or stashed weights needs weights that follow from whole"),
@@ -46,7 +61,6 @@ def test_replicas_of_a_pipeline_go_on(flags):
          "--2bw-single-gradient-buffer steps before it knows the sums that others may lack"),
         ("--optimistic-steps --pipeline-model-parallel-size 2", 4, "--optimistic-steps may have to take a step back"),
         ("--rampup-batch-size 4 4 24", 2, "batches of several sizes shares out a batch of one size"),
-        ("--optimizer sgd", 2, "another --optimizer than adam was not tried"),
         ("--save x --async-save", 2, "--async-save might lose what is written beside training"),
         ("--distributed-backend nccl", 2, "--distributed-backend nccl has not been shown to end NCCL's waits: give"),
     ],
@@ -57,6 +71,14 @@ def test_what_cannot_go_on_is_refused(flags, world_size, message):
         arguments(f"{GO_ON} {flags}", world_size=world_size)
     assert str(refusal.value).startswith(f"{GO_ON}: a run with {message}"), refusal.value
     assert "\n" not in str(refusal.value)
+
+
+def test_every_program_goes_on():
+    """Whatever the architecture."""
+    assert bert_arguments(GO_ON, **TWO).go_on_without_lost_ranks
+    assert t5_arguments(GO_ON, **TWO).go_on_without_lost_ranks
+    assert text_arguments(GO_ON, **TWO).go_on_without_lost_ranks
+    assert vision_arguments(GO_ON, **TWO).go_on_without_lost_ranks
 
 
 def test_the_distributed_optimizer_goes_with_copies_and_without():

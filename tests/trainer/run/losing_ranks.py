@@ -1,4 +1,4 @@
-"""pretrain_gpt.py whose ranks are lost at given places.
+"""pretrain_gpt.py, or the program that PROGRAM names, whose ranks are lost at given places.
 
 LOSSES is a list of losses, as JSON: [rank, place, number, what, start]. The process of this rank is lost when it comes
 to the place for the number-th iteration, or to a place of a recovery or of what is due between batches for the
@@ -16,6 +16,7 @@ MOMENTS is a file to which each process appends a line for what happens: the tim
 first that it has begun, with its process id.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -24,11 +25,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from megatron.trainer.programs import pretrain_gpt
 from megatron.trainer.run import entry
 
 RANK = int(os.environ.get("RANK", "0"))
 START = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+PROGRAM = os.environ.get("PROGRAM", "pretrain_gpt")
+TRAINED = importlib.import_module(f"megatron.trainer.programs.{PROGRAM}")
 BROKEN = "Connection closed by peer [127.0.0.1]:1"  # as gloo says it
 
 
@@ -180,12 +182,12 @@ def _around(owner: object, name: str, *, before: Callable | None = None, after: 
 
 
 def program():
-    """As pretrain_gpt.program."""
+    """As that of the program."""
     if "LOSSES" in os.environ:
         note("began", os.getpid())
         Places(json.loads(os.environ["LOSSES"])).watch()
-    return pretrain_gpt.program()
+    return TRAINED.program()
 
 
 if __name__ == "__main__":
-    sys.exit(entry.run("pretrain_gpt.py", program))
+    sys.exit(entry.run(f"{PROGRAM}.py", program, defaults=getattr(TRAINED, "DEFAULTS", {})))

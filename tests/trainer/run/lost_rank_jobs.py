@@ -28,7 +28,26 @@ TIMEOUT = 5.0
 """--failure-timeout of the jobs, in seconds."""
 MARGIN = 60.0
 """Seconds beyond it that a recovery may take with the next batch: other tests use the processors, too."""
+COMPARED = (
+    "lm_loss", "loss", "sop_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss",
+    "validation_sop_loss", "validation_accuracy", "test_loss", "load_balancing_loss", "seq_load_balancing_loss",
+    "z_loss", "expert_load_imbalance",
+)  # fmt: skip
+"""What records of a job say as those of one process do."""
 MODEL = f"{BASE} --untie-embeddings-and-output-weights"
+
+
+class Trained(NamedTuple):
+    """A program of megatron/trainer/programs, the flags of a small model, and those of its data."""
+
+    program: str
+    base: str
+    data: str
+
+
+def gpt(model: str | None = None) -> Trained:
+    """`model`: its flags; None: `MODEL`."""
+    return Trained("pretrain_gpt", MODEL if model is None else model, data_flags())
 
 
 class Moment(NamedTuple):
@@ -71,21 +90,23 @@ def command(
     program: Path = PROGRAM,
     forks: bool = True,
     max_restarts: int = 0,
-    model: str = MODEL,
+    model: str | None = None,
+    trained: Trained | None = None,
 ) -> list[str]:
     """The job as a user starts it, but for ranks that are forked from a launcher that has imported torch (`forks`)."""
     launcher = launch.FORKING_LAUNCHER if forks else ROOT / "tools" / "launch.py"
     launcher = [sys.executable, str(launcher), "--nproc-per-node", str(num_ranks)]
     if max_restarts:
         launcher += ["--max-restarts", str(max_restarts)]
-    return [*launcher, *program_of(flags, program=program, model=model)]
+    return [*launcher, *program_of(flags, program=program, model=model, trained=trained)]
 
 
-def program_of(flags: str, *, program: Path = PROGRAM, model: str = MODEL) -> list[str]:
+def program_of(
+    flags: str, *, program: Path = PROGRAM, model: str | None = None, trained: Trained | None = None
+) -> list[str]:
     """The program that a launcher starts, and its arguments."""
-    words = (
-        f"{model} {data_flags()} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
-    )
+    _, base, data = trained or gpt(model)
+    words = f"{base} {data} --metrics-file metrics.jsonl --go-on-without-lost-ranks --failure-timeout {TIMEOUT}"
     return [str(program), *words.split(), *flags.split()]
 
 
@@ -120,8 +141,9 @@ def processes_of(folder: Path) -> dict[int, int]:
     return {moment.rank: moment.iteration for moment in moments_of(folder) if moment.what == "began"}
 
 
-def environment(folder: Path, losses: list) -> dict[str, str]:
-    return {"LOSSES": json.dumps(losses), "MOMENTS": str(folder / "moments.txt")}
+def environment(folder: Path, losses: list, trained: Trained | None = None) -> dict[str, str]:
+    program = (trained or gpt()).program
+    return {"LOSSES": json.dumps(losses), "MOMENTS": str(folder / "moments.txt"), "PROGRAM": program}
 
 
 def finished(folder: Path, outcome: launch.Outcome) -> Finished:
@@ -140,17 +162,26 @@ def run(
     timeout: float = 240.0,
     forks: bool = True,
     max_restarts: int = 0,
-    model: str = MODEL,
+    model: str | None = None,
+    trained: Trained | None = None,
 ) -> Finished:
-    """Run the job to its end. `losses`: as losing_ranks.py has them. `forks`: as `command` has it. `max_restarts`: new
-    processes for a lost rank. `model`: its flags."""
-    started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts, model=model)
-    return run_command(folder, started, losses, timeout=timeout)
+    """Run the job to its end.
+
+    Args:
+        losses: as losing_ranks.py has them.
+        forks: as `command` has it.
+        max_restarts: new processes for a lost rank.
+        model, trained: the flags of a GPT; None: that GPT.
+    """
+    started = command(num_ranks, flags, forks=forks, max_restarts=max_restarts, model=model, trained=trained)
+    return run_command(folder, started, losses, timeout=timeout, trained=trained)
 
 
-def run_command(folder: Path, started: list[str], losses: list, *, timeout: float = 240.0) -> Finished:
+def run_command(
+    folder: Path, started: list[str], losses: list, *, timeout: float = 240.0, trained: Trained | None = None
+) -> Finished:
     """As `run`, with the command that starts the job."""
-    with launch.Job(started, directory=folder, **environment(folder, losses)) as job:
+    with launch.Job(started, directory=folder, **environment(folder, losses, trained)) as job:
         return finished(folder, job.wait(timeout=timeout))
 
 
@@ -235,9 +266,10 @@ def lose_and_return_at_random(
 
 
 @functools.cache
-def undisturbed(flags: str, num_ranks: int = 1, model: str = MODEL) -> list[dict]:
+def undisturbed(flags: str, num_ranks: int = 1, model: str | None = None, trained: Trained | None = None) -> list[dict]:
     """The records of one process, or so many, with the same flags."""
-    return train(num_ranks, flags, base=model, timeout=600.0)[-1]["records"]
+    program, base, data = trained or gpt(model)
+    return train(num_ranks, f"{data} {flags}", base=base, program=program, timeout=600.0)[-1]["records"]
 
 
 def values(records: list[dict], name: str) -> dict[int, float]:
@@ -250,7 +282,13 @@ def values(records: list[dict], name: str) -> dict[int, float]:
 
 
 def assert_nothing_lost(
-    job: Finished, flags: str, *, num_ranks: int = 1, model: str = MODEL, is_stopped: bool = False
+    job: Finished,
+    flags: str,
+    *,
+    num_ranks: int = 1,
+    model: str | None = None,
+    trained: Trained | None = None,
+    is_stopped: bool = False,
 ) -> None:
     """It ended well, or by SIGTERM, and all that it records is as in one process, or so many, that nothing disturbs.
 
@@ -262,11 +300,14 @@ def assert_nothing_lost(
         assert job.outcome.status == 128 + signal.SIGTERM and not job.outcome.leftovers, job.outcome.output
     else:
         job.outcome.assert_succeeded()
-    whole = undisturbed(flags, num_ranks, model)
-    for name in ("lm_loss", "consumed_samples", "grad_norm", "learning_rate", "validation_loss", "test_loss"):
+    whole = undisturbed(flags, num_ranks, model, trained)
+    for name in COMPARED:
         expected = values(whole, name)
         assert values(job.records, name) == pytest.approx(expected, rel=tolerance), (name, job.outcome.output)
-    assert values(whole, "lm_loss"), "nothing was compared"
+    counts = [{each["iteration"]: each["tokens_per_expert"] for each in records if "tokens_per_expert" in each}
+              for records in (job.records, whole)]  # fmt: skip
+    assert counts[0] == counts[1], job.outcome.output
+    assert values(whole, "lm_loss") or values(whole, "loss"), "nothing was compared"
     longest = job.longest_recovery()
     assert longest < TIMEOUT + MARGIN, f"{longest:.1f} s until the next batch\n{job.outcome.output}"
 

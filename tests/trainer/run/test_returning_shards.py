@@ -16,6 +16,8 @@ from tests.trainer.run.run_case import train
 SHARED = "--use-distributed-optimizer"
 COPIES = f"{SHARED} --redundant-optimizer"
 DECAY = "--lr-decay-style linear --lr-warmup-iters 3 --weight-decay 0.1"
+MUON = "--optimizer muon --muon-fp32-matmul-prec high --lr 1e-3"
+NARROW = "--bf16 --use-precision-aware-optimizer --exp-avg-sq-dtype bf16"
 FP16 = "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"
 
 
@@ -93,15 +95,34 @@ def test_a_rank_is_lost_in_the_return_of_another(tmp_path, place, dies):
 
 
 @pytest.mark.full
-def test_a_return_needs_no_copies(tmp_path):
+@pytest.mark.parametrize("flags", ["", MUON, f"{MUON} --bf16", f"{NARROW} --exp-avg-dtype bf16"])
+def test_a_return_needs_no_copies(tmp_path, flags):
     """Without copies the loss takes the ranks back to the checkpoint, and the return does not."""
     losses = [[1, "forward", 6, "SIGKILL"], [0, "forward", 8, "newcomer"]]
-    flags = f"--global-batch-size 4 --train-iters 13 --pipeline-schedule 2bw {DECAY}"
-    saving = f"--pipeline-model-parallel-size 1 {SHARED} --save {tmp_path}/saved --save-interval 4"
+    flags = f"--global-batch-size 4 --train-iters 13 --pipeline-schedule 2bw {SHARED} {DECAY} {flags}"
+    saving = f"--pipeline-model-parallel-size 1 --save {tmp_path}/saved --save-interval 4"
     job = run(tmp_path, 2, f"{flags} {saving}", losses, max_restarts=1)
     assert_nothing_lost(job, flags)
     assert "2 ranks of 2 go on" in job.outcome.output, job.outcome.output
     assert job.outcome.output.count("have loaded the checkpoint") == 1, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", ["new groups", "shards taken", "new program"])
+@pytest.mark.parametrize("dies", ["old", "new"])
+def test_a_rank_is_lost_in_the_return_to_owners(tmp_path, place, dies):
+    """Three replicas that own whole parameters. If an old rank is killed where another's new process comes in, all go
+    back to the checkpoint, if the new process is, they do not."""
+    second = [2, place, 2, "SIGKILL"] if dies == "old" else [1, place, 1, "SIGKILL", 1]
+    losses = [[1, "forward", 6, "SIGKILL"], [0, "forward", 8, "newcomer"], second]
+    losses += [[0, "forward", 13, "newcomer"]] if dies == "new" else []
+    flags = f"--global-batch-size 6 --train-iters 16 --pipeline-schedule 2bw {SHARED} {DECAY} {MUON}"
+    shape = f"--pipeline-model-parallel-size 1 --save {tmp_path}/saved --save-interval 4"
+    job = run(tmp_path, 3, f"{flags} {shape}", losses, max_restarts=2 if dies == "new" else 1)
+    assert_nothing_lost(job, flags)
+    assert lost(job) == [1, second[0]], job.outcome.output
+    loads = job.outcome.output.count("have loaded the checkpoint")
+    assert loads == 1 + (dies == "old"), job.outcome.output
 
 
 @pytest.mark.full

@@ -10,10 +10,15 @@ _Row = tuple[Callable[[Arguments], object], str, str]
 
 _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.data_parallel_size < 2, "one replica", "leaves nobody with the weights of a lost rank"),
-    (lambda args: args.architecture != "gpt", "another model than a GPT", "was not tried"),
-    (lambda args: args.num_experts is not None, "--num-experts", "counts tokens over all replicas"),
-    (lambda args: args.use_distributed_optimizer and args.use_precision_aware_optimizer,
-     "--use-precision-aware-optimizer", "has shards of the optimizer that cannot be cut anew"),
+    (lambda args: args.num_experts is not None and args.expert_model_parallel_size > 1,
+     "--expert-model-parallel-size above 1", "has experts that a lost rank takes along"),
+    (lambda args: args.num_experts is not None and "global_aux_loss" in args.moe_router_load_balancing_type,
+     "--moe-router-load-balancing-type global_aux_loss", "counts tokens over all replicas before each backward"),
+    (lambda args: args.redundant_optimizer and args.use_precision_aware_optimizer,
+     "--redundant-optimizer and --use-precision-aware-optimizer", "would need copies that keep moments of 16 bits"),
+    (lambda args: args.redundant_optimizer and args.optimizer != "adam",
+     "--redundant-optimizer and another --optimizer than adam",
+     "would need copies of whole parameters, and only Adam's shards are copied"),
     (lambda args: choice_of(args).residency is not None, "weights on the host", "has no copies of stages"),
     (lambda args: choice_of(args).policy.predicts or choice_of(args).policy.updates_alone
      or args.pipeline_2bw_provisional != "off",
@@ -27,7 +32,6 @@ _REFUSED: tuple[_Row, ...] = (
     (lambda args: args.rampup_batch_size or args.step_batch_size_schedule, "batches of several sizes",
      "shares out a batch of one size"),
     (lambda args: args.fp8 is not None, "--fp8-format", "agrees on scales over all replicas"),
-    (lambda args: args.optimizer != "adam", "another --optimizer than adam", "was not tried"),
     (lambda args: args.async_save, "--async-save", "might lose what is written beside training"),
     (lambda args: args.distributed_backend == "nccl", "--distributed-backend nccl",
      "has not been shown to end NCCL's waits: give --distributed-backend gloo"),

@@ -160,6 +160,11 @@ class RouterTokens:
             result.index_add_(0, torch.tensor(self._rows), counters.tokens.double().cpu())
         return result.flatten().tolist()
 
+    def abandon(self) -> None:
+        """Forget what was counted of batches in flight, which are computed again."""
+        self._batches.clear()
+        self._shown_batch = None
+
     def by_layer(self, counts: Sequence[float]) -> tuple[tuple[int, ...], ...]:
         """The summed counts of `take` as [layers][experts]; a layer without experts has zeros."""
         return tuple(tuple(map(int, row)) for row in torch.tensor(counts).view(self._num_layers, -1).tolist())
@@ -188,31 +193,34 @@ class RouterTokens:
             del self._biases[old], self._on_device[old]
 
     def state_dict(self) -> dict:
-        """The biases of older versions, which the model's own state lacks; equal on all ranks."""
+        """The biases of all versions, by their age; equal on all ranks. The model has the newest alone."""
         newest = max(self._biases, default=0)
-        return {"older_expert_biases": {newest - each: bias.tolist() for each, bias in self._biases.items()
-                                        if each < newest}}  # fmt: skip
+        return {"older_expert_biases": {newest - each: bias.tolist() for each, bias in self._biases.items()}}
 
     def restore(self, newest: int, state: Mapping | None) -> None:
-        """Take the biases that the routers show, loaded from a checkpoint, as those of version `newest`.
+        """Take biases that were loaded as those of version `newest` and older ones.
 
-        Older ones are those of `state`, a result of `state_dict`; where it lacks them, they equal the newest.
-        Collective over the job.
+        They are those of `state`, a result of `state_dict`. If it lacks the newest, as older checkpoints do, these are
+        the ones that the routers show, and the call is collective over the job. Others that it lacks equal the newest.
         """
         if not self.has_biases:
             return
-        bias = torch.full((self._num_layers, self._num_experts), -torch.inf, device=backend.device())
-        for row, router in zip(self._rows, self._routers, strict=True):
-            bias[row] = router.expert_bias
-        dist.all_reduce(bias, op=dist.ReduceOp.MAX)
-        bias = bias.cpu().nan_to_num(neginf=0.0)  # of layers without experts
-        self._biases, self._on_device = {}, {}
         older = (state or {}).get("older_expert_biases", {})
+        bias = torch.tensor(older[0]) if 0 in older else self._shown_everywhere()
+        self._biases, self._on_device = {}, {}
         for age in range(min(self._window - 1, newest), 0, -1):
             self._set(newest - age, torch.tensor(older[age]) if age in older else bias.clone())
         self._set(newest, bias)
         self._shown_version = None
         self._show(newest)
+
+    def _shown_everywhere(self) -> Tensor:
+        """The biases that the routers of all ranks show. Collective over the job."""
+        bias = torch.full((self._num_layers, self._num_experts), -torch.inf, device=backend.device())
+        for row, router in zip(self._rows, self._routers, strict=True):
+            bias[row] = router.expert_bias
+        dist.all_reduce(bias, op=dist.ReduceOp.MAX)
+        return bias.cpu().nan_to_num(neginf=0.0)  # of layers without experts
 
     def _set(self, version: int, bias: Tensor) -> None:
         self._biases[version] = bias

@@ -250,7 +250,7 @@ def _require_copyable(optimizer: MegatronOptimizer, config: TransformerConfig, c
     sharing = config.context_parallel_size
     found = [
         (_is_cut_over_others(optimizer, copies), "the distributed optimizer, of which each replica has a shard"),
-        (owners(optimizer) is not None, "an optimizer of whose state each replica has a part"),
+        (_is_owned_by_others(optimizer, copies), "an optimizer of whose state each replica has a part"),
         (sharing != copies.sharing, f"context parallelism over {sharing} ranks"),
         (shares_out_experts(), f"expert parallelism over {config.expert_model_parallel_size} ranks"),
         (bool(config.num_moe_experts) and "global_aux_loss" in kinds, "global_aux_loss, which counts all replicas"),
@@ -269,6 +269,12 @@ def _is_cut_over_others(optimizer: MegatronOptimizer, copies: CopyRanks) -> bool
     if not is_distributed(optimizer) or optimizers_of(optimizer)[0].is_stub_optimizer:
         return False
     return dist.get_process_group_ranks(optimizers_of(optimizer)[0].data_parallel_group) != list(copies.copies)
+
+
+def _is_owned_by_others(optimizer: MegatronOptimizer, copies: CopyRanks) -> bool:
+    """Whether other ranks than the copies of a chunk own its parameters."""
+    shared = owners(optimizer)
+    return shared is not None and shared.ranks != list(copies.copies)
 
 
 # --- norms of layers

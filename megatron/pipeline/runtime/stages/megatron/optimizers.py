@@ -348,6 +348,11 @@ class Owners:
             views[name].copy_(parameter.data)
             parameter.data = views[name]
 
+    @property
+    def ranks(self) -> list[int]:
+        """The global ranks that share out the parameters which each of them has."""
+        return dist.get_process_group_ranks(self._groups[True])
+
     @contextmanager
     def building(self) -> Iterator[None]:
         """In this block only the parameters that this replica owns require gradients, so an optimizer that

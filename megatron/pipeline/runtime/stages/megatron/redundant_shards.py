@@ -37,6 +37,7 @@ from megatron.pipeline.runtime.stages.megatron.groups import ChainGroup
 from megatron.pipeline.runtime.stages.megatron.optimizers import (
     GradientSlot,
     bucket_of,
+    is_distributed,
     named_parameters,
     optimizers_of,
 )
@@ -199,9 +200,9 @@ class _Layout(NamedTuple):
 
 
 def is_steppable(optimizer: MegatronOptimizer) -> bool:
-    """Whether the optimizer is torch's Adam, whose shards can be stepped on the host and handed to other ranks."""
+    """Whether the optimizer is torch's Adam cut into shards, which can be stepped on the host and handed to others."""
     [inner] = optimizers_of(optimizer)
-    return inner.is_stub_optimizer or isinstance(inner.optimizer, TORCHS_ADAM)
+    return is_distributed(optimizer) and (inner.is_stub_optimizer or isinstance(inner.optimizer, TORCHS_ADAM))
 
 
 class RedundantShards:

@@ -312,6 +312,7 @@ class MegatronStage(CapturingStage):
             del self.activations[index]
             self._captured.drop(index)
         self._losses.clear()
+        self._router_losses.take()
         self._products = DeferredProducts()
 
     def split_backward(self) -> None:

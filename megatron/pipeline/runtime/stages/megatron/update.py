@@ -281,11 +281,14 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             layers_squared=() if batch.layers_squared is None else batch.layers_squared.tolist(),
             tokens=() if tokens is None else tokens.take(batch.info.index),
         )  # fmt: skip
-        if tokens is not None:
-            batch.report.tokens_per_expert = tokens.by_layer(batch.report.tokens_per_expert)
         batch.norm_reduced.reach()
         if batch.stepped:
             del self._batches[version]
+
+    def _fill(self, report: BatchReport, sums: NormReduction, *, num_layers: int = 0) -> None:
+        super()._fill(report, sums, num_layers=num_layers)
+        if self.router_tokens is not None:
+            report.tokens_per_expert = self.router_tokens.by_layer(report.tokens_per_expert)
 
     def _prepare(self, batch: _Batch) -> None:
         """Run the last reductions of the batch's gradients and compute their norm, if that has not been done.
@@ -431,6 +434,11 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
 
     # Called after other ranks were lost, while nothing runs.
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was begun has ended: the newest weights are whole."""
+        return not self._batches
+
     def sums_of_newest(self) -> NormReduction | None:
         """Return the sums over all ranks for the batch whose step has made the newest version; None: not known."""
         return self.sums.get(self.versions.newest - 1)
@@ -462,6 +470,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
             if batch.buffer is not None and not batch.applied:
                 self._gradients.give_back(batch.buffer)
         self._batches.clear()
+        if self.router_tokens is not None:
+            self.router_tokens.abandon()
         return reports
 
     # Called between batches, drained. Weight versions are saved and restored through `versions`.
