@@ -204,10 +204,12 @@ def shared(
 ) -> Arguments:
     """Return the arguments with the program that rank 0 makes. Collective over `store`.
 
+    A process that comes later, in the place of a lost one, takes the program that the others have.
+
     Raises:
         ValueError: rank 0 could not make it, on every rank with its reason; or it took longer than `patience`.
     """
-    if rank == 0:
+    if rank == 0 and not store.check([_KEY]):
         try:
             made = make_it()
         except ValueError as error:

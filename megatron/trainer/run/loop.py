@@ -112,6 +112,13 @@ class Loop:
         """Run a batch, unless what is due after the last one is still to do, and what is due then."""
         run = self.run
         if not self._is_due():
+            if self._fit(self._next_size()) and run.begun and run.begun[-1] != self._next_samples():
+                survivors = run.survivors
+                run.reporter.say(
+                    f"batches have {survivors.schedule.num_microbatches} microbatches from iteration "
+                    f"{run.iteration + 1} on: one takes {survivors.slowdown:.2f} times as long as with all ranks, as "
+                    f"simulated; program {survivors.schedule.short_hash}"
+                )
             profiler.before(run.iteration)
             self._batch()
             self._collect_garbage()
@@ -136,13 +143,12 @@ class Loop:
 
     def _go_on_with_others(self, *, admits: bool = False) -> None:
         """Go on without ranks that were lost, or with `admits` between two batches with new processes of such ranks."""
-        run, before = self.run, self.run.iteration
+        run, before = self.run, self.run.consumed_samples
         self.close_data()
         self._settled, self._stop_requests, reports = self.lost_ranks.go_on(
             run, self._settled, self._stop_requests, admits=admits
         )
-        size = self.args.global_batch_size
-        run.flops += (run.iteration - before) * self._flops_per_sample * size
+        run.flops += (run.consumed_samples - before) * self._flops_per_sample
         if self._valid_before[0] == run.iteration > self._settled:
             run.consumed_valid_samples = self._valid_before[1]
         if run.saved_iteration == run.iteration > self._settled:
@@ -150,14 +156,37 @@ class Loop:
         self._drains.append(run.iteration)  # the pipeline begins empty
         known = {progress.iteration: progress for progress in self._waiting}
         self._waiting.clear()
+        consumed = run.consumed_samples - sum(report.num_samples for report in reports)
         for report in reports:
-            behind = run.iteration - report.batch - 1
-            consumed = run.consumed_samples - behind * size
+            number, size = report.batch + 1, report.num_samples
+            consumed += size
             seconds = time.perf_counter() - self._began
-            self._waiting.append(known.get(report.batch + 1) or Progress(report.batch + 1, consumed, size, seconds))
+            self._waiting.append(known.get(number) or Progress(number, consumed, size, seconds))
         self._report(reports)
         self._admits = False  # not all ranks may have had the report; new processes ask again with the next batch
         self._feed()
+
+    def _next_size(self) -> int:
+        """The number of microbatches of a replica in the next batch."""
+        return self.args.batch_sizes.num_microbatches(self.run.consumed_samples)
+
+    def _next_samples(self) -> int:
+        return self.args.batch_sizes.num_samples(self.run.consumed_samples)
+
+    def _fit(self, size: int) -> bool:
+        """Where ranks were lost, let the program be that of batches of so many microbatches of a replica; returns
+        whether it changes. Drained."""
+        if self.lost_ranks is None or not self.lost_ranks.fit(self.run, size):
+            return False
+        self.close_data()
+        self._feed()
+        return True
+
+    def _outgrows(self) -> bool:
+        """Whether the next batch needs another program than the last, where ranks were lost."""
+        survivors = self.run.survivors
+        next_size = self._next_size() * self.run.replicas_in_program
+        return survivors is not None and survivors.schedule.num_microbatches != next_size
 
     def _feed(self) -> None:
         """Let the stages have training data from where the run stands."""
@@ -193,20 +222,19 @@ class Loop:
 
     def _batch(self) -> None:
         """Run one batch as a segment; its time counts for the batch, whose report may come later."""
-        run, sizes = self.run, self.args.batch_sizes
+        run = self.run
         if self.stop.received or self._time_is_up():
             run.engine.stop_requests |= STOP
         if self.lost_ranks is not None and self.lost_ranks.membership.newcomers():
             run.engine.stop_requests |= ADMIT
         if self._making is not None:
             self._making.announce(run.engine)
-        num_samples = sizes.num_samples(run.consumed_samples)
-        num_microbatches = sizes.num_microbatches(run.consumed_samples) * run.replicas_in_program
+        num_samples = self._next_samples()
+        num_microbatches = self._next_size() * run.replicas_in_program
         self._began = start = time.perf_counter()
         reports = run.engine.run_batch(num_microbatches, num_samples)
         seconds = time.perf_counter() - start
-        run.iteration += 1
-        run.consumed_samples += num_samples
+        run.begin_batch(num_samples)
         run.flops += self._flops_per_sample * num_samples
         self._waiting.append(Progress(run.iteration, run.consumed_samples, num_samples, seconds))
         self._report(reports)
@@ -269,7 +297,8 @@ class Loop:
         """Whether the pipeline has to be drained here; the same on every rank."""
         last = self.run.iteration >= self.args.train_iters
         ends = last or bool(self._stop_requests) or self._due(self.args.exit_interval)
-        return ends or self._admits or self._makes_program() or self._decides() or self._evaluates() or self._saves()
+        due = self._makes_program() or self._decides() or self._evaluates() or self._saves()
+        return ends or self._admits or due or self._outgrows()
 
     def _between_stretches(self) -> bool:
         """Drain, evaluate, save; True if the run ends here."""
@@ -359,12 +388,14 @@ class Loop:
         """Evaluate on the validation data and report it; False if a stop request came meanwhile."""
         run = self.run
         self.validated_iteration = run.iteration
+        self._fit(full_batch(self.args))
         if not self._validation:
             self._validation = self._samples(1, "validation", run.consumed_valid_samples)
         return self._evaluate("validation", self._validation)
 
     def test(self) -> bool:
         """Evaluate on the test data and report it; False if a stop request came meanwhile."""
+        self._fit(full_batch(self.args))
         return self._evaluate("test", self._samples(2, "test", 0))
 
     def _evaluate(self, name: str, iterators: list[MicrobatchIterator]) -> bool:

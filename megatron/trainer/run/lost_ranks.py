@@ -27,7 +27,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from datetime import timedelta
 
@@ -52,8 +53,9 @@ from megatron.pipeline.runtime.stages.megatron.groups import (
 )
 from megatron.pipeline.runtime.transport.channels import TransferError
 from megatron.pipeline.runtime.update.gradients import NormReduction
-from megatron.pipeline.survivors import Survivors
+from megatron.pipeline.survivors import ReplicaRank, Survivors
 from megatron.trainer.arguments.flags.config import TrainConfig, ranks_of_place
+from megatron.trainer.changes.change import end_engine
 from megatron.trainer.changes.state_in_memory import hand_to_new
 from megatron.trainer.report.membership_change import MembershipChange
 from megatron.trainer.run.lost_shards import LostShards
@@ -178,6 +180,23 @@ class LostRanks:
         except ValueError as error:
             raise OnThisRank(str(error)) from error
 
+    def fit(self, run: Run, size: int) -> bool:
+        """Where ranks were lost, let the program be that of batches of `size` microbatches of a replica; returns
+        whether it changes.
+
+        Collective over the ranks that are left; precondition: the pipeline is drained. The data iterators have to be
+        replaced. Raises ValueError where the program would be slower than `--minimum-speed`.
+        """
+        before = run.survivors
+        if before is None or before.schedule.num_microbatches == size * self._args.data_parallel_size:
+            return False
+        began = time.monotonic()
+        survivors = self._told(lambda: self._program(before.lost, size))
+        end_engine(run)
+        with self._connecting(time.monotonic() - began):
+            self._change_program(run, survivors)
+        return True
+
     def confirm(self) -> None:
         """Return once it is sure that this process is in the job. See `Membership.confirm`."""
         self.membership.confirm()
@@ -217,9 +236,8 @@ class LostRanks:
             notes = {rank: each for rank, each in told.items() if each is not None}
             try:
                 began = time.monotonic()
-                survivors = self._survivors_told(notes)
-                searched = time.monotonic() - began  # others may have taken as much longer
-                with connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched)):
+                survivors = self._told(lambda notes=notes: self._survivors(notes))
+                with self._connecting(time.monotonic() - began):
                     self._make_groups()
                     reports += self._take_on(run, notes)
                     self._begin(run, survivors, notes)
@@ -239,7 +257,7 @@ class LostRanks:
             iteration=run.iteration, lost=lost, joined=sorted(joined), ranks=self.epoch.ranks,
             world_size=self._world_size, ranks_of_place=self._place_size, seconds=time.monotonic() - start,
             survivors=run.survivors,
-            was_made_before=run.survivors is not None and self.proved.knows(run.survivors.lost),
+            was_made_before=run.survivors is not None and self.proved.knows(run.survivors),
         ))  # fmt: skip
         if self._shards is not None:
             run.reporter.say(self._shards.tell())
@@ -281,9 +299,7 @@ class LostRanks:
         newest = max(each["version"] for each in notes)
         sums = next((each["sums"] for each in notes if each["version"] == newest and each["sums"]), None)
         reports = run.update.go_on_from(newest, sums and NormReduction(**sums))
-        behind = newest - run.iteration
-        run.iteration = newest
-        run.consumed_samples += behind * self._args.global_batch_size  # the rules refuse batches of several sizes
+        run.stand_after(newest)
         return reports
 
     def _begin(self, run: Run, survivors: Survivors | None, notes: Mapping[int, dict]) -> None:
@@ -294,14 +310,15 @@ class LostRanks:
         args, own, ranks = self._args, dist.get_rank(), range(dist.get_world_size())
         size, place = self._place_size, own // self._place_size
         if survivors is None:
-            schedule, copies, place = args.schedule, None, place // args.data_parallel_size
+            copies = None
             forget_groups()
             make_groups(args)
         else:
-            schedule = survivors.schedule
             tensor = args.tensor_model_parallel_size
             context = ranks[place * size + own % tensor : (place + 1) * size : tensor]
-            copies = CopyRanks.of(schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, context=context)
+            copies = CopyRanks.of(
+                survivors.schedule, rank=own, ranks=ranks[own % size :: size], job=ranks, context=context
+            )
             name_groups_of_survivors(
                 [ranks[each * size : (each + 1) * size] for each in sorted({each // size for each in copies.copies})],
                 tensor_size=tensor,
@@ -319,15 +336,23 @@ class LostRanks:
                 _take_place(run, next(iter(notes.values())))
             self._shards.rebuild(run, copies, epoch=self.epoch.number, ranks=self.epoch.ranks)
         self.has_state = True
+        run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
+        self._change_program(run, survivors)
+        if not any(note["writes"] for note in notes.values()):
+            run.reporter.take_over()
+        run.take_over_saving()
+
+    def _change_program(self, run: Run, survivors: Survivors | None) -> None:
+        """Let stages and engine be those of a program of the ranks that are there. Collective over these."""
+        args, own = self._args, dist.get_rank()
+        schedule, place = args.schedule, own // self._place_size // args.data_parallel_size
+        if survivors is not None:
+            schedule, place = survivors.schedule, own // self._place_size
         for stage, number in zip(run.stages, schedule.stages_of(place), strict=True):
             stage.take_from_now(None if survivors is None else share_of(schedule.copies, number))
             stage.recompute_from_now(schedule.recomputes(number), keeps=schedule.keeps(number))
         run.survivors = survivors
-        run.go_on_with(replace(run.args, rank=own, world_size=len(ranks)))
         run.engine = build_engine(run.args, run.model_and_optimizer, run.position(), survivors=survivors)
-        if not any(note["writes"] for note in notes.values()):
-            run.reporter.take_over()
-        run.take_over_saving()
 
     def _hand_over(self, run: Run, notes: list[dict]) -> None:
         """Give new processes the state that the others have, whose `notes` these are. Collective.
@@ -350,11 +375,14 @@ class LostRanks:
         _take_place(run, note)
         self.has_state = True
 
-    def _survivors_told(self, notes: Mapping[int, dict]) -> Survivors | None:
-        """As `_survivors`. Where rank 0, which tells errors that all ranks have, is lost, the first one that is left
-        does."""
+    def _connecting(self, searched: float) -> AbstractContextManager[None]:
+        """A context in which ranks that do not connect are lost. `searched`: seconds; others may need as many more."""
+        return connecting_within(timedelta(seconds=self._args.failure_timeout + _CONNECTING + searched))
+
+    def _told(self, make: Callable[[], Survivors | None]) -> Survivors | None:
+        """As `make`. Where rank 0, which tells errors that all ranks have, is lost, the first one that is left does."""
         try:
-            return self._survivors(notes)
+            return make()
         except ValueError as error:
             if self.membership.rank == self.epoch.ranks[0] != 0:
                 raise OnThisRank(str(error)) from error
@@ -373,10 +401,16 @@ class LostRanks:
         if not absent:
             return None
         lost = {place_of(args, rank) for rank in absent}
-        survivors = self.proved.of(lost)
+        consumed = max((each["version"], each["consumed"]) for each in notes.values())[1]
+        return self._program(lost, args.batch_sizes.num_microbatches(consumed))
+
+    def _program(self, lost: Collection[ReplicaRank], size: int) -> Survivors:
+        """The program without lost places for batches of so many microbatches of a replica."""
+        args, survivors = self._args, self.proved.of(lost, size)
         if survivors.slowdown * args.minimum_speed > 1:
+            without = counted(len(lost) * self._place_size, "rank")
             raise ValueError(
-                f"without {counted(len(absent), 'rank')} the job has {1 / survivors.slowdown:.0%} of its speed, less "
+                f"without {without} the job has {1 / survivors.slowdown:.0%} of its speed, less "
                 f"than --minimum-speed {args.minimum_speed:g}; restart it with all ranks from its last checkpoint"
             )
         return survivors

@@ -165,7 +165,7 @@ class LostShards:
 
     def _take(self, run: Run, built: _Built) -> None:
         if built.position is not None:
-            _stand_at(run, built.position)
+            run.stand_at(built.position)
             run.saved_iteration = built.position.iteration
             if self.is_new:  # the others' loops take back what they have counted
                 run.flops = built.position.num_floating_point_operations_so_far
@@ -188,7 +188,7 @@ class LostShards:
         else:
             hand_between(before, built, iteration=position.iteration)
         if self.is_new:  # the notes may be from before a checkpoint was loaded
-            _stand_at(run, position)
+            run.stand_at(position)
             run.saved_iteration = saved_iteration
 
     def _checkpoint(self) -> str:
@@ -215,12 +215,6 @@ class LostShards:
         )  # fmt: skip
         repeated = counted(max(run.iteration - position.iteration, 0), "iteration")
         return f"{lost} lost, so the ranks have loaded the checkpoint in {root}, and repeat {repeated}"
-
-
-def _stand_at(run: Run, position: CheckpointPosition) -> None:
-    run.iteration = position.iteration
-    run.consumed_samples = position.consumed_train_samples
-    run.consumed_valid_samples = position.consumed_valid_samples
 
 
 def _numbers(parts: ModelAndOptimizer) -> tuple[dict, dict | None, dict]:

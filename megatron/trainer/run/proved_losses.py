@@ -66,22 +66,29 @@ class ProvedLosses:
         took = time.monotonic() - began
         self.lines = (*self._lines_of_singles(singles, took), _line_of_pairs(pairs, len(losses), estimate))
 
-    def knows(self, lost: Collection[ReplicaRank]) -> bool:
-        """Whether a loss was proved before the run began."""
-        return distinct(lost, self._args.data_parallel_size)[0] in self._entries
+    def knows(self, survivors: Survivors) -> bool:
+        """Whether a program was proved before the run began."""
+        num_replicas = self._args.data_parallel_size
+        is_whole = survivors.schedule.num_microbatches == self._size * num_replicas
+        return is_whole and distinct(survivors.lost, num_replicas)[0] in self._entries
 
-    def of(self, lost: Collection[ReplicaRank]) -> Survivors:
+    def of(self, lost: Collection[ReplicaRank], size: int | None = None) -> Survivors:
         """Return the program of the ranks that are left. It is the same on all of them.
+
+        Args:
+            size: the number of microbatches of a replica in each batch; None: those of `--global-batch-size`, which
+                alone is proved before the run begins.
 
         Raises:
             ValueError: the job cannot go on, as `without` says.
             OnThisRank: the store is gone.
         """
         args, num_replicas = self._args, self._args.data_parallel_size
+        size = self._size if size is None else size
         known, replicas = distinct(lost, num_replicas)
-        entry = self._entries.get(known)
+        entry = self._entries.get(known) if size == self._size else None
         if entry is None:
-            return without(args.schedule, self._size, num_replicas=num_replicas, lost=lost)
+            return without(args.schedule, size, num_replicas=num_replicas, lost=lost)
         if entry.refusal is not None:
             raise ValueError(entry.refusal)
         packed = self._membership.ask(lambda store: store.get(_key_of_program(entry)))

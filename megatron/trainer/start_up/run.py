@@ -7,9 +7,10 @@ through a checkpoint. The engine drives the stages.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -289,6 +290,9 @@ def _tracer_of(args: TrainConfig) -> Tracer | None:
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
+_KEPT_SIZES = 64  # many more than batches are in flight
+
+
 @dataclass
 class Run:
     """The parts of a run on one rank, and its position (`position` counts over the whole run).
@@ -313,6 +317,7 @@ class Run:
     saved_iteration: int | None = None
     is_kept_out_of_collections: bool = False  # by gc.freeze, when it began to train
     survivors: Survivors | None = None  # the program of the ranks that are left, if ranks were lost
+    begun: deque[int] = field(default_factory=lambda: deque(maxlen=_KEPT_SIZES))  # samples of the last batches
 
     def go_on_with(self, args: TrainConfig) -> None:
         """Take over another configuration of the run, whose arrangement has changed."""
@@ -367,6 +372,27 @@ class Run:
     def replicas_in_program(self) -> int:
         """The number of replicas whose microbatches are those of the program: one, or all where ranks were lost."""
         return 1 if self.survivors is None else self.args.data_parallel_size
+
+    def begin_batch(self, num_samples: int) -> None:
+        """Let the run stand behind another batch."""
+        self.iteration += 1
+        self.consumed_samples += num_samples
+        self.begun.append(num_samples)
+
+    def stand_after(self, iteration: int) -> None:
+        """Let the run stand after so many batches: some that were begun are dropped, or others are done."""
+        while self.iteration > iteration:
+            self.iteration -= 1
+            self.consumed_samples -= self.begun.pop()
+        while self.iteration < iteration:
+            self.begin_batch(self.args.batch_sizes.num_samples(self.consumed_samples))
+
+    def stand_at(self, position: CheckpointPosition) -> None:
+        """Let the run stand where a checkpoint does."""
+        self.iteration = position.iteration
+        self.consumed_samples = position.consumed_train_samples
+        self.consumed_valid_samples = position.consumed_valid_samples
+        self.begun.clear()
 
     def position(self) -> CheckpointPosition:
         """Where the run stands, as a checkpoint records it."""

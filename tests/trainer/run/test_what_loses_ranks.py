@@ -1,7 +1,13 @@
 """Runs of every optimizer, model and program lose ranks and get them back, and nothing of the training is lost."""
 
+import re
 from collections.abc import Callable
 
+import pytest
+
+from megatron.pipeline.schedules import Schedule
+from megatron.pipeline.simulate import simulate
+from megatron.pipeline.simulate.costs import Costs
 from tests.trainer.arguments import bert_command_line
 from tests.trainer.run import test_bert, test_experts, test_t5, text_helper, vision_helper
 from tests.trainer.run.lost_rank_jobs import Trained, assert_nothing_lost, gpt, run
@@ -71,3 +77,59 @@ def test_what_is_trained_goes_on(tmp_path, trained: Callable[[], Trained], num_r
     lost = [moment.rank for moment in job.moments if moment.is_loss]
     assert sorted(lost) == sorted(rank for rank, _, _, what in losses if what == "SIGKILL"), job.outcome.output
     assert num_ranks > 4 or "rank 1 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
+
+
+GROWING = "--global-batch-size 8 --rampup-batch-size 4 2 64 --train-iters 18"
+"""4 samples a batch, 6 from the 9th on, and 8 from the 15th on."""
+STEPS = "--step-batch-size-schedule 0:4,256:8,512:6 --global-batch-size 6 --train-iters 12"
+"""4 samples a batch, 8 from the 5th on (a sequence has 16 tokens), and 6 from the 7th on."""
+AUTO = "--pipeline-schedule auto"
+SHARED = "--use-distributed-optimizer --save saved --save-interval 3"
+COPIES = f"{SHARED} --redundant-optimizer"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flags", "schedule", "losses", "sizes"),
+    [
+        (GROWING, "2bw", [[1, "forward", 3, "SIGKILL"]], [6, 8]),
+        (GROWING, "2bw", [[0, "without sums", 8, "broken"], [3, "stepped", 8, "SIGKILL"]], [6, 8]),
+        (GROWING, "flush --bf16 --optimizer sgd", [[3, "evaluation", 1, "SIGKILL"], [1, "chain", 9, "SIGKILL"]], [8]),
+        (STEPS, "zb-h1 --attention-dropout 0.1", [[2, "stepped", 4, "SIGKILL"], [0, "forward", 7, "SIGSTOP"]], [8, 6]),
+        (STEPS, f"2bw {COPIES}", [[2, "gather", 4, "SIGKILL"], [0, "copy", 6, "SIGKILL"]], [8, 6]),
+        (STEPS, f"2bw {SHARED}", [[1, "forward", 6, "SIGKILL"], [2, "forward", 9, "SIGKILL"]], [8, 6]),
+    ],
+)  # fmt: skip
+def test_batches_of_several_sizes(tmp_path, flags, schedule, losses, sizes):
+    """Where batches change their size, so does the program without lost ranks. Evaluations have the last size."""
+    flags = f"{flags} --eval-interval 4 --eval-iters 1 {DECAY} --pipeline-schedule {schedule}"
+    job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 2", losses)
+    for words in (SHARED, "--redundant-optimizer"):
+        flags = flags.replace(words, "")
+    assert_nothing_lost(job, flags.replace("zb-h1", "flush"))
+    found = [int(size) for size in re.findall(r"^batches have (\d+) microbatches", job.outcome.output, re.MULTILINE)]
+    assert found[-len(sizes) :] == sizes, job.outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("weights", ["flush", "2bw"])
+def test_a_made_program_goes_on(tmp_path, weights):
+    """`--pipeline-schedule auto` with a profile: the process of rank 0 that comes back takes the program of the others,
+    and makes none."""
+    costs = Costs(forward=(1.0, 2.0), backward=(2.0, 4.0), backward_input=(1.0, 2.0), backward_weight=(1.0, 2.0))
+    simulate(Schedule.preset("zb-h1", num_stages=2).build([4]), costs).save(tmp_path / "costs.json")
+    losses = [[0, "forward", 3, "SIGKILL"], [2, "forward", 5, "newcomer"], [3, "stepped", 8, "SIGKILL"]]
+    flags = f"--global-batch-size 8 --train-iters 12 {DECAY}"
+    auto = f"{AUTO} --pipeline-weights {weights} --pipeline-profile costs.json --pipeline-synthesis-seconds 1"
+    job = run(tmp_path, 4, f"{flags} --pipeline-model-parallel-size 2 {auto}", losses, max_restarts=1)
+    assert_nothing_lost(job, f"{flags} --pipeline-schedule {weights}")
+    assert "rank 0 is back: 4 ranks of 4 go on" in job.outcome.output, job.outcome.output
+
+
+@pytest.mark.full
+def test_a_program_that_changes_is_refused(tmp_path):
+    """Without a profile the job would measure itself, and change its program."""
+    job = run(tmp_path, 4, f"--pipeline-model-parallel-size 2 {AUTO}", [])
+    job.outcome.assert_failed_clearly(
+        "a run with --pipeline-schedule auto and no --pipeline-profile changes its program"
+    )
