@@ -47,7 +47,8 @@ def test_what_becomes_of_the_optimizers_shards(dry, flags: str, word: str):
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ("--num-experts 2", "a lost rank ends this job: a run with --num-experts counts tokens over all replicas"),
+        ("--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2",
+         "a lost rank ends this job: a run with --moe-router-load-balancing-type global_aux_loss counts tokens over"),
         ("--pipeline-schedule pipedream --clip-grad 0 --untie-embeddings-and-output-weights --global-batch-size 2",
          "updates after each microbatch (stash); take 2bw or flush"),
         ("--global-batch-size 8192", "takes minutes for 2 replicas of 4096 microbatches"),
