@@ -92,7 +92,7 @@ COPIES = f"{SHARED} --redundant-optimizer"
 @pytest.mark.parametrize(
     ("flags", "schedule", "losses", "sizes"),
     [
-        (GROWING, "2bw", [[1, "forward", 3, "SIGKILL"]], [6, 8]),
+        (GROWING, "2bw", [[1, "forward", 10, "SIGKILL"]], [8]),  # which drops a batch of another size than the last
         (GROWING, "2bw", [[0, "without sums", 8, "broken"], [3, "stepped", 8, "SIGKILL"]], [6, 8]),
         (GROWING, "flush --bf16 --optimizer sgd", [[3, "evaluation", 1, "SIGKILL"], [1, "chain", 9, "SIGKILL"]], [8]),
         (STEPS, "zb-h1 --attention-dropout 0.1", [[2, "stepped", 4, "SIGKILL"], [0, "forward", 7, "SIGSTOP"]], [8, 6]),
