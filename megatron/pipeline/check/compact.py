@@ -349,7 +349,6 @@ def require_shared(program: Program) -> None:
         (program.weights.predicts, f"predicted weights ({program.weights.name})", "take 2bw or flush"),
         (program.weights.updates_alone, f"weights {program.weights.name}", "take 2bw or flush"),
         (bool(program.kept), "microbatches that a stage keeps (kept)", "recompute all of a stage or none"),
-        (any(program.num_evictions) or any(program.num_offloads), "moves of saved activations", "leave them out"),
     ):
         if needs:
             raise ValueError(f"the stages are copies of the model's, and with copies there can be no {word}; {remedy}")

@@ -17,23 +17,26 @@ from typing import NamedTuple
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_by_rank, stages_of
 
 _MOST_POSITIONS = 1 << 20  # in a batch; a text that names more is a slip
-_TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)")
+_TEXT = re.compile(r"(0|[1-9][0-9]*):([0-9,/-]+)(?:=(0|[1-9][0-9]*))?")
 _RUN = re.compile(r"(\d+)(?:-(\d+)(?:/(\d+))?)?")
 
 
 class Copy(NamedTuple):
     """A copy of a stage of the model.
 
-    The text form names the stage and its positions, such as 2:0-12/4,1 for the positions 0, 4, 8, 12 and 1.
+    The text form names the stage and its positions, such as 2:0-12/4,1 for the positions 0, 4, 8, 12 and 1. Behind it
+    may stand the pair, such as 2:0-12/4,1=7.
 
     Attributes:
         stage: the stage of the model.
         positions: the positions in a batch of the microbatches that the copy takes, ascending. With n positions over
             all copies of the stage, a microbatch at position n + 1 of a batch is taken like that at position 1.
+        pair: the stage of the program with which it exchanges saved activations; None: it moves none to another rank.
     """
 
     stage: int
     positions: tuple[int, ...]
+    pair: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Copy:
@@ -52,10 +55,10 @@ class Copy(NamedTuple):
             positions += range(first, last + 1, step)
         if len({*positions}) < len(positions):
             raise ValueError(f"{text!r} names a position twice; name each once")
-        return cls(int(match[1]), tuple(sorted(positions)))
+        return cls(int(match[1]), tuple(sorted(positions)), None if match[3] is None else int(match[3]))
 
     def __str__(self) -> str:
-        return f"{self.stage}:{','.join(_runs(self.positions))}"
+        return f"{self.stage}:{','.join(_runs(self.positions))}" + (f"={self.pair}" if self.pair is not None else "")
 
 
 def _runs(positions: Sequence[int]) -> list[str]:
@@ -99,6 +102,11 @@ class Share(NamedTuple):
 def share_of(copies: Sequence[Copy], stage: int) -> Share | None:
     """Return the share of a stage of a program; None if the program has no copies."""
     return Share(copies[stage].positions, num_positions_of(copies)) if copies else None
+
+
+def pair_stages_of(copies: Sequence[Copy]) -> tuple[int, ...]:
+    """Return the pair of each stage that is a copy; the stage itself where it has none."""
+    return tuple(number if copy.pair is None else copy.pair for number, copy in enumerate(copies))
 
 
 def num_positions_of(copies: Sequence[Copy]) -> int:
@@ -252,6 +260,11 @@ def validate_copies(copies: Sequence[Copy], edges: Sequence[Edge], rank_of_stage
                 "other and take other microbatches; let both take the same"
             )
     _require_groups(copies, rank_of_stage)
+    for number, copy in enumerate(copies):
+        if copy.pair is not None and not (copy.pair < len(copies) and copies[copy.pair].pair == number):
+            raise ValueError(
+                f"stage {number} names stage {copy.pair} as its pair, which does not name it; let both name each other"
+            )
 
 
 def _require_shares(copies: Sequence[Copy]) -> None:

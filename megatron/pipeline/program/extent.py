@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.pipeline.program.copies import Copy, graph_of_copies, taken_of
+from megatron.pipeline.program.copies import Copy, graph_of_copies, pair_stages_of, taken_of
 from megatron.pipeline.program.edges import Edge, StageGraph, stages_of
 from megatron.pipeline.program.instruction import BACKWARDS, RESIDENCY_WORDS, Instruction
 from megatron.pipeline.program.lane_order import Pairs, Residency
@@ -46,7 +46,7 @@ class Stages:
     @cached_property
     def pairs(self) -> Pairs:
         """The pairs of stages that exchange saved activations. Raises ValueError as `graph` does."""
-        return Pairs(tuple(self.rank_of_stage), self.graph.num_frozen)
+        return Pairs(tuple(self.rank_of_stage), self.graph.num_frozen, pair_stages_of(self.copies))
 
 
 class Tied:

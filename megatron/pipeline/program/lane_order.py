@@ -2,7 +2,7 @@
 
 **Moves to the pair stage.** BPipe (section 3.2) pairs stage x, which saves many microbatches, with stage p-1-x, which
 saves few. Frozen stages save nothing and have no pair stage, so pairs are counted among the other stages: behind k
-frozen stages, of a other stages, stage k+x is paired with stage k+a-1-x. Four instructions move the activations of a
+frozen stages, of a other stages, stage k+x is paired with stage k+a-1-x. Stages that are copies name their pairs. Four instructions move the activations of a
 microbatch between the two stages:
 
     0EVICT3  -> 3ACCEPT3     from the evictor to the acceptor
@@ -112,13 +112,17 @@ class Pairs:
     Attributes:
         rank_of_stage: the rank of each stage.
         num_frozen: the number of frozen stages, which are the first ones.
+        of_copies: where stages are copies, the pair stage that each one names, or itself; empty: there are none.
     """
 
     rank_of_stage: tuple[int, ...]
     num_frozen: int = 0
+    of_copies: tuple[int, ...] = ()
 
     def of_stage(self, stage: int) -> int:
         """Return the pair stage of a stage; the stage itself if it is frozen or in the middle."""
+        if self.of_copies:
+            return self.of_copies[stage]
         if stage < self.num_frozen:
             return stage
         return self.num_frozen + pair_of(stage - self.num_frozen, len(self.rank_of_stage) - self.num_frozen)
@@ -148,6 +152,8 @@ class Pairs:
         """Return why no activations can move from or to a stage, as part of an error message; None if they can."""
         if stage < self.num_frozen:
             return f"stage {stage} gets no gradients, so it has forwards only and saves nothing that could move"
+        if self.of_copies and self.of_copies[stage] == stage:
+            return "it is a copy that names no pair, so nothing can move"
         if self.rank_of_stage[self.of_stage(stage)] == self.rank_of_stage[stage]:
             return "its pair stage lives on the same rank, so nothing can move"
         return None

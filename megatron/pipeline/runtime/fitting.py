@@ -72,7 +72,7 @@ def numbered(
 
 
 def require_copyable(schedule: PipelineSchedule) -> None:
-    """Raise ValueError unless stages that are copies can have the weights and the moves of the schedule."""
+    """Raise ValueError unless stages that are copies can have the weights of the schedule."""
     weights = schedule.weights
     if weights.updates_alone or weights.predicts:
         reads = "predict from gradients of a part of a batch" if weights.predicts else "let each stage step by itself"
@@ -80,9 +80,8 @@ def require_copyable(schedule: PipelineSchedule) -> None:
             f"weights {weights.name} {reads}, and copies of a stage share a batch and step together; run copies under "
             "flush or 2bw"
         )
-    moved = "its weights to the host" if schedule.residency is not None else "saved activations"
-    if schedule.residency is not None or schedule.balance or schedule.swaps:
-        raise ValueError(f"the schedule has copies of stages and moves {moved}; run copies without moves")
+    if schedule.residency is not None:
+        raise ValueError("the schedule has copies of stages and its weights on the host; keep these on the device")
 
 
 def _require_relay(schedule: PipelineSchedule, update: AnyUpdate, *, counts_activations: bool) -> None:

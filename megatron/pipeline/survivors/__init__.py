@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import inf
 
 from megatron.documents import counted
-from megatron.pipeline.check import ProgramError
+from megatron.pipeline.check import ProgramError, check
 from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules.completion import completed
 from megatron.pipeline.schedules.pipeline_schedule import PipelineSchedule
@@ -17,6 +17,7 @@ from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.bound import drained_bound, steady_bound
 from megatron.pipeline.survivors.order import Ordered, Work, drained_orders, held_undisturbed, steady_orders
+from megatron.pipeline.survivors.room import Room, rooms_of
 from megatron.pipeline.survivors.sharing import ReplicaRank, Sharing
 
 __all__ = ["ReplicaRank", "Survivors", "without"]
@@ -88,7 +89,8 @@ def without(
     if limit < 1:
         raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
     found = _drained if schedule.weights.drains else _steady
-    program, least = found(sharing, costs, limit)
+    rooms = rooms_of(sharing, limit)
+    program = found(rooms, costs)
     needed = program.max_saved_on_rank(program.program.batches)
     if max(needed) > limit:
         raise ValueError(
@@ -104,64 +106,75 @@ def without(
         lost=tuple(sorted(sharing.lost)),
         seconds=_seconds(program, sharing.costs(costs)),
         undisturbed=_seconds(schedule, costs, num_microbatches),
-        bound=least,
+        bound=(drained_bound if schedule.weights.drains else steady_bound)(sharing, costs, rooms[-1].most),
         held=tuple(held),
         held_undisturbed=before,
     )
 
 
-def _drained(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
-    """Return the fastest program that drains after each batch, and the bound on the time of a batch.
+def _drained(rooms: Sequence[Room], costs: Costs) -> ProgramSchedule:
+    """Return the fastest program that drains after each batch.
 
-    The search takes receives as posted in time. So the best few orders are simulated, in which a receive may come late.
-    One that takes as long as the search says leaves nothing to find to those behind it. If no order fits into the
-    limit, it is the program that holds the fewest microbatches.
+    The search takes receives as posted in time, and moves to take none. So the best few orders of each room are
+    simulated, in which a receive may come late. One that takes as long as the search says leaves nothing to find to
+    those behind it. If no order fits into the limit, it is the program that holds the fewest microbatches.
     """
-    work, orders = drained_orders(sharing, costs, limit)
-    fitting = [each for each in orders if max(each.held) <= limit]
-    fitting = fitting[:_SIMULATED] or [min(orders, key=lambda each: max(each.held))]
+    sharing, fitting = rooms[0].sharing, []
+    for room in rooms:
+        work, orders = drained_orders(room, costs)
+        kept = [(ordered, room) for ordered in orders if not any(room.over(ordered.held))]
+        if not (kept or room.moves):
+            kept = [(min(orders, key=lambda each: max(each.held)), room)]
+        fitting += kept[:_SIMULATED]
+    fitting.sort(key=lambda each: each[0].seconds)  # of equals, those without moves first
 
-    best, least, priced = _program(work, fitting[0]), inf, sharing.costs(costs)
-    for ordered in fitting if len(fitting) > 1 else ():
+    if len(fitting) == 1:
+        return _schedule(sharing, _program(work, *fitting[0]))
+    best, least, priced = None, inf, sharing.costs(costs)
+    for ordered, room in fitting:
         if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
             break
-        program = completed(_program(work, ordered))
-        seconds = simulate(program, priced).makespan
-        if seconds < least:
-            best, least = program, seconds
-    return _schedule(sharing, best), drained_bound(sharing, costs, limit)
+        with suppress(ValueError) if room.moves else nullcontext():  # moves may not keep the limit
+            program = completed(_program(work, ordered, room))
+            seconds = simulate(program, priced).makespan
+            if seconds < least and not (room.moves and max(check(program).peak_saved_on_rank) > room.limit):
+                best, least = program, seconds
+    return _schedule(sharing, best)
 
 
-def _steady(sharing: Sharing, costs: Costs, limit: int) -> tuple[ProgramSchedule, float]:
-    """Return the fastest program that goes on without a drain, and the bound on the steady time of a batch.
+def _steady(rooms: Sequence[Room], costs: Costs) -> ProgramSchedule:
+    """Return the fastest program that goes on without a drain.
 
     An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
     taken, and one that repeats with every batch before others.
     """
+    sharing, found = rooms[0].sharing, []
     num_batches = sharing.schedule.settling_batches + _REPEATED
-    work, orders = steady_orders(sharing, costs, limit, num_batches)
+    for room in rooms:
+        work, orders = steady_orders(room, costs, num_batches)
+        found += [(each, room) for each in orders if not (room.moves and any(room.over(each.held)))]
+    found.sort(key=lambda each: (any(each[1].over(each[0].held)), each[0].seconds))
     schedule, fuller = sharing.schedule, None
     may_drain = isinstance(schedule, ProgramSchedule) and schedule.drains_between_periods
-    least = steady_bound(sharing, costs, limit)
     for period in (1, None):
-        for ordered in orders:
-            with suppress(ProgramError):
-                program = _schedule(sharing, _program(work, ordered), period)
+        for ordered, room in found:
+            with suppress(ValueError if room.moves else ProgramError):
+                program = _schedule(sharing, _program(work, ordered, room), period)
                 if program.drains_between_periods and not may_drain:
                     continue
-                if max(program.max_saved_on_rank(program.program.batches)) <= limit:
-                    return program, least
+                if max(program.max_saved_on_rank(program.program.batches)) <= room.limit:
+                    return program
                 fuller = fuller or program
     if fuller is not None:
-        return fuller, least
+        return fuller
     raise ValueError(
         "no order was found in which the ranks that are left repeat their work with every batch or few; take "
         f"{schedule.name_of_weights} from a preset, or flush"
     )
 
 
-def _program(work: Work, ordered: Ordered) -> Program:
-    return Program.of(work.extent, work.instructions(ordered.rows))
+def _program(work: Work, ordered: Ordered, room: Room) -> Program:
+    return room.program(work.extent, work.instructions(ordered.rows))
 
 
 def _schedule(sharing: Sharing, program: Program, period: int | None = None) -> ProgramSchedule:
@@ -175,7 +188,7 @@ def name_of(weights: str, lost: Collection[ReplicaRank], num_replicas: int) -> s
     return f"{weights} {without if lost else 'of ' + counted(num_replicas, 'replica')}"
 
 
-_SIMULATED = 4  # orders
+_SIMULATED = 4  # orders of each room
 _REPEATED = 5
 """Batches behind those that settle, in rows that are to repeat: some that are alike, and the last, which drains."""
 

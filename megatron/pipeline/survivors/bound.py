@@ -23,21 +23,22 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.survivors.sharing import Sharing
 
 
-def drained_bound(sharing: Sharing, costs: Costs, most_held: int) -> float:
+def drained_bound(sharing: Sharing, costs: Costs, most_held: Sequence[int]) -> float:
     """Return a time of a drained batch, without its update, that no order undercuts, in seconds.
 
     Args:
         sharing: the ranks that are left.
         costs: the costs of the model's stages and edges.
-        most_held: the number of microbatches that a rank may hold, over its stages.
+        most_held: for each rank, the number of microbatches that it may hold, over its stages, or may have elsewhere.
     """
     ways = _Ways(sharing, costs)
-    return max(ways.alone, *(each.drained(ways, most_held) for each in ways.loads))
+    return max(ways.alone, *(each.drained(ways, most) for each, most in zip(ways.loads, most_held, strict=True)))
 
 
-def steady_bound(sharing: Sharing, costs: Costs, most_held: int) -> float:
+def steady_bound(sharing: Sharing, costs: Costs, most_held: Sequence[int]) -> float:
     """Return a time of a batch in the steady state that no order undercuts, in seconds. The arguments are the same."""
-    return max(max(each.busy, each.held / most_held) for each in _Ways(sharing, costs).loads)
+    loads = zip(_Ways(sharing, costs).loads, most_held, strict=True)
+    return max(max(each.busy, each.held / most) for each, most in loads)
 
 
 @dataclass(frozen=True)

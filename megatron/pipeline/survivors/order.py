@@ -23,12 +23,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import itemgetter
 
 from megatron.pipeline.program.extent import Extent
 from megatron.pipeline.program.instruction import BEGINS_BACKWARD, ENDS_BACKWARD, Instruction, Kind, Rows, Tensor
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
+from megatron.pipeline.survivors.room import Room
 from megatron.pipeline.survivors.sharing import Sharing
 
 _INPUT = Kind.BACKWARD_INPUT
@@ -257,35 +259,45 @@ def held_undisturbed(sharing: Sharing) -> tuple[int, ...]:
     return schedule.max_saved_on_rank((sharing.num_microbatches,) * (1 + schedule.settling_batches))
 
 
-def _caps(sharing: Sharing, limit: int, more: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return how many microbatches each rank may hold: as many as while no rank is lost, and some more or fewer."""
-    own = held_undisturbed(sharing)
-    found = (tuple(max(1, min(limit, own[rank] + each)) for _, rank in sharing.ranks) for each in more)
+def begun_undisturbed(sharing: Sharing) -> tuple[int, ...]:
+    """Return how many microbatches each rank of a replica has begun at most while no rank is lost, held or not."""
+    schedule = sharing.schedule
+    if not schedule.moves_activations:
+        return held_undisturbed(sharing)
+    rows = schedule.build((sharing.num_microbatches,) * (1 + schedule.settling_batches)).rows
+    changes = ([(each.kind is Kind.FORWARD) - (each.kind in ENDS_BACKWARD) for each in row] for row in rows)
+    return tuple(max(accumulate(each)) for each in changes)
+
+
+def _caps(room: Room, more: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return how many microbatches each rank may begin: as many as while no rank is lost, and some more or fewer."""
+    own = begun_undisturbed(room.sharing)
+    ranks = list(zip(room.sharing.ranks, room.most, strict=True))
+    found = (tuple(max(1, min(most, own[rank] + each)) for (_, rank), most in ranks) for each in more)
     return list(dict.fromkeys(found))
 
 
-def drained_orders(sharing: Sharing, costs: Costs, limit: int) -> tuple[Work, list[Ordered]]:
+def drained_orders(room: Room, costs: Costs) -> tuple[Work, list[Ordered]]:
     """Return orders of a schedule that drains after each batch, the fastest first.
 
     Args:
-        sharing: the ranks that are left.
+        room: the microbatches that ranks may hold and begin; not all orders keep to it.
         costs: the costs of the model's stages and edges.
-        limit: the number of microbatches that a rank may hold, over its stages; not all orders keep it.
     """
-    work = Work(sharing, costs)
+    work = Work(room.sharing, costs)
     tried = [run(work)]
     for priority in work.priorities:
         known: set[tuple[int, ...]] = set()
-        for caps in _caps(sharing, limit, _MORE):
-            tried += _within(work, caps, priority, limit, known)
+        for caps in _caps(room, _MORE):
+            tried += _within(work, caps, priority, room, known)
     found = [each for each in tried if each is not None]
     return work, sorted(found, key=lambda each: (each.seconds, max(each.held), sum(each.held)))
 
 
 def _within(
-    work: Work, caps: tuple[int, ...], priority: Sequence[int], limit: int, known: set[tuple[int, ...]]
+    work: Work, caps: tuple[int, ...], priority: Sequence[int], room: Room, known: set[tuple[int, ...]]
 ) -> Iterator[Ordered | None]:
-    """Run the computations, and again where ranks of several stages hold more than the limit, so that these begin less.
+    """Run the computations, and again where ranks of several stages begin more than they may, so that these begin less.
 
     `known`: the caps that have been tried; those that are tried here join them.
     """
@@ -293,27 +305,28 @@ def _within(
         known.add(caps)
         yield (ordered := run(work, caps, priority))
         if ordered is not None:
-            over = (max(0, held - limit) for held in ordered.held)
+            over = room.over(ordered.held)
             caps = tuple(max(1, cap - each) for cap, each in zip(caps, over, strict=True))
 
 
-def steady_orders(sharing: Sharing, costs: Costs, limit: int, num_batches: int) -> tuple[Work, list[Ordered]]:
+def steady_orders(room: Room, costs: Costs, num_batches: int) -> tuple[Work, list[Ordered]]:
     """Return orders of batches that follow one another without a drain, with their time at `costs`.
 
-    Those that repeat with every batch come first, and of these the fastest that keep the limit.
+    Those that repeat with every batch come first, and of these the fastest that keep to the room.
 
     Ranks begin what is ready in the order of the merged rows, while they hold few enough microbatches. Where such an
     order does not settle, one of its batches is made the pattern of all.
     """
+    sharing = room.sharing
     real, found = Work(sharing, costs, num_batches), {}
-    caps = _caps(sharing, limit, _FEW_MORE)
+    caps = _caps(room, _FEW_MORE)
     for work in dict.fromkeys((real, real if costs == Costs() else Work(sharing, Costs(), num_batches))):
         listed = [run(work), *(run(work, each, work.priorities[1]) for each in caps)]
         for ordered in filter(None, listed):
             rows = ordered.rows if _repeats(work, ordered.rows, num_batches) else _patterned(work, ordered, num_batches)
             if (key := tuple(map(tuple, rows))) not in found and (timed := run(real.with_rows(rows))):
                 found[key] = timed
-    return real, sorted(found.values(), key=lambda each: (max(each.held) > limit, each.seconds, max(each.held)))
+    return real, sorted(found.values(), key=lambda each: (any(room.over(each.held)), each.seconds, max(each.held)))
 
 
 def _repeats(work: Work, rows: list[list[int]], num_batches: int) -> bool:

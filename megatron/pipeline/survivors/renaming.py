@@ -81,8 +81,12 @@ def renamed(found: Survivors, replicas: Sequence[int]) -> Survivors:
         rows=tuple(with_names(program.rows[rank_of.index(rank)]) for rank in range(len(ranks))),
         rank_of_stage=tuple(rank_of[program.rank_of_stage[stage]] for stage in order),
         copies=tuple(
-            Copy(program.copies[stage].stage, tuple(sorted(map(microbatch, program.copies[stage].positions))))
-            for stage in order
+            Copy(
+                copy.stage,
+                tuple(sorted(map(microbatch, copy.positions))),
+                None if copy.pair is None else stage_of[copy.pair],
+            )
+            for copy in map(program.copies.__getitem__, order)
         ),
         edges=tuple(
             sorted(Edge(stage_of[each.source], stage_of[each.target], each.gradient) for each in program.graph.edges)

@@ -256,9 +256,11 @@ def build_engine(
     replicas.
     """
     schedule, samples = built.schedule, args.batch_sizes.samples_per_microbatch
+    moves = args.moves_activations
     ranks = torch.distributed.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     if survivors is not None:
         schedule, samples = survivors.schedule, args.micro_batch_size
+        moves = schedule.moves_activations
         size = ranks_of_place(args)  # each of them has a pipeline with the same ones of the other places
         ranks = list(range(torch.distributed.get_rank() % size, torch.distributed.get_world_size(), size))
     return PipelineEngine(
@@ -270,7 +272,7 @@ def build_engine(
         tracer=_tracer_of(args),
         first_batch=position.iteration,
         first_microbatch=position.consumed_train_samples // samples,
-        activation_memory=built.memory if args.moves_activations and not schedule.copies else None,
+        activation_memory=built.memory if moves else None,
         deferred_bytes=built.deferred_bytes,
         ledger=built.update.ledger if schedule.residency is not None else None,
     )  # fmt: skip

@@ -41,7 +41,7 @@ def test_random_orders_do_not_undercut_it(job: Job, seed: int):
         if ordered is None:
             continue
         held = max(ordered.held)
-        bound = bounds.setdefault(held, drained_bound(sharing, job.costs, held))
+        bound = bounds.setdefault(held, drained_bound(sharing, job.costs, [held] * num_ranks))
         program = completed(Program.of(work.extent, work.instructions(ordered.rows)))
         assert simulate(program, costs).makespan >= bound - 1e-9
 
@@ -81,14 +81,16 @@ def one_loss(name: str, lost: str, num_microbatches: int = 8, num_replicas: int 
     ],
 )
 def test_by_hand(name: str, lost: str, held: int, expected: float):
-    assert drained_bound(one_loss(name, lost), Costs(), held) == expected
+    sharing = one_loss(name, lost)
+    assert drained_bound(sharing, Costs(), [held] * len(sharing.ranks)) == expected
 
 
 def test_recomputes_hide_behind_gradients_on_their_way():
     """A recompute adds to a rank's work, and not to the time of a microbatch alone but at the last rank."""
     sharing = one_loss("gpipe", "3.0", num_microbatches=1, recompute=True)
     plain = one_loss("gpipe", "3.0", num_microbatches=1)
-    alone, again = (drained_bound(each, Costs(forward=1, backward=2, recompute=1), 2) for each in (plain, sharing))
+    costs, held = Costs(forward=1, backward=2, recompute=1), [2] * len(plain.ranks)
+    alone, again = (drained_bound(each, costs, held) for each in (plain, sharing))
     assert again >= alone + 1
 
 
@@ -96,4 +98,4 @@ def test_what_is_held_bounds_the_steady_time():
     """Rank 0 holds a microbatch for 4 + 8 and has 11 of them in a batch: 33 with room for 4, 66 with room for 2."""
     sharing = one_loss("2bw", "3.0")
     assert max(held_undisturbed(sharing)) == 4
-    assert [steady_bound(sharing, Costs(), held) for held in (8, 4, 2)] == [33, 33, 66]
+    assert [steady_bound(sharing, Costs(), [held] * len(sharing.ranks)) for held in (8, 4, 2)] == [33, 33, 66]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from megatron.backend.streams import Event, streams_of
-from megatron.pipeline.program.copies import Copy
+from megatron.pipeline.program.copies import Copy, pair_stages_of
 from megatron.pipeline.program.edges import Edge, StageGraph
 from megatron.pipeline.program.instruction import SENDS, Instruction, Kind
 from megatron.pipeline.program.lane_order import Pairs
@@ -94,7 +94,7 @@ class Channels:
         ranks: global ranks of the pipeline, by pipeline rank.
         rank_of_stage: stage -> pipeline rank.
         edges: the edges between stages; none: a chain.
-        copies: the copy of a stage of the model that each stage is, for names; none: there are no copies.
+        copies: the copy of a stage of the model that each stage is, for names and pairs; none: there are no copies.
         rank: the pipeline rank of this process.
         stages: the stages of this rank, by their numbers in the program.
         timeout: how long a transfer may take.
@@ -167,7 +167,8 @@ class Channels:
             self._links[key], self._peers[key] = (link, spec), peer
         self._ahead = [link for link, _ in self._links.values() if not link.host_waits]
         self.move_link: GlooMoveLink | None = None
-        partner = Pairs(self._rank_of_stage, self._graph.num_frozen).of_rank(rank) if moves_activations else rank
+        pairs = Pairs(self._rank_of_stage, self._graph.num_frozen, pair_stages_of(self._copies))
+        partner = pairs.of_rank(rank) if moves_activations else rank
         if partner != rank:
             pair = sorted((rank, partner))
             name = f"{scope}/moves/{pair[0]}-{pair[1]}"
