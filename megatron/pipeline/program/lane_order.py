@@ -2,8 +2,8 @@
 
 **Moves to the pair stage.** BPipe (section 3.2) pairs stage x, which saves many microbatches, with stage p-1-x, which
 saves few. Frozen stages save nothing and have no pair stage, so pairs are counted among the other stages: behind k
-frozen stages, of a other stages, stage k+x is paired with stage k+a-1-x. Stages that are copies name their pairs. Four instructions move the activations of a
-microbatch between the two stages:
+frozen stages, of a other stages, stage k+x is paired with stage k+a-1-x. A stage that is a copy names its pair stage,
+or has none (`program.copies`). Four instructions move the activations of a microbatch between the two stages:
 
     0EVICT3  -> 3ACCEPT3     from the evictor to the acceptor
     0LOAD3   <- 3RETURN3     and back

@@ -88,9 +88,10 @@ def without(
     limit = max(before) if most_held is None else most_held
     if limit < 1:
         raise ValueError(f"a rank cannot compute and hold {limit} microbatches; let it hold 1 and more")
-    found = _drained if schedule.weights.drains else _steady
+    found, bound = (_drained, drained_bound) if schedule.weights.drains else (_steady, steady_bound)
     rooms = rooms_of(sharing, limit)
-    program = found(rooms, costs)
+    least = bound(sharing, costs, rooms[-1].most)
+    program = found(rooms, costs, least)
     needed = program.max_saved_on_rank(program.program.batches)
     if max(needed) > limit:
         raise ValueError(
@@ -106,30 +107,28 @@ def without(
         lost=tuple(sorted(sharing.lost)),
         seconds=_seconds(program, sharing.costs(costs)),
         undisturbed=_seconds(schedule, costs, num_microbatches),
-        bound=(drained_bound if schedule.weights.drains else steady_bound)(sharing, costs, rooms[-1].most),
+        bound=least,
         held=tuple(held),
         held_undisturbed=before,
     )
 
 
-def _drained(rooms: Sequence[Room], costs: Costs) -> ProgramSchedule:
-    """Return the fastest program that drains after each batch.
+def _drained(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedule:
+    """Return the fastest program that drains after each batch. `bound`: a time that none undercuts.
 
-    The search takes receives as posted in time, and moves to take none. So the best few orders of each room are
-    simulated, in which a receive may come late. One that takes as long as the search says leaves nothing to find to
+    The search takes receives as posted in time, and moves as free. So the best few orders of each room are simulated,
+    in which a receive or a move may come late. One that takes as long as the search says leaves nothing to find to
     those behind it. If no order fits into the limit, it is the program that holds the fewest microbatches.
     """
-    sharing, fitting = rooms[0].sharing, []
+    sharing, fitting, emptiest = rooms[0].sharing, [], None
     for room in rooms:
+        if fitting and fitting[0][0].seconds <= bound:
+            break
         work, orders = drained_orders(room, costs)
-        kept = [(ordered, room) for ordered in orders if not any(room.over(ordered.held))]
-        if not (kept or room.moves):
-            kept = [(min(orders, key=lambda each: max(each.held)), room)]
-        fitting += kept[:_SIMULATED]
+        emptiest = emptiest or min(orders, key=lambda each: max(each.held))
+        fitting += [(each, room) for each in orders if not any(room.over(each.held))][:_SIMULATED]
     fitting.sort(key=lambda each: each[0].seconds)  # of equals, those without moves first
 
-    if len(fitting) == 1:
-        return _schedule(sharing, _program(work, *fitting[0]))
     best, least, priced = None, inf, sharing.costs(costs)
     for ordered, room in fitting:
         if ordered.seconds >= least and not work.extent.recompute:  # a recompute may hide, and take less
@@ -139,27 +138,47 @@ def _drained(rooms: Sequence[Room], costs: Costs) -> ProgramSchedule:
             seconds = simulate(program, priced).makespan
             if seconds < least and not (room.moves and max(check(program).peak_saved_on_rank) > room.limit):
                 best, least = program, seconds
-    return _schedule(sharing, best)
+    return _schedule(sharing, best or _program(work, emptiest, rooms[0]))
 
 
-def _steady(rooms: Sequence[Room], costs: Costs) -> ProgramSchedule:
-    """Return the fastest program that goes on without a drain.
+def _steady(rooms: Sequence[Room], costs: Costs, bound: float) -> ProgramSchedule:
+    """Return the fastest program that goes on without a drain; of equals, the one without moves. `bound`: as above."""
+    best, least, refusal, priced = None, inf, None, rooms[0].sharing.costs(costs)
+    for room in rooms:
+        if least <= bound:
+            break
+        try:
+            program = _steady_in(room, costs)
+        except ValueError as error:
+            refusal = error
+            continue
+        fits = max(program.max_saved_on_rank(program.program.batches)) <= room.limit
+        seconds = _seconds(program, priced)
+        if best is None or (fits and seconds < least):
+            best, least = program, seconds if fits else inf
+    if best is None:
+        raise refusal
+    return best
+
+
+def _steady_in(room: Room, costs: Costs) -> ProgramSchedule:
+    """Return the fastest program that keeps to the room, or one that does not if none does.
 
     An order may not repeat, or begin a batch before the step that it needs. So the fastest order that can be proved is
     taken, and one that repeats with every batch before others.
+
+    Raises:
+        ValueError: no order can be proved.
     """
-    sharing, found = rooms[0].sharing, []
-    num_batches = sharing.schedule.settling_batches + _REPEATED
-    for room in rooms:
-        work, orders = steady_orders(room, costs, num_batches)
-        found += [(each, room) for each in orders if not (room.moves and any(room.over(each.held)))]
-    found.sort(key=lambda each: (any(each[1].over(each[0].held)), each[0].seconds))
-    schedule, fuller = sharing.schedule, None
+    schedule, fuller = room.sharing.schedule, None
+    work, orders = steady_orders(room, costs, schedule.settling_batches + _REPEATED)
     may_drain = isinstance(schedule, ProgramSchedule) and schedule.drains_between_periods
     for period in (1, None):
-        for ordered, room in found:
-            with suppress(ValueError if room.moves else ProgramError):
-                program = _schedule(sharing, _program(work, ordered, room), period)
+        for ordered in orders:
+            if room.moves and any(room.over(ordered.held)):
+                continue
+            with suppress(ValueError if room.moves else ProgramError):  # moves may not keep the limit
+                program = _schedule(room.sharing, _program(work, ordered, room), period)
                 if program.drains_between_periods and not may_drain:
                     continue
                 if max(program.max_saved_on_rank(program.program.batches)) <= room.limit:

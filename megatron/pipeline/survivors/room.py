@@ -6,7 +6,7 @@ rank (`--balance`) or to the host. Without a rank, too, a rank may begin more mi
 - **To the pair.** The pairs are those of each replica, of the copies that are left. A rank whose pair is lost moves
   nothing. Both ranks of a pair hold at most the limit, with one microbatch on its way (BPipe, section 3.3), so together
   they have begun at most twice the limit less one.
-- **To the host.** A rank may begin any number.
+- **To the host.** The host has room for as many as the rank.
 
 The passes of the presets put the moves into the rows.
 """
@@ -64,26 +64,18 @@ class Room:
     @cached_property
     def most(self) -> tuple[int, ...]:
         """For each rank, the number of microbatches that may be between their forward and the end of their backward."""
-        whole = self.sharing.batch_size * self.sharing.schedule.num_stages
-        return tuple(
-            whole if self.to_host else self.limit * (1 + (partner != rank))
-            for rank, partner in enumerate(self.partners)
-        )
+        return tuple(self.limit * (1 + (self.to_host or partner != rank)) for rank, partner in enumerate(self.partners))
 
     def over(self, begun: Sequence[int]) -> tuple[int, ...]:
         """Return by how many each rank has begun too many, where each has begun so many at once at most."""
-        if self.to_host:
-            return (0,) * len(begun)
-        found = []
+        allowed = list(self.most)
         for rank, partner in enumerate(self.partners):
-            own, other = begun[rank], begun[partner]
-            if partner == rank or (own, -rank) < (other, -partner):
-                most = self.limit if partner == rank or other <= self.limit else 2 * self.limit - 1 - other
-                most = max(1, min(most, self.limit))
-            else:
-                most = 2 * self.limit - 2
-            found.append(max(0, own - most))
-        return tuple(found)
+            if rank < partner:  # only one of the two sends microbatches away, and one of these is on its way
+                full, other = sorted((rank, partner), key=lambda each: (-begun[each], each))
+                allowed[full] = max(self.limit, 2 * self.limit - 2)
+                moves = begun[full] > self.limit
+                allowed[other] = max(1, 2 * self.limit - 1 - begun[full]) if moves else self.limit
+        return tuple(max(0, own - most) for own, most in zip(begun, allowed, strict=True))
 
     def with_pairs(self, extent: Extent) -> Extent:
         """Return the extent with copies that name their pairs."""
