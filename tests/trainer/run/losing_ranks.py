@@ -10,6 +10,7 @@ and 1 the one that takes its place.
 `sleep S` takes none away: the process needs S seconds more there. Nor does `alarm`: the process waits there until
 another is lost, and then has an error of the connection.
 The place `without sums` takes no rank away: the all-reduce with the norm breaks there, after others have got its sums.
+The place `move` is on the thread of moves, when saved activations have been packed and the other rank waits for them.
 The place `published` is in the making of a group in a recovery, where others have the rank's address and no connection.
 
 MOMENTS is a file to which each process appends a line for what happens: the time, its rank, what, and the iteration;
@@ -98,6 +99,7 @@ class Places:
         from megatron.pipeline.runtime.stages.megatron.redundant_shards import RedundantShards
         from megatron.pipeline.runtime.stages.megatron.stage import MegatronStage
         from megatron.pipeline.runtime.stages.megatron.update import MegatronWeightUpdate
+        from megatron.pipeline.runtime.transport.move_links import GlooMoveLink
         from megatron.trainer.checkpoint.checkpoint import Restoration
         from megatron.trainer.checkpoint.writer import CheckpointWriter
         from megatron.trainer.report.log import Reporter
@@ -128,6 +130,7 @@ class Places:
         _around(MegatronStage, "forward", before=of_microbatch("forward"))
         _around(MegatronStage, "backward", after=of_microbatch("backward"))
         _around(MegatronStage, "backward_input", after=of_microbatch("backward"))  # where backwards are split
+        _around(GlooMoveLink, "send", before=of_microbatch("move"))
         _around(MegatronWeightUpdate, "reduce_grad", before=of_version("chain"))
         _around(MegatronWeightUpdate, "reduce_norm", before=of_version("norm"))
         _around(MegatronWeightUpdate, "step", before=of_version("step"), after=of_version("stepped"))

@@ -106,6 +106,32 @@ def test_a_rank_is_two_steps_behind(tmp_path):
     assert "3 ranks of 4 go on from iteration 4" in job.outcome.output, job.outcome.output
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "flags, losses, lost",
+    [
+        ("bpipe", [
+            [0, "move", 2, "SIGKILL"],  # sends away what the loss of its replica leaves with another rank
+            [1, "move", 4, "kill 4"], [7, "move", 6, "SIGSTOP"],  # of the pair that is left, then the other end
+        ], [0, 4, 7]),
+        ("2bw --balance-activations", [[0, "move", 2, "SIGSTOP"], [7, "move", 5, "SIGKILL"]], [0, 7]),
+        ("flush --pipeline-offload-activations 3", [
+            [0, "backward", 2, "SIGKILL"], [1, "forward", 4, "kill 4"], [3, "chain", 6, "SIGSTOP"],
+        ], [0, 4, 3]),
+    ],
+    ids=["bpipe", "2bw, balanced", "host"],
+)  # fmt: skip
+def test_activations_move_without_a_rank(tmp_path, flags, losses, lost):
+    """Ranks are lost in the middle of a move, with all ranks and without one: the programs of those that are left move
+    activations to the pairs that are left, or to the host. Threads that move end with the engine that is given up."""
+    batches = "--global-batch-size 16 --train-iters 8"
+    shape = f"--pipeline-model-parallel-size 4 --pipeline-schedule {flags}"
+    job = run(tmp_path, 8, f"{batches} {shape} --eval-interval 3 --eval-iters 1", losses, timeout=500)
+    weights = "2bw" if "2bw" in flags else "flush"
+    assert_nothing_lost(job, f"{batches} --pipeline-schedule {weights} --eval-interval 3 --eval-iters 1")
+    assert [moment.rank for moment in job.moments if moment.is_loss] == lost, job.outcome.output
+
+
 SAVING = "--eval-interval 3 --eval-iters 1 --save saved --save-interval 4"
 
 
