@@ -39,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
         for each in found:
             if each.refusal:
                 print(f"{' '.join(map(str, each.lost))}: {each.refusal}")
-        if schedule.moves_activations or any(map(schedule.keeps, range(schedule.num_stages))):
-            print("without a rank no activations move, and every microbatch of a stage that recomputes is recomputed")
+        if any(map(schedule.keeps, range(schedule.num_stages))):
+            print("without a rank every microbatch of a stage that recomputes is recomputed")
     if options.csv:
         text = found[0].survivors.schedule.program.to_csv()
         command_line.write(options.csv, text)

@@ -138,7 +138,8 @@ class PipelineEngine:
 
         if schedule.residency is not None or schedule.swaps:
             if schedule.swaps:
-                self.stash = ActivationStash(self.saved, activation_memory)
+                number_of = {each.index: number for number, each in of_program.items()}
+                self.stash = ActivationStash(self.saved, activation_memory, number_of)
             elif schedule.residency.stashes_on_host:
                 self.stash = InputStash(self.saved, device=self._device, ledger=ledger)
             self._lanes = Lanes(

@@ -360,7 +360,7 @@ class Executor:
         """Give the stage what has come back of a microbatch, from the pair rank or from the host, if anything has."""
         if self._transfers is not None:
             self._wait_for_moves(instruction)
-            self._transfers.finish_load(stage, microbatch)
+            self._transfers.finish_load(stage, microbatch, instruction)
         if self._stash is not None:
             self._stash.restore(stage, microbatch)
 

@@ -34,6 +34,7 @@ TEXT = """\
         ("1:0-3", Copy(1, (0, 1, 2, 3))),
         ("1:0-5/2", Copy(1, (0, 2, 4))),
         ("10:7-7", Copy(10, (7,))),
+        ("1:0-4/2=7", Copy(1, (0, 2, 4), 7)),
     ],
 )
 def test_the_text_of_a_copy(text, copy):
@@ -213,10 +214,27 @@ def test_programs_that_are_refused(change, reason):
         check(replace(Program.from_csv(TEXT), **change))
 
 
-@pytest.mark.parametrize("words", ["0SWAP_OUT2,0SWAP_IN2", "0EVICT2,0LOAD2"])
-def test_no_activations_move(words):
-    with pytest.raises(ValueError, match="there can be no moves of saved activations; leave them out"):
-        check(Program.from_csv(TEXT.replace("0F2,0B0", f"0F2,{words},0B0")))
+def moving(words: str, others: str, copies: str = "0:0,2=2 0:1,3 1:0-3=0") -> Program:
+    """The program with `words` behind the second forward of stage 0, and `others` before all else of stage 2."""
+    text = TEXT.replace("0:0,2 0:1,3 1:0-3", copies)
+    return Program.from_csv(text.replace("0F2,0B0", f"0F2,{words}0B0").replace("2F0,2B0", f"{others}2F0,2B0"))
+
+
+def test_activations_move_between_copies_that_name_each_other():
+    """The text is read back; a copy without a pair moves none, and both ends of each move have to be there."""
+    evicts = "0EVICT2,0LOAD2,"
+    program = completed(moving(evicts, "2ACCEPT2,2RETURN2,"))
+    assert check(program).peak_saved_on_rank == (2, 2, 2)
+    assert Program.from_csv(program.to_csv()) == program
+    check(moving("0SWAP_OUT2,0SWAP_IN2,", "", "0:0,2 0:1,3 1:0-3"))
+    for copies, reason in (
+        ("0:0,2 0:1,3 1:0-3", "it is a copy that names no pair, so nothing can move"),
+        ("0:0,2=2 0:1,3 1:0-3=0", "the row of rank 2 has no 2ACCEPT2 to meet it"),
+        ("0:0,2=2 0:1,3 1:0-3", "stage 0 names stage 2 as its pair, which does not name it; let both name each other"),
+        ("0:0,2=7 0:1,3 1:0-3", "stage 0 names stage 7 as its pair, which does not name it"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check(moving(evicts, "", copies))
 
 
 @pytest.mark.parametrize("communication", [False, True])

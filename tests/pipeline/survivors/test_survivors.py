@@ -101,14 +101,6 @@ def test_graphs_lose_ranks_too(edges: str, placed: tuple[int, ...] | None):
         assert between == {(each.source, each.target, each.gradient) for each in given}
 
 
-def test_activations_do_not_move_without_a_rank():
-    """bpipe's ranks keep its limit without moves, by their order, and swaps to the host are left out alike."""
-    for schedule in (schedule_of("bpipe", 4), schedule_of("flush", 4, most_on_device=3)):
-        left = without(schedule, 8, num_replicas=2, lost=[ReplicaRank(1, 3)])
-        assert not left.schedule.moves_activations
-        assert max(left.held) <= max(schedule.max_saved_on_rank((8,))) < 4
-
-
 def test_a_rank_may_be_given_more_room():
     """zb-h1's first ranks are faster with more room; with too little no program is made, and the error says so."""
     schedule = schedule_of("zb-h1", 4)

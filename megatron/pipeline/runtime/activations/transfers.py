@@ -184,8 +184,8 @@ class ActivationTransfers:
     def evict(self, stage: Stage, microbatch: Microbatch, instruction: Instruction) -> None:
         eviction = stage.evict(microbatch)
         size = eviction.num_bytes
-        is_first = stage.index not in self._sizes
-        self._sizes[stage.index] = size
+        is_first = instruction.stage not in self._sizes
+        self._sizes[instruction.stage] = size
         self._memory.pool.reserve(self._num_loaded[size] + 1, size)
 
         def move() -> list[Tensor]:
@@ -193,7 +193,7 @@ class ActivationTransfers:
             if is_first:
                 self._transfer(instruction, lambda: self._link.send_size(size))
             self._transfer(instruction, lambda: self._link.send(buffer, microbatch.index))
-            self._saved.remove(stage.index)
+            self._saved.remove(instruction.stage)
             return eviction.held
 
         self._request(instruction, move)
@@ -274,9 +274,9 @@ class ActivationTransfers:
         self._queue.follow(needed)
         return True
 
-    def finish_load(self, stage: Stage, microbatch: Microbatch) -> None:
+    def finish_load(self, stage: Stage, microbatch: Microbatch, computation: Instruction) -> None:
         """Give loaded activations, if any, to the stage. Called after `wait_for`, before a recompute or backward."""
-        key = stage.index, microbatch.index
+        key = _key(computation)
         arrival = self._loading.pop(key, None)
         if arrival is not None:
             self._loaded[key] = arrival.buffer  # hold it until `mark_used`: kernels still read it

@@ -11,7 +11,7 @@ timing that the row allows, so their number depends only on the program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -29,10 +29,12 @@ class ActivationStash(HostStash):
     Args:
         saved: counts the microbatches that are saved on the device.
         memory: the activation memory with which the stages were built.
+        number_of: the number in the program of each stage, by its `index`, which is that in the model.
     """
 
-    def __init__(self, saved: SavedMicrobatches, memory: ActivationMemory) -> None:
+    def __init__(self, saved: SavedMicrobatches, memory: ActivationMemory, number_of: Mapping[int, int]) -> None:
         super().__init__(saved, device=memory.device)
+        self._number_of = number_of
         self._make = streams_of(memory.device).kept_host_buffer  # large, and used again for the whole run
         self._memory = memory
         self._loaded: dict[tuple[int, int], Tensor] = {}  # buffers of microbatches whose backward has not ended
@@ -41,24 +43,25 @@ class ActivationStash(HostStash):
     def offload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
         """Take the activations of a microbatch from its graph. Return the copy to the host, for its lane."""
         eviction = stage.evict(microbatch)
-        key = stage.index, microbatch.index
+        key = number, _ = self._number_of[stage.index], microbatch.index
         buffer = self._send(key, eviction.held, (eviction.num_bytes,), torch.uint8)
 
         def leave() -> None:
             eviction.pack(buffer)
-            self._saved.remove(stage.index)
+            self._saved.remove(number)
 
         return leave
 
     def reload(self, stage: Stage, microbatch: Microbatch) -> Callable[[], None]:
         """Return the copy of the activations to the device, which takes memory when it is called in its lane."""
-        buffer, place = self._fetch((stage.index, microbatch.index))
+        number = self._number_of[stage.index]
+        buffer, place = self._fetch((number, microbatch.index))
         size = len(buffer)
         self._num_coming[size] += 1
         self._memory.pool.reserve(self._num_coming[size], size)
 
         def come() -> None:
-            self._saved.add(stage.index)
+            self._saved.add(number)
             place.append(self._memory.take_buffer(size))
             copy(buffer, place[0])
 
@@ -66,7 +69,7 @@ class ActivationStash(HostStash):
 
     def restore(self, stage: Stage, microbatch: Microbatch) -> None:
         """Give the activations, if they have come back, to the stage. Called before its recompute or backward."""
-        key = stage.index, microbatch.index
+        key = self._number_of[stage.index], microbatch.index
         buffer = self._arrived(key)
         if buffer is not None:
             self._loaded[key] = buffer  # hold it until `mark_used`: kernels still read it

@@ -36,9 +36,9 @@ def loaded_buffers():
     """Only the address of what was loaded is kept."""
     finish = ActivationTransfers.finish_load
 
-    def finish_load(self, stage, microbatch):
-        finish(self, stage, microbatch)
-        key = stage.index, microbatch.index
+    def finish_load(self, stage, microbatch, computation):
+        finish(self, stage, microbatch, computation)
+        key = computation.stage, computation.microbatch
         if key in self._loaded:
             address = self._loaded[key].data_ptr()
             self._loaded[key] = SimpleNamespace(data_ptr=lambda: address)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.pipeline.program.copies import Copy, ranks_of_copies
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.runtime.activations.captured import ActivationMemory
 from megatron.pipeline.runtime.contract.stage import BatchReport, Microbatch
 from megatron.pipeline.runtime.contract.tensors import TensorSpec
 from megatron.pipeline.runtime.contract.trace import Tracer, gather_traces, timeline
@@ -52,6 +53,12 @@ class Case:
     preset: str = ""  # the schedule of each replica, from which `survivors.without` makes that of those left
     virtual_stages: int = 1  # of its ranks
     recompute: bool = False
+    most_on_device: int | None = None  # microbatches of a rank; others wait on the host
+
+    @property
+    def moves(self) -> bool:
+        """Whether saved activations may leave their rank."""
+        return self.preset == "bpipe" or self.most_on_device is not None
 
     @property
     def copies(self) -> tuple[Copy, ...]:
@@ -90,11 +97,11 @@ def _schedule_of(case: Case) -> ProgramSchedule:
     if case.preset:
         of_replica = Schedule.preset(
             case.preset, num_stages=case.num_stages, num_virtual_stages=case.virtual_stages,
-            recompute=case.recompute, data_parallel=True,
+            recompute=case.recompute, data_parallel=True, most_on_device=case.most_on_device,
         )  # fmt: skip
-        lost = [ReplicaRank(*each) for each in case.lost]
-        survivors = without(of_replica, case.num_microbatches, num_replicas=case.num_replicas, lost=lost, most_held=12)
-        return survivors.schedule
+        lost, most = [ReplicaRank(*each) for each in case.lost], None if case.moves else 12
+        left = without(of_replica, case.num_microbatches, num_replicas=case.num_replicas, lost=lost, most_held=most)
+        return left.schedule
     return copied_programs.schedule_of(
         case.copies,
         weights=case.weights,
@@ -209,14 +216,16 @@ def _tied(case: Case, groups: Groups, names) -> TiedParameter | None:
 def train(case: Case) -> Outcome:
     """Train this rank's stages of a chain."""
     groups = Groups(case.schedule())
-    return _run(case, case.schedule(), *_own(case, groups), groups, reference.MICROBATCH_SIZE)
+    stages, update, memory = _own(case, groups)
+    return _run(case, case.schedule(), stages, update, groups, reference.MICROBATCH_SIZE, activation_memory=memory)
 
 
 def error_of_a_wait(case: Case) -> str:
     """What the last rank says that waits for others, which do nothing."""
     schedule = case.schedule()
     groups = Groups(schedule)
-    engine = PipelineEngine(schedule, *_own(case, groups), timeout=timedelta(seconds=0.5))
+    stages, update, _ = _own(case, groups)
+    engine = PipelineEngine(schedule, stages, update, timeout=timedelta(seconds=0.5))
     said = ""
     if groups.rank == schedule.num_ranks - 1:
         try:
@@ -227,8 +236,8 @@ def error_of_a_wait(case: Case) -> str:
     return said
 
 
-def _own(case: Case, groups: Groups) -> tuple[list[ModuleStage], ModuleUpdate]:
-    """This rank's stages of a chain, and their update."""
+def _own(case: Case, groups: Groups) -> tuple[list[ModuleStage], ModuleUpdate, ActivationMemory | None]:
+    """This rank's stages of a chain, their update, and the memory from which activations move."""
     parts = parts_of(reference.build_model(tied=case.tied), case.num_stages)
     if case.tied:
         parts[-1] = deepcopy(parts[-1])
@@ -244,14 +253,14 @@ def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **gro
     """`data`: microbatch -> its input and target."""
     parameters = {name: each for part in parts for name, each in part.named_parameters()}
     versions = WeightVersions(parameters, window=1 if case.weights == "flush" else 2)
-    last = case.num_stages - 1
+    last, memory = case.num_stages - 1, ActivationMemory() if case.moves else None
     stages = [
         ModuleStage(
             part, index=stage, num_stages=case.num_stages, versions=versions,
             source=None if stage else lambda microbatch: data(microbatch)[0],
             loss=(lambda output, microbatch: case.loss(output, data(microbatch)[1])) if stage == last else None,
             input_spec=_SPEC if stage else None, output_spec=None if stage == last else _SPEC,
-            recompute=case.recompute,
+            recompute=case.recompute, activation_memory=memory,
         )
         for part, stage in zip(parts, own, strict=True)
     ]  # fmt: skip
@@ -259,7 +268,7 @@ def _stages_and_update(case, parts, own, data, *, tied=lambda names: None, **gro
         parameters, versions=versions, optimizer=case.make_optimizer(parameters.values()), clip_grad=case.clip_grad,
         num_grad_buffers=1 if case.weights == "flush" else 2, tied=tied(parameters), **groups,
     )  # fmt: skip
-    return stages, update
+    return stages, update, memory
 
 
 def go_on(case: Case, border: int) -> Outcome | None:
@@ -273,7 +282,7 @@ def go_on(case: Case, border: int) -> Outcome | None:
     groups = Groups(schedule, left)
     replicas = [dist.new_group([each * p + place for each in range(d)]) for place in range(p)][stage]
     own = [replica]  # and nobody, once batches are those of all replicas
-    [module], update = _stages_and_update(
+    [module], update, _ = _stages_and_update(
         case, [parts_of(reference.build_model(), p)[stage]], [stage],
         lambda microbatch: case.data(microbatch.index * d + own[0] if own else microbatch.index),
         data_parallel_group=replicas, counts_in_norm=replica == 0, job_group=dist.new_group(),
@@ -310,6 +319,7 @@ def _run(case, schedule, stages, update, groups, samples, reports=(), **options)
     reports += engine.drain()
     traces = None if engine.tracer is None else gather_traces(engine.trace())
     rows = timeline(traces).rows if traces else ()
+    assert engine.saved.peak_on_rank <= max(schedule.max_saved_on_rank(()))
     dist.barrier(group=groups.job)
     left = len(engine._executor._exchange), sum(len(each.activations) for each in stages), engine.num_unread_sends()
     engine.close()

@@ -12,6 +12,7 @@ import torch
 
 from megatron.pipeline.program.copies import Copy, PeersOfCopy, graph_of_model, ranks_of_copies
 from megatron.pipeline.program.edges import Edge, StageGraph
+from megatron.pipeline.program.instruction import MOVES, SWAPS
 from megatron.pipeline.program.weight_policies import POLICIES
 from megatron.pipeline.runtime.fitting import require_copyable
 from tests import workers
@@ -106,6 +107,29 @@ def test_ranks_that_are_left_run_the_program_made_for_them(options):
     assert_same(train(case), copies_cases.in_one_process(case))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preset": "bpipe", "lost": ((0, 1),)},
+        pytest.param({"preset": "flush", "most_on_device": 3, "lost": ((0, 2),)}, marks=pytest.mark.full),
+        pytest.param({"preset": "bpipe", "lost": ((0, 0), (1, 1)), "recompute": True}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_copies_move_their_activations(options):
+    """What the ranks that are left save goes to their pairs, or to the host, within the number that is proved. Stages
+    have other numbers in the program than in the model."""
+    of_all = {"num_stages": 4, "num_microbatches": 8, "num_batches": 2, "lost": ((0, 0),), "optimizer": "adamw"}
+    case = Case(**of_all | options)
+    schedule = case.schedule()
+    assert schedule.moves_activations and max(schedule.max_saved_on_rank(())) == 3
+    outcomes = train(case)
+    assert_same(outcomes, copies_cases.in_one_process(case))
+    rows = schedule.build((case.batch_size,) * case.num_batches).rows
+    moves = {str(each) for row in rows for each in row if each.kind in MOVES | SWAPS}
+    assert moves and moves <= {*outcomes[0].drawn}
+
+
 def test_ranks_with_several_stages_hold_copies():
     """Each rank has two stages of a chain of four, and one has lost its peer."""
     case = Case(num_stages=4, lost=((1, 1), (1, 3)), rank_of_stage=(0, 1, 2, 0, 1, 2), clip_grad=0.05)
@@ -165,13 +189,12 @@ def test_a_copy_knows_the_copies_that_have_its_microbatches():
     [
         ({"weights": POLICIES["2bw-provisional"]}, "predict from gradients of a part of a batch, and copies"),
         ({"weights": POLICIES["stash"]}, "let each stage step by itself, and copies of a stage share a batch"),
-        ({"residency": object()}, "moves its weights to the host; run copies without moves"),
-        ({"swaps": True}, "moves saved activations; run copies without moves"),
+        ({"residency": object()}, "has copies of stages and its weights on the host; keep these on the device"),
     ],
 )
 def test_what_copies_cannot_do_is_refused(differs, message):
     """The sentence says what the schedule has and what to choose."""
-    plain = {"weights": POLICIES["flush"], "residency": None, "balance": False, "swaps": False}
+    plain = {"weights": POLICIES["flush"], "residency": None}
     require_copyable(SimpleNamespace(**plain))
     with pytest.raises(ValueError, match=message):
         require_copyable(SimpleNamespace(**plain | differs))
