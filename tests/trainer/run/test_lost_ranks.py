@@ -111,9 +111,8 @@ def test_a_rank_is_two_steps_behind(tmp_path):
     "flags, losses, lost",
     [
         ("bpipe", [
-            [0, "move", 2, "SIGKILL"],  # sends away what the loss of its replica leaves with another rank
-            [1, "move", 4, "kill 4"], [7, "move", 6, "SIGSTOP"],  # of the pair that is left, then the other end
-        ], [0, 4, 7]),
+            [0, "move", 2, "kill 2"], [1, "move", 4, "SIGSTOP"], [6, "move", 6, "SIGKILL"],
+        ], [2, 1, 6]),
         ("2bw --balance-activations", [[0, "move", 2, "SIGSTOP"], [7, "move", 5, "SIGKILL"]], [0, 7]),
         ("flush --pipeline-offload-activations 3", [
             [0, "backward", 2, "SIGKILL"], [1, "forward", 4, "kill 4"], [3, "chain", 6, "SIGSTOP"],
