@@ -127,9 +127,9 @@ def test_a_loss_of_another_replica_is_the_same_program(way: str):
 )
 def test_2bw_moves_without_a_drain(choices: dict):
     """In the steady state a batch takes as long as with room for all."""
-    lost, given = [ReplicaRank(0, 0)], {"num_replicas": 4}
-    left = without(schedule_of("2bw", 4, **choices), 8, lost=lost, **given)
+    given = {"lost": [ReplicaRank(0, 0)], "num_replicas": 2}
+    left = without(schedule_of("2bw", 4, **choices), 6, **given)
     assert left.schedule.moves_activations and not left.schedule.drains_between_periods
-    assert left.seconds == without(schedule_of("2bw", 4), 8, lost=lost, **given).seconds == left.bound == 33
-    assert without(schedule_of("2bw", 4), 8, lost=lost, most_held=LIMIT, **given).seconds == 45
+    assert left.seconds == without(schedule_of("2bw", 4), 6, **given).seconds == left.bound == 36
+    assert without(schedule_of("2bw", 4), 6, most_held=LIMIT, **given).seconds == 48
     assert max(left.held) <= LIMIT
