@@ -6,7 +6,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported anywhere
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import contextlib
 import gc
+import importlib
 import itertools
 import random
 import sys
@@ -38,6 +40,26 @@ def pytest_configure(config):
     load_profile(full=config.option.markexpr.startswith("full"))
     if hasattr(config, "workerinput"):  # of pytest-xdist: the processes' temporary directories lie in one
         config.stash[TURNS] = Turns(Path(config.option.basetemp).parent)
+
+
+def in_turn(files: list[str], first: int, of: int) -> list[str]:
+    """All files, beginning with the share `first` of `of` shares."""
+    begin = len(files) * first // of
+    return files[begin:] + files[:begin]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Where processes share the whole suite, each imports another part of the files first: what one has compiled, with
+    its assertions, the others read."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    root = session.config.rootpath
+    files = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py"))
+    for file in in_turn(files, int(worker["workerid"].removeprefix("gw")), worker["workercount"]):
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection imports it again, and reports it
+            importlib.import_module(file.removesuffix(".py").replace("/", "."))
 
 
 def unit_of(test: str) -> str:
