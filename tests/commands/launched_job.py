@@ -47,7 +47,7 @@ def with_membership(mode: str) -> None:
     from megatron.pipeline.runtime.failure.membership import Membership
 
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    membership = Membership(store, RANK, int(os.environ["WORLD_SIZE"]), failure_timeout=4.0)
+    membership = Membership(store, RANK, int(os.environ["WORLD_SIZE"]), failure_timeout=8.0)
     membership.accept_losses()
     epoch = membership.begin(60)
     say(f"rank {RANK}: epoch {epoch.number} with {epoch.ranks}, joined {epoch.joined}")
