@@ -51,7 +51,7 @@ class Case:
     cp: int = 1
     exchange: str = "all_gather"  # --cp-comm-type
     query_groups: int | None = None
-    batches: tuple[int, ...] = (4, 4, 4, 4, 4, 4)  # microbatches of the whole job, over all replicas
+    batches: tuple[int, ...] = (4, 4, 4, 4)  # microbatches of the whole job, over all replicas
     drains: tuple[int, ...] = ()  # drain after these batches
     layers: int = 4
     first_layers: int | None = None  # on the first stage; the others share the rest

@@ -17,7 +17,7 @@ from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.test_update import CLOSE, FP16, SPREAD, Row, check
 
 REFERENCE = "tests.pipeline.runtime.stages.megatron.megatron_provisional_reference:reference"
-STAGE = {"schedule": "2bw", "predict": True, "batches": (4,) * 8}
+STAGE = {"schedule": "2bw", "predict": True, "batches": (4,) * 6}
 UNIFORM = STAGE | {"provisional_microbatches": 1}
 FEEDBACK = STAGE | {"provisional_microbatches": 0}
 FP16 = FP16 | {"predict": True, "batches": (2,) * 8}
