@@ -109,7 +109,7 @@ def num_streams(
 def launches_beside(program: Program) -> bool:
     """Whether two threads of some rank may launch at the same time, so that their order matters in a shared queue.
 
-    These are the chain of reductions, or moves of activations, beside computations.
+    One thread launches computations; another launches the chain of reductions, or moves of activations.
     """
     return not all(_launches_alone(each) for each in _Job(program, 1, 1, False).ranks)
 

@@ -132,7 +132,7 @@ class Channels:
                         self.posted[kind][stage][None] = posted
 
     def of_microbatches(self, stage: int, channels: Iterable[Channel]) -> dict[int, tuple[Channel, ...]]:
-        """Return for each microbatch that a copy takes those of its `channels` that carry it."""
+        """Return, for each microbatch that `stage` takes, those of `channels` that carry the microbatch."""
         found: dict[int, tuple[Channel, ...]] = dict.fromkeys(self.taken[stage], ())
         for channel in channels:
             for microbatch in self.taken[channel.maker] & self.taken[channel.taker]:

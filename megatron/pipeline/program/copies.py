@@ -172,7 +172,11 @@ class PeersOfCopy:
                 self._at[position][copies[peer].stage] = peer
 
     def of(self, position: int) -> Mapping[int, int]:
-        """Return stage of the model -> its copy, for the microbatch at a position of a batch. KeyError: not taken."""
+        """Return, for the microbatch at a position of a batch: neighbouring stage of the model -> the copy that takes
+        the microbatch.
+
+        Raises KeyError if this copy does not take the microbatch.
+        """
         return self._at[position % self._num_positions]
 
 

@@ -120,7 +120,7 @@ class Pairs:
     of_copies: tuple[int, ...] = ()
 
     def of_stage(self, stage: int) -> int:
-        """Return the pair stage of a stage; the stage itself if it is frozen or in the middle."""
+        """Return the other stage of a stage's pair; the stage itself if it is frozen or in the middle."""
         if self.of_copies:
             return self.of_copies[stage]
         if stage < self.num_frozen:

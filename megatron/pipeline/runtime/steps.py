@@ -52,11 +52,11 @@ class Steps:
 
     Attributes:
         of_stage: stage -> the stages that step together with it.
-        microbatches: those announced and not forgotten, by index.
+        microbatches: index -> microbatch, from its announcement until it is forgotten.
         begun: the batches with a forward.
         num_backwards: batch -> backwards that have ended.
         before_predictions: versions whose STEP is directly before a PREDICT.
-        is_refused: what the last VALIDATE said.
+        is_refused: whether the last VALIDATE refused its step.
         reports: batch -> its report, for the batches stepped so far. The caller removes them.
     """
 

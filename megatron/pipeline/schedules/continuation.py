@@ -165,7 +165,7 @@ def _computations(row: Row) -> list[Instruction]:
 
 
 def left_of(repetition: Repetition, parts: list[Rows], index: int, *, extent: Extent) -> Rows:
-    """Return the instructions that remain of the batches up to `index`, from its cut on, if no batch follows.
+    """Return the instructions behind the cut of batch `index` with which the pipeline drains if no batch follows.
 
     They are in the order of the rows, and numbered as if batch `index` were the first batch of the program.
 

@@ -250,7 +250,8 @@ class PipelineSchedule(Tied, ABC):
         return self._build(batches, first_batch, first_microbatch)
 
     def interleaves_batches(self, batches: Sequence[int]) -> bool:
-        """Whether the program of these batches has, in some row, a backward or a half after one of a later batch.
+        """Whether some row of the program of these batches has a backward, or a half of one, behind that of a later
+        batch.
 
         Raises:
             ValueError: as for `build`.

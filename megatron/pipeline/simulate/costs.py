@@ -92,7 +92,8 @@ class Costs:
         return {kind: named[word.cost] for kind, word in WORDS.items()}
 
     def by_name(self, num_stages: int) -> dict[str, list[float]]:
-        """The same, by the names that words give their costs. Raises as `seconds`."""
+        """Return name of a cost -> its seconds at each stage. Defaults are filled in. Raises ValueError as `seconds`
+        does."""
         backward, values = spread("backward", self.backward, num_stages), {**vars(self), **self.others}
         found = {"backward": backward} | dict(zip(_HALVES, self._halves(backward), strict=True))
         for name in _NAMES:

@@ -1,9 +1,9 @@
-"""Programs that are computed: from costs and memory limits to the rows of one batch, with a lower bound beside them.
+"""Synthesis of programs: from costs and memory limits to the rows of one batch, with a lower bound on the time.
 
-`problem.py` has what is asked, `timing.py` times an answer, `seeds.py` makes first answers, `squeeze.py` and
-`improve.py` improve them, `bound.py` computes what no answer beats, and `search.py` runs all of these. `keep.py`
-chooses which microbatches are recomputed, `moved.py` which ones move, and `either.py` both together. `steady.py` is for
-batches that follow one another without a drain.
+`problem.py` defines the problem, `timing.py` times a solution, `seeds.py` makes first solutions, `squeeze.py` and
+`improve.py` improve them, `bound.py` computes the lower bound, and `search.py` runs all of these. `keep.py` chooses
+which microbatches are recomputed, `moved.py` which ones move, and `either.py` both together. `steady.py` is for batches
+that follow one another without a drain.
 """
 
 from megatron.pipeline.synthesis.keep import synthesize_keeping

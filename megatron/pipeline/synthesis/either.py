@@ -68,7 +68,7 @@ def of_both_kinds(
 
 
 def keeping_all(problem: Problem, found: Synthesis) -> Synthesis:
-    """Return a program without recomputes as one of a problem that keeps all microbatches."""
+    """Return `found`, a program without recomputes, as a solution of `problem` that keeps every microbatch."""
     items = product(sorted(problem.recomputed), range(problem.num_microbatches))
     problem = replace(problem, kept=tuple(Kept(*each) for each in items))
     return replace(found, problem=problem, words=[word_of(problem, row) for row in found.program.rows])

@@ -1,11 +1,11 @@
 """The choice of the microbatches that a recomputed stage keeps, and the search for a program with such a choice.
 
 For given words the choice is made rank by rank, from the beginning on: everything is kept until the limit is reached.
-Then that microbatch is recomputed instead which frees most for longest, over the time that its recompute takes. The
-search goes on with the words for which this costs least, and chooses anew for what it finds.
+Then the rank recomputes the microbatch that frees the most memory times time for each second of its recompute. The
+search goes on with the words for which this costs least, and chooses again for each result.
 
-Where activations may move, too, a part of these microbatches is kept and moves (`either.py`). What only recomputes and
-what only moves is searched as it is without the other, with the same rounds and seeds, and the fastest of all counts.
+Where activations may move, too, some of these microbatches are kept and moved (`either.py`). Programs that only
+recompute and programs that only move are also searched, with the same rounds and seeds, and the fastest program counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

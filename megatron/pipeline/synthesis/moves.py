@@ -100,7 +100,7 @@ def pair_ranks(problem: Problem) -> list[int]:
 
 
 def relaxed(problem: Problem, way: Way) -> list[Problem]:
-    """Return the problem with limits within which moves may keep the true ones."""
+    """Return problems with other limits. Moves may bring solutions of these within the limits of `problem`."""
     limits = list(map(problem.limit_of, range(problem.num_ranks)))
     sizes = [max(max(problem.takes_at[each]) for each in own) for own in problem.queues_of_rank]
     if all(map(math.isinf, limits)):

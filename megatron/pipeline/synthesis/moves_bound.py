@@ -50,9 +50,9 @@ from megatron.pipeline.synthesis.problem import Problem
 
 
 def bound_with_moves(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
-    """Return the bound in seconds over programs with moves of one of the ways or without, and what it comes from.
+    """Return a lower bound in seconds on programs with moves in one of `ways` or none, and the bound's origin in words.
 
-    Where microbatches are kept, it holds for any choice of them.
+    Where microbatches are kept, the bound holds for any choice of them.
     """
     if problem.kept:
         return bound_of_any_choice(problem, ways)
@@ -60,7 +60,7 @@ def bound_with_moves(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]
 
 
 def bound_of_any_choice(problem: Problem, ways: Sequence[Way]) -> tuple[float, str]:
-    """Return a bound for every choice of the microbatches of `problem.recomputed` that are recomputed, and of moves."""
+    """Return the same bound, for any choice of moves and of the recomputed microbatches of `problem.recomputed`."""
     return min(_bound_of_any(problem, way) for way in ways)
 
 

@@ -104,7 +104,7 @@ class Problem:
 
     @property
     def facts(self) -> dict[str, object]:
-        """As JSON's values: the programs over which a bound holds."""
+        """The facts on which a lower bound depends, as values for JSON: costs, limits, placement and words."""
         seconds = zip(self.queues, self.seconds, strict=True)
         transfers = zip(self.queues, self.sources, strict=True)
         limits = map(self.limit_of, range(self.num_ranks))
@@ -284,12 +284,13 @@ class Problem:
 
     @cached_property
     def takes(self) -> tuple[float, ...]:
-        """What a computation of each queue holds more from its start on; the mean where some microbatches are kept."""
+        """By queue, the memory that a computation occupies from its start on, in the unit of `saved`: the mean over
+        microbatches."""
         return tuple(map(_mean, self.takes_at))
 
     @cached_property
     def takes_at(self) -> tuple[tuple[float, ...], ...]:
-        """What each microbatch's computation of each queue holds more from its start on."""
+        """By queue, the memory that each microbatch's computation occupies from its start on, in units of `saved`."""
         takes = []
         for kind, stage in self.queues:
             whole, part = self.saved_sizes[stage], self.input_sizes[stage]

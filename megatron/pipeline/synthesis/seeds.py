@@ -226,7 +226,7 @@ class Patterns:
         return Waits(period, tuple(strides), tuple(turns))
 
     def changed(self, waits: Waits, chance: random.Random) -> Waits:
-        """Change one number."""
+        """Return `waits` with a random change of the period, of a stride, or of a turn."""
         leg, kind = chance.randrange(self._num_legs), chance.random()
         if kind < 0.15:
             return replace(waits, period=max(0.8 * self.problem.unit, waits.period * (1 + chance.gauss(0, 0.03))))

@@ -1,4 +1,4 @@
-"""The fastest program of several problems: placements, and sets of stages that are recomputed."""
+"""The fastest program over several problems, which differ in placement or in the set of recomputed stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

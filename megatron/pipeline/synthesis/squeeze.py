@@ -48,7 +48,8 @@ class Squeeze:
         )
 
     def loosened(self, words: Words, chance: random.Random) -> Words:
-        """Return words of one sweep, onwards or backwards, in which computations for some gaps end too late."""
+        """Return the words after one sweep, onwards or backwards, that fills some gaps with computations that end too
+        late."""
         loose = _Loose(self.problem.unit * chance.choice(_LATE), chance.choice(_PARTS), chance)
         if chance.random() < 0.5:
             return self._onwards.sweep(words, loose)

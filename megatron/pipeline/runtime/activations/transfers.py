@@ -294,7 +294,7 @@ class ActivationTransfers:
         self._queue.follow(self._queue.num_complete)
 
     def abandon(self, timeout: float) -> bool:
-        """Stop the thread without its moves after the connections were broken. Return whether it has ended within
+        """Stop the thread after the connections were broken, and drop its moves. Return whether it ended within
         `timeout` seconds."""
         has_ended = self._queue.abandon(timeout)
         self._link = None

@@ -122,13 +122,13 @@ _Key = tuple[int, int]  # stage, microbatch
 
 
 class HostStash:
-    """What of a rank's microbatches waits on the host; a class of it says what that is.
+    """Tensors of a rank's microbatches that wait in host memory; a subclass says which tensors.
 
     All calls come from the main thread, except that the lanes call the functions that `offload` and `reload` return.
 
     Args:
         saved: counts the microbatches that are saved on the device.
-        device: the device of what is saved.
+        device: the device of the saved tensors.
         ledger: counts the bytes of reloaded inputs and of host buffers; None: they are not counted.
 
     Attributes:

@@ -246,7 +246,10 @@ class ElementwiseStep:
         return takes and takes(rule(group, **options))
 
     def due(self, parameter: Tensor, gradient: Tensor, factor: float, state: dict[str, Any]) -> DueStep | None:
-        """The optimizer's own step with `factor` times the gradient, to be taken by a pass; None if it cannot be."""
+        """Return the optimizer's own step with `factor` times the gradient, for a later pass to take.
+
+        None if no pass can take it: the gradient is not FP32, or `can_take` is False.
+        """
         operands = Operands(parameter, gradient, factor, state, target=parameter)
         is_known = gradient.dtype is torch.float32 and self.can_take(operands)
         return DueStep(self._rule, operands) if is_known else None

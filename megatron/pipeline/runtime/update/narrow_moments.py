@@ -67,10 +67,10 @@ class OneByOne(torch.optim.Optimizer, ABC):
 
 
 class NarrowMoments(OneByOne):
-    """AdamW whose moments have types of their own between steps.
+    """AdamW that stores each moment between steps in a dtype that the user chose.
 
     Args:
-        dtypes: of `exp_avg` and of `exp_avg_sq`.
+        dtypes: the dtypes of `exp_avg` and of `exp_avg_sq`.
         dithers: round to BF16 by dithering; otherwise to the nearest value.
         fused: step with torch's fused kernel.
     """

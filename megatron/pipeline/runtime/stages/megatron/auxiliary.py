@@ -71,7 +71,7 @@ class RouterLosses:
             self._num_shares = parallel_state.get_tensor_and_context_parallel_group().size()
 
     def scale(self, factor: float) -> None:
-        """Multiply the losses by `factor` in the backward that comes, beside the main loss's own factor."""
+        """Let the next backward multiply these losses by `factor`. The main loss has a factor of its own."""
         if self._has_experts:
             # `full` copies nothing from the host, so the host does not wait.
             MoEAuxLossAutoScaler.set_loss_scale(torch.full((), factor * self._num_shares, device=backend.device()))
@@ -255,9 +255,9 @@ def stage_of_layers(config: TransformerConfig, num_stages: int) -> int | None:
 
 
 def drop_unread_output_weight(model: nn.Module) -> None:
-    """Take away an output layer's own weight if the layer multiplies by the copy of the embedding beside it.
+    """Remove an output layer's own weight if the layer multiplies by the chunk's copy of the embedding instead.
 
-    megatron.core reads the copy, and makes the weight all the same unless the chunk is the first stage.
+    megatron.core allocates the weight although it reads only the copy, unless the chunk is the first stage.
     """
     if getattr(model, "mtp_process", False) and model.post_process and model.share_embeddings_and_output_weights:
         model.output_layer.weight = None

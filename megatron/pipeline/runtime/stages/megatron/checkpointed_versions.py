@@ -166,9 +166,9 @@ class OlderVersions:
         return other
 
     def restore(self, loaded: dict) -> None:
-        """Make the weights that are shown the newest version, and take older versions from `loaded`.
+        """Restore the weight versions: the newest from the weights that the parameters show, older ones from `loaded`.
 
-        `loaded` has the entries of `to_load`, loaded.
+        `loaded` holds the entries of `to_load`, read from the checkpoint.
         """
         if not any(_entry(age) in loaded for age, _ in self._by_age()):
             self._versions.reset(*self._entry)

@@ -379,7 +379,7 @@ class MegatronStage(CapturingStage):
     def take_losses(self, batch: int) -> dict[str, tuple[float, float]]:
         """Remove and return the sums of the reported numbers of a batch: name -> (sum, count).
 
-        Tensor rank 0 of the last stage has those of the loss function, and every stage those of its routers.
+        Tensor rank 0 of the last stage reports the numbers of the loss function, and every stage its routers' losses.
         """
         return self._losses.take(batch)
 
