@@ -1,4 +1,5 @@
-"""The problem of a job's program: its costs, and the memory that weights and buffers leave to activations."""
+"""The synthesis problem of a job: the costs of its computations, and the memory that weights and buffers leave to
+activations."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

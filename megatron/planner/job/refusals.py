@@ -148,15 +148,15 @@ def undivided_in_fp8(
     tokens: int,
     recipe: str = "delayed",
 ) -> str | None:
-    """The first size that Transformer Engine does not multiply in FP8, in words; None: it multiplies all.
+    """The first size that is no multiple of what FP8 needs in Transformer Engine, in words; None: all sizes are.
 
     Args:
         tensor: tensor parallel size, over which the widths of heads and feed-forward layers are divided.
         heads: widths of all queries, and of all keys.
-        latents: of latent attention, with the number of heads; None: it has none, and `heads` are what is multiplied.
+        latents: sizes of latent attention, and its number of heads; None: other attention, with the widths `heads`.
         feed_forward: widths of the feed-forward layer and of the shared expert; 0: there is none.
         expert: width of a rank's part of an expert; 0: there are none.
-        tokens: those of a microbatch on a rank.
+        tokens: number of tokens of a microbatch on a rank.
     """
     width, rows = (32, 32) if recipe == "mxfp8" else (_WIDTH, _TOKENS)
     names = "a rank's queries", "a rank's keys"

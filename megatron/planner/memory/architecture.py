@@ -277,7 +277,7 @@ class Architecture:
 
     @property
     def further_have_experts(self) -> bool:
-        """Whether these layers have experts, as the last layer."""
+        """Whether the layers of multi-token prediction have experts, as the model's last layer has."""
         return self.experts is not None and self.experts.of_stages((self.num_layers - 1, 1))[1] > 0
 
     def tied_stages(self, num_stages: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Bytes that a microbatch saves in a T5, whose stages are a chain of encoder layers and then decoder layers.
 
-Both kinds of layers have the tensors of activations.py, of their own tokens. A decoder layer also attends to the
-encoder's output. With s tokens of the encoder and r of the decoder, and e bytes an element, it saves besides:
+Both kinds of layers save the tensors of activations.py, for their own number of tokens. A decoder layer also attends to
+the encoder's output. With s tokens of the encoder, r of the decoder, and e bytes an element, it also saves:
 
     norm                the input, r e h; the result, which queries are made of, r e h        shared
     queries, result     2 r e q                                                               split
@@ -9,10 +9,10 @@ encoder's output. With s tokens of the encoder and r of the decoder, and e bytes
     scores              (2 e + 1) r s a, as in activations.py                                 split
     dropout's mask      r h                                                                   shared
 
-The encoder's output is saved once on each stage with layers of the decoder, whatever their number, and the input of its
-final norm on the stage that has that. Between stages goes one tensor of s + r tokens, and of the few rows that hold
-tables of distances. A stage of the encoder also holds the part of its input that it only passes on, the embedded tokens
-of the decoder.
+Each stage with layers of the decoder saves the encoder's output once, whatever their number. The stage with the
+encoder's final norm saves the input of the norm. Stages send one another one tensor of s + r tokens, and a few more
+rows with the tables of distances. A stage of the encoder also holds the part of its input that it only passes on: the
+decoder's embedded tokens.
 """
 
 from collections.abc import Sequence

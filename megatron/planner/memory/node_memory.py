@@ -36,7 +36,7 @@ class HostVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestModel:
-    """The largest model of a shape that fits in the memory of hosts: its layers, and the parameters of all of it."""
+    """The largest model of a shape that fits in the memory of the hosts: its numbers of layers and of parameters."""
 
     num_layers: int
     num_parameters: int

@@ -362,7 +362,8 @@ class TrainingState:
         return masters * (2 + self.num_moments)
 
     def last_update(self, num_parameters: int, *, experts: int = 0) -> float:
-        """Bytes of the FP32 copies of what a step steps, from which a prediction takes the last update again."""
+        """Bytes of the FP32 copies of the parameters that a step updates. Error feedback takes the last update again
+        from them."""
         return _FP32 * self.stepped(num_parameters, experts)
 
     def stepped(self, num_parameters: int, experts: int = 0) -> float:

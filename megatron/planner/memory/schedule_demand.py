@@ -9,10 +9,12 @@ saved microbatches of a single stage of an accepting rank (the number of the who
 microbatches of a batch too small to reach the bound, and the receives of a few ranks.
 
 `schedule_demand` takes the closed form for orders for which tests have shown it exact. It reads a proved program in
-three cases: programs may stay below the bounds, since saved activations are balanced and a batch hardly fills the
-pipeline or stages share a rank, or since backwards are split and batches are small; there are two ranks, whose receives
-may be used as soon as they are posted; or the order has no closed form. `representative_sizes` finds smaller batches
-with the same demand as a large one, since a pipeline treats many microbatches as it treats fewer.
+three cases. First, programs may stay below the bounds: backwards are split and batches are small, or saved activations
+are balanced and a batch hardly fills the pipeline or stages share a rank. Second, there are two ranks, whose receives
+may be used as soon as they are posted. Third, the order has no closed form.
+
+`representative_sizes` finds smaller batches with the same demand as a large one, since a pipeline treats many
+microbatches as it treats fewer.
 """
 
 from collections.abc import Callable, Iterable, Iterator

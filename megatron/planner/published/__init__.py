@@ -1,1 +1,1 @@
-"""Published measurements, and what is compared with them or only reproduces papers."""
+"""Published measurements and the planner's errors against them, and settings with which papers are reproduced."""

@@ -242,13 +242,13 @@ def fit_profile(profile: Profile, gpu: str, start: Constants = START) -> Constan
 def fit_profiles(
     profiles: Mapping[str, Profile], gpu: str, start: Constants = START, *, software: Software | None = None
 ) -> ConstantsFit:
-    """Fit to profiles of several models that were taken on `gpu`, a name in `DEVICES` or `cpu`.
+    """Fit the time model's constants to profiles of several models, taken on `gpu`: a name in `DEVICES`, or `cpu`.
 
     The share of tensor ranks is fitted if some stages have several; the cost of short memory is not fitted.
 
     Args:
         profiles: name of a model -> its profile.
-        software: what trained; None: as far as each profile says.
+        software: the training software; None: as each profile records it.
 
     Raises ValueError for fewer stages than constants.
     """

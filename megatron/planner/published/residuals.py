@@ -5,12 +5,13 @@ other file of runs, `residuals/NAME.FILE.json`. They are written by
 
     python tools/grid_search.py validate --entries measurements.json --write-residuals FILE
 
-A run that the constants were fitted to stands there with a prediction of constants that were fitted without it.
+A run that the constants were fitted to is predicted by constants that were fitted again without this run.
 
-The *kind* of a run decides how far off the prediction of its time is. Kinds are few, since published runs are. What the
-time model prices by a rule of its own is one: the processor, the attention's kernels, the precision, the schedule, a
-network between nodes, and a short memory. Whatever else a configuration, a model or a software says besides its usual
-value (`extras`) makes another kind, so that no feature that was never compared borrows the interval of one that was.
+The *kind* of a run decides how far off the prediction of its time may be. There are few kinds, since there are few
+published runs. A kind has what the time model prices by a rule of its own: the processor, the attention's kernels, the
+precision, the schedule, a network between nodes, and a shortage of memory. Each other setting of a configuration, a
+model or a software that is not at its usual value (`extras`) makes another kind. So a feature that was never compared
+does not borrow the interval of one that was.
 """
 
 import json
@@ -72,9 +73,9 @@ class Kind:
         attention: "flash attention" or "unfused attention".
         precision: "16 bits" or "32 bits".
         strategy: the schedule's name, or `NO_PIPELINE`.
-        extras: what else is not as usual.
+        extras: other settings that are not at their usual values.
         several_nodes: there is a network between its GPUs.
-        under_pressure: as of its verdict, which is borderline, or has ranks that are slowed for want of memory.
+        under_pressure: whether the run barely fits in memory, or ranks are slowed by a shortage of memory.
     """
 
     device: str

@@ -81,10 +81,10 @@ def search(
     objective: str = "time",
     num_processes: int = 1,
 ) -> Outcome:
-    """Search a space and rank its configurations, best first, followed by those beside the ranking (`Space.unasked`).
+    """Search a space and rank its configurations, best first. Those of `Space.unasked` follow, without a rank.
 
-    Unless programs are large, one configuration beside the ranking is simulated too, so that its time can be compared
-    with that of the best.
+    Unless programs are large, one configuration without a rank is simulated, too, so that its time can be compared with
+    that of the best.
 
     Args:
         space: the values to try.

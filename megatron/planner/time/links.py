@@ -254,7 +254,7 @@ class Rates:
 
     @property
     def memory(self) -> float:
-        """Bytes per second that kernels reach of the GPU's memory."""
+        """Bytes per second that kernels reach in the GPU's memory."""
         return self.device.memory_bandwidth * _GIGA * self.constants.memory_efficiency
 
     @property
