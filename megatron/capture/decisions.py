@@ -83,9 +83,10 @@ def _place() -> Place:
 
 
 def rehearsed(model: torch.nn.Module, batch: Mapping[str, Tensor]) -> dict[Place, list[bool]]:
-    """Run the forward once. Returns the line of each decision -> its answers; buffers and generators stay as they were.
+    """Run the forward once, and return for each place of a decision the answers in order.
 
-    Parameters may be fake. Where the forward fails, the answers until then are returned.
+    Buffers and random-number generators keep their state. Parameters may be fake. If the forward fails, the answers
+    until then are returned.
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     recorded = _Recorded()

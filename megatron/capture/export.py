@@ -118,9 +118,10 @@ def capture(
     """Capture `model` in training mode.
 
     Args:
-        model: the user's model. It keeps its mode, and the graph has its parameters.
+        model: the user's model. The model keeps its mode, and the graph shares its parameters.
         batch: name -> tensor [batch of 2 or more, ...], the arguments of the forward. The graph runs with any batch
-            size, 1 included. Values matter only if the forward decides by them; every batch is then decided alike.
+            size, 1 included. The values matter only if the forward branches on them; other batches
+            then have to take the same branches.
         loss: (output of the model, batch) -> scalar mean loss; None: the model computes the loss from its labels.
         keep: fields of the output that are kept beside the loss, such as ``logits``.
         forward: (model, batch) -> the output with its loss, in place of the model's own forward of the batch.

@@ -51,7 +51,8 @@ def refuse_what_cannot_be_cut(graph_module: fx.GraphModule) -> None:
 
 
 def refuse_decision(node: fx.Node | None) -> None:
-    """Raise ValueError for a decision that no graph may repeat, as `check_decisions` finds it; None: there is none."""
+    """Raise ValueError for `node`, a decision on values that a graph may not repeat (see `check_decisions`); None: do
+    nothing."""
     if node is not None:
         _refuse(node, _DECIDES, f"use torch.where or a mask in its place, {_OR_ANOTHER}")
 

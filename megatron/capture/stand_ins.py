@@ -150,8 +150,9 @@ def _symbolic_len(value: object) -> int | torch.SymInt:
 
 @contextlib.contextmanager
 def standing_in(model: torch.nn.Module) -> Iterator[None]:
-    """A block to export `model` in. Raises OtherGeneratorError at its end if something was drawn from another generator
-    than torch's.
+    """A block in which torch.export can trace `model`: functions that it cannot trace are replaced.
+
+    Raises OtherGeneratorError at its end if the forward drew from another generator than torch's.
     """
     sources = {type(module).__module__ for module in model.modules()}
     places = [sys.modules[name] for name in sources if name in sys.modules and not name.startswith("torch.")]

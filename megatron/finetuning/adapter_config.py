@@ -83,7 +83,7 @@ def written_config(path: Path, beginnings: Collection[str] = BEGUN):
     """PEFT's `LoraConfig` in a file, or in a folder with PEFT's name.
 
     `beginnings`: the accepted values of `init_lora_weights`. Raises ValueError for a file that cannot be read, an
-    adapter of another kind than LoRA, and another beginning.
+    adapter of another kind than LoRA, and another value of `init_lora_weights`.
     """
     peft = require_peft()
     path = path / CONFIG if path.is_dir() else path

@@ -21,7 +21,7 @@ OTHERS = ("max_new_tokens", "generation_max_length", "num_beams", "generation_me
 
 
 def add_generation(add: Callable[..., argparse.Action]) -> None:
-    """Add the flags. `add`: as of a group."""
+    """Add the flags. `add`: the `add_argument` of a parser or of a group."""
     add("--predict_with_generate", action="store_true",
         help="evaluations generate an answer to each prompt (text-to-text, chat)")  # fmt: skip
     add("--max_new_tokens", type=count, metavar="N", help="most tokens of an answer; none: --max_target_length")

@@ -172,7 +172,8 @@ def cut_model(
 
 
 def relay_partition(captured: Captured, batch: Mapping[str, Tensor], args: argparse.Namespace) -> PartitionFile:
-    """The layers of a model as stages, dealt out to the devices in turn, with costs estimated for a common device.
+    """Partition a model into one stage per layer, dealt out to the devices in turn. Costs are estimated for a typical
+    GPU.
 
     Raises ValueError for a model with too few layers.
     """

@@ -169,12 +169,13 @@ def relay_lines(plan: RunPlan, args: argparse.Namespace) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Speed:
-    """A batch on one kind of GPU.
+    """The predicted time of a batch on one kind of GPU.
 
     Attributes:
-        compute, link, host: seconds of the bounds.
-        simulated: seconds of a batch of the program, one after another.
-        tokens: of a batch, padding included.
+        compute, link, host: lower bounds in seconds, from the computations, the link to the host, and the host's
+            updates.
+        simulated: seconds of a batch in the simulated program.
+        tokens: number of tokens of a batch, padding included.
     """
 
     compute: float

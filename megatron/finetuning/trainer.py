@@ -277,9 +277,9 @@ def forward(
 
 
 def set_references(pipeline: BuiltPipeline, sources: Iterable[Rows | None], *, size: int) -> int:
-    """Set the references of all pairs of a preference: their log-probabilities in the model that the run begins with.
+    """Compute the reference log-probabilities of preference pairs (DPO) with the weights at the start of the run.
 
-    A run that goes on from a checkpoint computes them again before it reads the checkpoint: the same forwards of the
+    A run that resumes from a checkpoint computes them again before it reads the checkpoint, by the same forwards of the
     same weights. Returns the number of pairs; 0 for another task.
 
     Collective: every rank must call it, before a step and before a checkpoint is read. `size`: rows of a microbatch.

@@ -84,7 +84,8 @@ class PartitionDevice:
 
 @_record
 class Together:
-    """Nodes that must stay in one stage, or on one device, where they may be in different stages."""
+    """Nodes that must be in one stage; with `where` "device" they must be on one device, and may be in different
+    stages."""
 
     nodes: Annotated[tuple[int, ...], Field(min_length=1)]
     where: Literal["stage", "device"] = "stage"

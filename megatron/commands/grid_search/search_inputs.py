@@ -158,7 +158,7 @@ def _sequence_length(flags: list[str]) -> int | None:
 def read_model(options: argparse.Namespace, cluster: Cluster) -> ModelInput:
     """Read the named model and the flags of the training programs, which take precedence.
 
-    Raises ValueError.
+    Raises ValueError for an unknown model, or flags that the programs refuse.
     """
     argv, architecture, notes = read_argv(options)
     argv, assumed = _for_processor(argv, options, cluster)
@@ -258,7 +258,7 @@ assert set(_PRECISION) <= {*DEVICES, "cpu"}
 
 
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the space of a search, which a sweep shares."""
+    """Add the flags that define a search: model, cluster and search space. A sweep has them, too."""
     model = parser.add_argument_group("model", "Besides these, every flag of pretrain_gpt.py or pretrain_bert.py.")
     add_model_arguments(model)
     model.add_argument("--precision", choices=("bf16", "fp16", "fp32"),

@@ -116,7 +116,7 @@ def write_topology(path: Path, cluster: Cluster) -> None:
 
 
 def remove_script(path: Path) -> None:
-    """Remove the script of an earlier search, whose best it was, with its program, and nothing else of these names."""
+    """Remove the script and the program that an earlier search wrote at `path`. A file that no search wrote stays."""
     with suppress(OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8")
         if _MADE_BY in text:

@@ -1,10 +1,10 @@
-"""Hold the planner against published results: an error table with the bars that it should reach.
+"""Compare the planner with published results: a table of errors, beside the errors that it should not exceed.
 
     python tools/grid_search.py validate --entries measurements.json --feasibility facts.json
 
-Constants that were fitted to a run do not predict it: it is left out with those of the same degrees and microbatch, and
-the others are fitted again. All other runs are predicted as they are. The error of a run is predicted over published,
-less 1, of the time or the MFU that was published.
+Constants that were fitted to a run do not predict that run. So to predict a run that they were fitted to, the constants
+are fitted again without all runs of its degrees and microbatch size. All other runs are predicted with the constants as
+they are. The error of a run is its predicted time or MFU over the published one, less 1.
 
 --write-residuals keeps measured over predicted times, from which `estimate` and `search` take their intervals.
 """

@@ -100,7 +100,8 @@ class ActivationCache:
         return found
 
     def get_older(self, samples: Sequence[Hashable]) -> list[Tensor | None]:
-        """The outputs of samples in the generation before, from which new layers compute; None for a missing value."""
+        """The samples' outputs in the previous generation, from which the newly frozen layers compute; None for a
+        missing value."""
         found = [None] * len(samples) if self.older is None else self._get(self.older, samples)
         self.measured.add(older_hits=sum(each is not None for each in found))
         return found

@@ -60,7 +60,7 @@ def _attention(text: str) -> str:
 
 
 def add_task(add: Callable[..., argparse.Action]) -> None:
-    """Add the flags of single tasks. `add`: as of a group."""
+    """Add the flags of single tasks. `add`: the `add_argument` of a parser or of a group."""
     add("--chosen_column", help="column of the preferred answer (dpo)")
     add("--rejected_column", help="column of the other answer (dpo)")
     add("--dpo_beta", type=within(1e-6, float), metavar="B", default=DPO_BETA,

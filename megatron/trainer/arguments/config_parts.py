@@ -55,7 +55,7 @@ def number(name: str, value: object, kind: type) -> int | float:
 
 
 def truth(name: str, value: object) -> bool:
-    """The value of a key that has to be true or false. Raises ValueError."""
+    """Return `value`, the value of the key `name`. Raises ValueError if it is neither true nor false."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {shown(value)}; give true or false")
     return value

@@ -3,11 +3,11 @@
 Problem: Megatron's users keep their models in shell scripts, as arrays and strings of flags that meet in one command.
 Running such a script to see the flags would start a job.
 
-Solution: of the shell, what those scripts are made of is understood: assignments of words, strings and arrays (also
-with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names that the
-script does not set are taken from the environment, and otherwise left as they stand, as is what commands would print.
-What stands in `if`, `case`, loops and functions is not read, nor what is sourced, or assigned if another command says
-so; the notes name each with its line.
+Solution: the reader knows the parts of the shell language that such scripts use: assignments of words, strings and
+arrays (also with +=), `$NAME`, `${NAME}`, `${NAME[@]}`, `${NAME[0]}`, `${NAME:-default}` and `$((arithmetic))`. Names
+that the script does not set are taken from the environment. Names that are not there either, and substitutions of
+commands, stay as they are written. The reader skips the bodies of `if`, `case`, loops and functions, sourced files, and
+assignments that depend on another command; a note names each with its line.
 """
 
 import re

@@ -47,7 +47,7 @@ _PARTS = {"F": "forward", "R": "recompute", "B": "backward", "I": "backward_inpu
 
 
 class ProgramInMaking:
-    """The way of a run from its first program to the one for its costs.
+    """The making of a run's own program: measure the costs, search a program for these costs, and change to it.
 
     Args:
         args: the run's configuration.

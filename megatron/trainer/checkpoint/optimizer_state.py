@@ -285,7 +285,7 @@ class Anew:
     def of(
         cls, request: ShardedStateDict, model: dict[str, ShardedStateDict], holds_key: Callable[[str], bool]
     ) -> Anew:
-        """The reset for a load of `request`, which has the entries of `model` and others."""
+        """The reset for a load of `request`, the entries of `model`, of older versions and of the optimizer."""
         weights = {value.key: value.data.detach() for value in nested_values(model) if _is_tensor(value)}
         found = []
         for entry in (each for each in request if each not in model):

@@ -321,10 +321,10 @@ def optimizer_state(
 
 
 def regrouped(loaded: StateDict, optimizer: MegatronOptimizer) -> StateDict:
-    """The loaded optimizer state, whose numbers are those of one optimizer or of a chain, in the form of `optimizer`.
+    """Convert the loaded optimizer state, of one optimizer or of a chain of optimizers, to the form of `optimizer`.
 
-    Where replicas share out experts, megatron.core has a second optimizer for them. Tensors come in the form of
-    `optimizer`, since they have names, and numbers in the form of the checkpoint.
+    Where ranks share out experts, megatron.core has a second optimizer for them. Tensors are loaded by name, so they
+    already have the form of `optimizer`. Numbers, such as step counts, still have the form of the checkpoint.
     """
     chain = optimizers_of(optimizer)
     numbers = {name: value for name, value in loaded.items() if not isinstance(name, int)}
@@ -362,10 +362,10 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 def without_empty_groups(entry: ShardedStateDict) -> ShardedStateDict:
-    """The optimizer entry with the masters by the number of their group, without the groups that have none.
+    """The optimizer's entry with its masters as a dict, group number -> masters, without empty groups.
 
-    megatron.core leaves empty groups out of a list, which moves the groups behind them, and it writes the empty groups
-    of rank 0 for all ranks.
+    megatron.core leaves empty groups out of its list, so later groups move up. It also writes rank 0's empty groups for
+    all ranks.
     """
     if 0 in entry:  # of a chain
         return {number: without_empty_groups(each) for number, each in entry.items()}

@@ -26,10 +26,10 @@ INNER = "transformer_layer."
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `first` to `first + count` of a tensor here, which are every `step`-th row from row `source` on of the
-    tensor `name` there.
+    """The source of rows `first` to `first + count` of a tensor of our model: every `step`-th row, from row `source`
+    on, of the tensor `name` in the other format's files.
 
-    A transposed tensor's columns there are rows here.
+    If the tensor is transposed, the columns of `name` count as rows.
     """
 
     name: str
@@ -121,7 +121,7 @@ def queries_keys_values(columns: Callable[[TrainConfig], int] | None) -> Layout:
 
 
 def keys_values(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
-    """Of a cross-attention: for each head its keys, then its values."""
+    """The layout of a cross-attention's keys and values: for each head its keys, then its values."""
     width, pieces = args.kv_channels, []
     for head in range(args.num_attention_heads):
         pieces += [Piece(name, (2 * head + n) * width, width, head * width) for n, name in enumerate(names)]
@@ -129,7 +129,7 @@ def keys_values(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, .
 
 
 def gated(width: Callable[[TrainConfig], int]) -> Layout:
-    """The gate's rows, then those that it multiplies."""
+    """The layout of a gated feed-forward layer: the rows of the gate, then the rows that the gate multiplies."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         rows = width(args)

@@ -38,12 +38,12 @@ class Documents:
     """The tokens of a file's conversations.
 
     Attributes:
-        tokens: int32, of all conversations, one behind the other.
-        has_loss: bool, for each token whether it belongs to an answer.
-        borders: int64 [conversations + 1], where each begins, and the end.
-        lines: int64 [lines + 1], the first conversation of each line of the file, and their number.
-        num_cut: conversations of which a part is beyond the longest that is taken.
-        num_left_out: conversations that have no answer, or none in that part, and are not among these.
+        tokens: int32 [tokens], the conversations one behind the other.
+        has_loss: bool [tokens], whether a token belongs to an answer.
+        borders: int64 [conversations + 1], the first token of each conversation, and the number of tokens.
+        lines: int64 [lines + 1], the first conversation of each line of the file, and the number of conversations.
+        num_cut: number of conversations that were cut to the length of a sequence.
+        num_left_out: number of conversations that are left out because they have no answer within that length.
     """
 
     tokens: numpy.ndarray

@@ -25,12 +25,12 @@ _COPIED_BYTES = 16
 
 @dataclass(frozen=True)
 class LostRanks:
-    """The losses of one rank, one for each rank of the pipeline.
+    """What the loss of one rank costs, for each rank of the pipeline.
 
     Attributes:
-        losses: what each comes to; empty where the job cannot go on.
-        lines: what else is to be said.
-        seconds: whether times are seconds.
+        losses: the cost of each loss; empty if the job cannot go on.
+        lines: further lines of the dry run.
+        seconds: whether times are in seconds; otherwise in forwards of a layer.
     """
 
     losses: tuple[Loss, ...]

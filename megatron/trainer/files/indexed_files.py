@@ -137,7 +137,7 @@ _HEADER_SIZE = 34
 
 
 class Contents(NamedTuple):
-    """The content of a pair. A document has one sequence, or with `--split-sentences` one for each sentence."""
+    """The content of a .bin/.idx pair. A document has one sequence, or with `--split-sentences` one a sentence."""
 
     num_sequences: int
     num_documents: int

@@ -60,11 +60,11 @@ class Assumed:
 
 @dataclass(frozen=True)
 class MeasuredHere:
-    """The costs of a job that has measured itself.
+    """The costs that a job has measured in its own batches.
 
     Attributes:
-        costs: those of computations and transfers.
-        to_host, from_host: seconds of a byte's copy.
+        costs: the costs of computations and transfers.
+        to_host, from_host: seconds to copy a byte.
     """
 
     costs: Costs

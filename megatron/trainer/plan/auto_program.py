@@ -185,9 +185,9 @@ def _known(found: Synthesis | Steady, problems: Sequence[Problem]) -> dict[str, 
 
 
 def keep(made: MadeProgram, folder: Path) -> None:
-    """Write a program beside the checkpoints to come; the certificate last, without which it is not taken again.
+    """Write a program into the folder of the run's checkpoints.
 
-    Raises OSError.
+    The certificate is written last: without one, no later run takes the program. Raises OSError.
     """
     (folder / CERTIFICATE).unlink(missing_ok=True)
     write_whole(folder / FILE, made.csv)

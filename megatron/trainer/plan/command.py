@@ -143,8 +143,8 @@ class Job:
 
     @cached_property
     def software(self) -> from_flags.RunSoftware:
-        """The software that trains; for schedules that split backwards, with the layers that the program takes for
-        them."""
+        """The software that trains. If schedules that split backwards need other layers, `with_halves` has the software
+        with these."""
         asked = {name: getattr(self.priced, name) for name in ("gathers_keys", "dispatcher", "overlaps_experts")}
         whole = replace(from_flags.software(self._alone), **asked)
         if self._given.transformer_impl or self._alone.transformer_impl == "local" or self.platform.engine_puts_off:
@@ -176,7 +176,7 @@ class Job:
 
     @property
     def accepted(self) -> tuple[str, ...]:
-        """Flags of the user, as written, that nothing reads."""
+        """The user's flags that the programs accept and do not read, as written."""
         return tuple(
             " ".join(_written(flag, self._given))
             for flag in _given_flags(self._given)
@@ -186,8 +186,11 @@ class Job:
     # --- argv for a script
 
     def argv_of(self, *groups: str) -> list[tuple[str, ...]]:
-        """The flags that stay of these groups of docs/flags.md, a tuple each; without any: of all groups that do not
-        say where things are."""
+        """The user's flags of these groups of docs/flags.md, one tuple each, without the flags that a configuration
+        decides.
+
+        Without groups: of all groups, but for flags that say where files are.
+        """
         return [
             _absolute(flag, _written(flag, self._given), Path.cwd())
             for flag in (self._given_of(*groups) if groups else _given_flags(self._given))
@@ -199,8 +202,11 @@ class Job:
         return name in self._given.given
 
     def located_argv_of(self, group: str, folder: Path) -> dict[str, tuple[str, ...]]:
-        """By destination: the flags that stay of a group that says where things are, but for those of `argv_of()`.
-        Relative paths among them become absolute, seen from `folder`."""
+        """Destination -> the user's flag, for the flags of `group` that `argv_of()` leaves out: those that say where
+        files are.
+
+        Relative paths become absolute, seen from `folder`.
+        """
         return {
             flag.dest: _absolute(flag, _written(flag, self._given), folder)
             for flag in self._given_of(group)

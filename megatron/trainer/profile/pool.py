@@ -300,7 +300,7 @@ class StagePlan:
         return samples, lone.num_parameters, lone.deferred_bytes
 
     def describe(self, *, store: object, start: Callable[[], None]) -> dict:
-        """The profile's fields about the model and the machine; called on one rank."""
+        """The profile's fields about the model and the machine; called on one rank, with the arguments of `time`."""
         from megatron.trainer.profile.measurements import describe
 
         args = prepare(self.arguments(), store)

@@ -122,7 +122,7 @@ class MetricsFile:
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Write the lines that could not be written before, or log their loss, and close the file."""
+        """Write the lines that could not be written before, or log that they are lost, and close the file."""
         with self._by_product.attempt():
             self._write_waiting()
         if self._waiting:

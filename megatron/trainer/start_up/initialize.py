@@ -90,8 +90,11 @@ def initialize(args: TrainConfig) -> TrainConfig:
 
 
 def choose_device(distributed_backend: str | None) -> tuple[int, str]:
-    """Set the CUDA device; returns this process's local rank, and the backend of its process group where this one is
-    asked for. Raises ValueError."""
+    """Set this process's CUDA device, if it computes on one. Returns (local rank, backend of the process group).
+
+    `distributed_backend`: the backend that the user asks for; None: the usual one. Raises ValueError if the machine
+    does not have it.
+    """
     _, _, local_rank = environment_ranks()
     if backend.is_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())

@@ -59,7 +59,7 @@ def counted_tokens(args: Arguments) -> None:
 
 
 def moved_activations(args: Arguments) -> None:
-    """Refuse to move saved activations whose sizes depend on what a router chooses. After the rules of schedules."""
+    """Refuse to move saved activations whose sizes depend on a router's choices. Runs after the rules of schedules."""
     if args.num_experts is not None and args.moves_activations and not args.moe_pad_expert_input_to_capacity:
         raise ValueError(
             "what experts save is of another size in each microbatch, and cannot leave the device; add "

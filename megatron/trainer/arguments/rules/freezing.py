@@ -180,7 +180,7 @@ def schedules(args: Arguments) -> None:
 
 
 def intervals(args: Arguments) -> list[str]:
-    """Returns a note on a run that ends before anything can change."""
+    """The rule of --freeze-interval: returns a note if training ends before the first decision."""
     if not args.changes or args.skip_train:
         return []
     first = args.freeze_start + args.freeze_interval

@@ -21,7 +21,13 @@ FLAG_OF = {each.dest: each for each in FLAGS}
 
 @dataclass(frozen=True)
 class Idle:
-    """`names`: destinations of flags that have no effect where `holds` of the arguments; `reason`: when that is so."""
+    """Flags that some arguments leave without an effect.
+
+    Attributes:
+        names: the destinations of the flags.
+        holds: whether given arguments leave the flags without an effect.
+        reason: the reason, as a clause.
+    """
 
     names: str
     holds: Callable[[Arguments], bool]
