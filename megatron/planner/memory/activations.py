@@ -18,11 +18,12 @@ paper's count for a layer, in bytes per token, with e bytes an element:
 "split" is divided by t; "shared" is divided by t with sequence parallelism only. Flash attention saves no scores. With
 grouped queries unfused attention repeats keys and values for every head; otherwise keys and values are kept as views of
 the projection's result, and the queries of several groups are a copy.
-With context parallelism a rank has a part of the tokens, and so a part of all tensors; unfused attention that gathers
-keys and values keeps those of whole sequences. A layer with experts has the
-tensors of its routed experts (below) instead of the tensors of the MLP.
-A layer that is recomputed as a whole keeps only its input: e h, shared as above. (Equation 6 of BPipe does not divide
-the input by t; the published feasibility of BPipe's configurations agrees with dividing.)
+
+With context parallelism a rank has a part of the tokens, and so a part of all tensors. Unfused attention that gathers
+keys and values keeps the keys and values of whole sequences. A layer with experts has the tensors of its routed experts
+(below) instead of the tensors of the MLP. A layer that is recomputed as a whole keeps only its input: e h, shared as
+above. (Equation 6 of BPipe does not divide the input by t; the published feasibility of BPipe's configurations agrees
+with dividing.)
 
 If linear layers multiply in FP8, their inputs are kept in one byte an element, and flash attention also keeps its
 result in 16 bits.

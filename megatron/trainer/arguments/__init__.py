@@ -1,8 +1,9 @@
 """The command line of the training programs: Megatron-LM's flags, as data, with rules. No torch in here.
 
-A rule says which values fit together, and may fill in a value that follows from others. It takes the namespace, returns
-notes for the log, and raises ValueError with one sentence: value, reason, remedy. The order of the rules matters only
-where a rule uses what an earlier rule has filled in (degrees before stages and batches, these before schedules).
+A rule says which values fit together, and may fill in a value that follows from others. It takes the run's `Arguments`,
+returns notes for the log, and raises ValueError with one sentence: value, reason, remedy. The order of the rules
+matters only where a rule uses what an earlier rule has filled in (degrees before stages and batches, these before
+schedules).
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -1,5 +1,8 @@
-"""From checked flags to the planner's records, to what a search prices and the trainer refuses (ranks that share
-sequences or experts), and to the run's programs, proved. Without torch, so that a search starts at once."""
+"""What checked flags mean to the planner and to a search, and the run's programs, proved.
+
+`PricedFlags` are flags that a search prices although the trainer refuses them: ranks that share sequences or experts.
+This module imports no torch, so that a search starts at once.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """The metrics of a run: `--metrics-file`, outputs that may fail without ending the run, and the arithmetic of a model.
 
-`--metrics-file` has JSON lines with full precision: an object for each iteration and each evaluation; and for a
-pipeline that may change, one at the start (`initial_...`) and one for each change; and one for each change of the
-ranks with which the run goes on (`membership_change`). One rank writes each line with a system call, so that a killed
-run leaves complete lines. A line that cannot be written, for example on a full disk, is kept and written before the
-next one. A resumed run appends; if it repeats iterations, the last line of an iteration is valid.
+`--metrics-file` has JSON lines with full precision, one object a line. There is a line for each iteration and each
+evaluation. A pipeline that may change has one at the start (`initial_...`) and one for each change. A run that goes on
+without lost ranks, or with ranks that returned, has one for each such change (`membership_change`). One rank writes
+each line with a system call, so that a killed run leaves complete lines. A line that cannot be written, for example on
+a full disk, is kept and written before the next one. A resumed run appends; if it repeats iterations, the last line of
+an iteration is valid.
 
-A full disk must not end training because a line of the log cannot be written. A by-product that cannot be written is
-reported once, with the reason, and once more when it can be written again. This module imports no torch.
+Training must not end because a line of the log cannot be written. So a by-product that cannot be written is reported
+once, with the reason, and once more when it can be written again. This module imports no torch.
 """
 
 import json

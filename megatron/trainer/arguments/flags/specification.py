@@ -1,13 +1,12 @@
 """What a command line flag is, as data.
 
 Problem: Megatron-LM's users bring scripts with hundreds of flags. Each must parse, and then either work or be
-refused by name with a remedy; help and documentation must not drift from what the parser accepts, nor the values that
-the code reads from either.
+refused by name with a remedy. The parser, the help, the documentation and the values that the code reads must agree.
 
 Solution: a flag is a small frozen record, and flags of one subject are the fields of one dataclass, which has their
-names, types and defaults. The parser, `--help`, `docs/flags.md`, the refusals and `TrainConfig` are all derived from
-these dataclasses (parser.py, reference.py, config.py), and so is what a run says about flags without effect. Roles say
-what else treats flags alike: checkpoints and searches ask for those of one.
+names, types and defaults. The parser, `--help`, `docs/flags.md`, the refusals, `TrainConfig` and the notes on flags
+without effect are all derived from these dataclasses (parser.py, reference.py, config.py). A flag has roles, by which
+checkpoints and searches select the flags that they treat alike.
 """
 
 import argparse
