@@ -211,7 +211,7 @@ def _problems(options: argparse.Namespace, limit: float | None) -> "list[Problem
 
 def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
     """The sets of recomputed stages to try."""
-    from megatron.pipeline.synthesis.several import recomputed_sets
+    from megatron.pipeline.synthesis.several_problems import recomputed_sets
 
     none, every, *parts = recomputed_sets(placement)
     return {"none": [none], "all": [every], _SOME: [every], _BEST: [none, every, *parts]}[name]
@@ -219,7 +219,7 @@ def _recomputed(name: str, placement: Sequence[int]) -> list[frozenset[int]]:
 
 def _search(options: argparse.Namespace, limit: float | None, known: "Sequence[Synthesis]" = ()) -> "Synthesis":
     """Search for the fastest program. `known`: programs for smaller limits."""
-    from megatron.pipeline.synthesis.several import synthesize_fastest
+    from megatron.pipeline.synthesis.several_problems import synthesize_fastest
 
     some = options.recompute_stages in (_SOME, _BEST)
     with _progress() as report:

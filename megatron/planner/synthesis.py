@@ -14,7 +14,7 @@ from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis, synthesize_steady
 from megatron.pipeline.synthesis.moves import CHOICES, PAIR, ways_of
 from megatron.pipeline.synthesis.problem import ROUNDING, csv_of
-from megatron.pipeline.synthesis.several import bound_of, synthesize_fastest
+from megatron.pipeline.synthesis.several_problems import bound_of, synthesize_fastest
 from megatron.planner.memory.activations import ActivationSetting
 from megatron.planner.memory.architecture import Architecture
 from megatron.planner.memory.demand import Demand

@@ -4,7 +4,7 @@ For given words the choice is made rank by rank, from the beginning on: everythi
 Then the rank recomputes the microbatch that frees the most memory times time for each second of its recompute. The
 search goes on with the words for which this costs least, and chooses again for each result.
 
-Where activations may move, too, some of these microbatches are kept and moved (`either.py`). Programs that only
+Where activations may move, too, some of these microbatches are kept and moved (`keep_and_move.py`). Programs that only
 recompute and programs that only move are also searched, with the same rounds and seeds, and the fastest program counts.
 """
 
@@ -17,7 +17,7 @@ from itertools import product
 from megatron.pipeline.program.extent import Kept
 from megatron.pipeline.program.instruction import Kind
 from megatron.pipeline.synthesis.bound import bound_of_any_recompute
-from megatron.pipeline.synthesis.either import keeping_all, of_both_kinds
+from megatron.pipeline.synthesis.keep_and_move import keeping_all, of_both_kinds
 from megatron.pipeline.synthesis.moved_rows import Mover
 from megatron.pipeline.synthesis.moves import ways_of
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice

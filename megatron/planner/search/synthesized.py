@@ -14,7 +14,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.synthesis import Problem, Synthesis
-from megatron.pipeline.synthesis.several import bound_of
+from megatron.pipeline.synthesis.several_problems import bound_of
 from megatron.planner.job.configuration import DEFAULTS, Configuration
 from megatron.planner.job.estimate import LOST, Verdict
 from megatron.planner.memory.memory import RankMemory

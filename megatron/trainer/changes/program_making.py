@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.failure.agreement import agreed, on_rank_zero
 from megatron.pipeline.runtime.failure.errors import AgreedError
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem
-from megatron.pipeline.synthesis.apart import SearchApart
+from megatron.pipeline.synthesis.search_process import SearchProcess
 from megatron.planner.memory.encoder_decoder import activations_of
 from megatron.planner.synthesis import ways_named
 from megatron.trainer.arguments.flags.config import MadeProgram, TrainConfig
@@ -57,7 +57,7 @@ class ProgramInMaking:
     def __init__(self, args: TrainConfig, *, first: int) -> None:
         self._num_measured = args.pipeline_measured_batches
         self._measured_at = first + 1 + self._num_measured
-        self._search: SearchApart | None = None  # on rank 0
+        self._search: SearchProcess | None = None  # on rank 0
         self._costs_of: MeasuredHere | None = None
         self._problems: list[Problem] = []  # that it is for, on rank 0
         self._failure: str | None = None  # of the search, on rank 0
@@ -113,7 +113,7 @@ class ProgramInMaking:
             try:
                 self._problems = problems_of(run.args, self._costs_of)
                 moving = moving_problems_of(run.args, self._costs_of)
-                self._search = SearchApart(search_of(run.args, self._problems, moving))
+                self._search = SearchProcess(search_of(run.args, self._problems, moving))
             except (ValueError, OSError) as error:
                 self._failure = str(error)
 

@@ -9,7 +9,7 @@ from megatron.pipeline.program.program import Program
 from megatron.pipeline.program.weight_policies import WeightPolicy, weight_policy
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem, Steady, Synthesis, begin_steady, synthesize
-from megatron.pipeline.synthesis.several import recomputed_sets
+from megatron.pipeline.synthesis.several_problems import recomputed_sets
 from megatron.planner.memory.demand import Demand
 from megatron.planner.memory.memory import GIB, RankMemory, estimate_memory
 from megatron.planner.memory.schedule_demand import demand_of, proved_demand

@@ -65,7 +65,7 @@ def reference(flags: str, *, program: str = "pretrain_gpt", base: str = BASE, re
 class _Training:
     def __init__(self, args: argparse.Namespace, module: torch.nn.Module, step, data, replicas: int) -> None:
         from megatron.core.utils import unwrap_model
-        from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+        from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 
         self.args, self.module, self.step, self.data, self.replicas = args, module, step, data, replicas
         self.model = unwrap_model(module)

@@ -121,7 +121,7 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
             assert (self.to_host > 0) == (self.from_host > 0) == ("host" in ways)
             return {name: getattr(costs, name) for name in ("swap_out", "swap_in", "evict")}
 
-    class Awaited(program_making.SearchApart):
+    class Awaited(program_making.SearchProcess):
         @property
         def is_over(self) -> bool:
             if fails:
@@ -133,7 +133,7 @@ def changing_case(*, costs: Costs, fails: bool = False, **options) -> dict:
         mock.patch.object(arguments, "parse_args", parsed),
         mock.patch.object(program_making, "measured_costs", measuring),
         mock.patch.object(program_making, "MeasuredHere", Costly),
-        mock.patch.object(program_making, "SearchApart", Awaited),
+        mock.patch.object(program_making, "SearchProcess", Awaited),
     ):
         found = run_case.train_case(watch=f"{__name__}:watched", **options)
     return found | {"measured": measured}

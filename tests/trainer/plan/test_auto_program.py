@@ -22,7 +22,7 @@ from megatron.pipeline.schedules import Schedule
 from megatron.pipeline.simulate import simulate
 from megatron.pipeline.simulate.costs import Costs
 from megatron.pipeline.synthesis import Problem
-from megatron.pipeline.synthesis.several import synthesize_fastest
+from megatron.pipeline.synthesis.several_problems import synthesize_fastest
 from megatron.planner.memory.memory import GIB, estimate_memory
 from megatron.planner.memory.schedule_demand import proved_demand
 from megatron.planner.synthesis import fastest_made

@@ -34,7 +34,7 @@ from megatron.pipeline.runtime.stages.megatron.auxiliary import (
     RouterLosses,
     stage_of_layers,
 )
-from megatron.pipeline.runtime.stages.megatron.drawn import DrawnData, Recorder, SeededDropout
+from megatron.pipeline.runtime.stages.megatron.data_and_dropout import DrawnData, Recorder, SeededDropout
 from megatron.pipeline.runtime.stages.megatron.engine_linears import EngineLinears
 from megatron.pipeline.runtime.stages.megatron.frozen_update import MegatronFrozenUpdate
 from megatron.pipeline.runtime.stages.megatron.losses import StageLosses

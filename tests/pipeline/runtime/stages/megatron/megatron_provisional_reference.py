@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.module import Float16Module
-from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
-from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 from tests.pipeline.runtime.stages.megatron.megatron_model import (
     Case,
     forward_step,

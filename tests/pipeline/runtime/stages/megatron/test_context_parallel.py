@@ -10,7 +10,7 @@ from megatron import backend
 
 backend.install()
 
-from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 from tests import workers
 from tests.pipeline.runtime.stages.megatron import megatron_cases as cases
 from tests.pipeline.runtime.stages.megatron.megatron_model import Case

@@ -19,7 +19,7 @@ def results():
 
 def single_worker_case() -> dict:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+    from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 
     case = cases.Case(dropout=0.1, layers=2)
     data = cases.microbatch_data(case, 0)

@@ -115,7 +115,7 @@ def test_the_embedding_drops_others_in_the_decoder():
 
 def embedding_case() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the encoder and the decoder get of the same tokens, twice in the same microbatch."""
-    from megatron.pipeline.runtime.stages.megatron.drawn import SeededDropout
+    from megatron.pipeline.runtime.stages.megatron.data_and_dropout import SeededDropout
 
     case = cases.Case(**T5 | {"dropout": 0.5, "micro_batch_size": 4})
     with cases.parallel(case):

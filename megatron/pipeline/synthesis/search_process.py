@@ -17,16 +17,16 @@ Found = TypeVar("Found")
 _ASKED, _FOUND, _LOG = "asked", "found", "log"
 
 
-class SearchApart(Generic[Found]):
-    """A search that is under way, or over. It ends with this process.
+class SearchProcess(Generic[Found]):
+    """A search in a child process, which ends when this process ends.
 
-    The process has only what this project registers: it does not begin with orders of the user's.
+    The child has only the orders and policies that this project registers, not those that a user has added.
 
     Args:
-        search: what finds the result; a function of a module, with arguments that can be pickled.
+        search: returns the result: a function of a module, or a `partial` of one whose arguments can be pickled.
 
     Raises:
-        OSError: the system has no process or no room for one.
+        OSError: the process cannot be started, or the disk is full.
     """
 
     def __init__(self, search: Callable[[], Found]) -> None:
@@ -51,7 +51,7 @@ class SearchApart(Generic[Found]):
         return self._process.poll() is not None
 
     def result(self) -> Found:
-        """Wait for the end, and return what was found.
+        """Wait until the search ends, and return its result.
 
         Raises:
             ValueError: the process ended without a result, maybe since something killed it.

@@ -24,7 +24,7 @@ from megatron.pipeline.synthesis.moved_rows import Ahead, Mover, held_by, most_h
 from megatron.pipeline.synthesis.moves import HOST, PAIR, Way
 from megatron.pipeline.synthesis.moves_bound import bound_of_any_choice, bound_with_moves
 from megatron.pipeline.synthesis.seeds import named_words
-from megatron.pipeline.synthesis.several import synthesize_fastest
+from megatron.pipeline.synthesis.several_problems import synthesize_fastest
 from tests.draws import draws
 from tests.pipeline.synthesis.made_up import all_words, moved_anywhere, problems, timer, two_ranks, with_ends
 
