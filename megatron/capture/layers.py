@@ -14,11 +14,12 @@ from megatron.capture.profile import parameters_of
 
 
 def stages_of_layers(captured: Captured, *, multiple_of: int = 1) -> tuple[int, ...]:
-    """The stage of each block of `blocks_of`, in its order.
+    """The stage of each block, in the order of `blocks_of`.
 
-    `multiple_of`: neighbours with the fewest parameters are joined until so many ranks have equally many stages.
+    `multiple_of`: a number of ranks. The neighbouring layers with the fewest parameters are joined until the number of
+    stages is a multiple of it.
 
-    Raises ValueError for a model with fewer layers than that, or without any.
+    Raises ValueError for a model with fewer layers than `multiple_of`, or without any.
     """
     blocks = blocks_of(captured)
     nodes = captured.nodes

@@ -230,8 +230,8 @@ def fake_parameters(dtype: torch.dtype | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def parameters_on_meta(model: nn.Module) -> Iterator[None]:
-    """A block in which a model's fake parameters lie on torch's ``meta`` device, where other packages expect those
-    without values; at its end all parameters, also new ones, are fake again.
+    """A block in which a model's fake parameters lie on torch's ``meta`` device, where other packages expect
+    parameters without values; at its end all parameters, also new ones, are fake again.
     """
     _replace_parameters(model, contextlib.nullcontext(), device="meta")
     yield

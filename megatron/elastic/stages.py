@@ -174,11 +174,11 @@ class Arrangement:
 
     @property
     def ranks(self) -> tuple[int, int, bool]:
-        """What process groups depend on."""
+        """The values on which process groups depend: ranks of a pipeline, number of pipelines, and their order."""
         return self.pipeline, self.data, self.pipelines_in_a_row
 
     def with_frozen(self, num_frozen: int) -> Arrangement:
-        """This arrangement with so many frozen layers."""
+        """This arrangement with `num_frozen` frozen layers."""
         return replace(self, num_frozen=num_frozen)
 
     def __str__(self) -> str:
@@ -198,7 +198,7 @@ class Arrangement:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Arrangement:
-        """What `state_dict` has made. Raises ValueError, TypeError or KeyError where it is something else."""
+        """The arrangement that `state_dict` has saved. Raises ValueError, TypeError or KeyError for another value."""
         found = cls(**{**state, "layers_of_rank": tuple(map(int, state["layers_of_rank"]))})
         if len(found.layers_of_rank) != found.pipeline:
             raise ValueError(f"{found.pipeline} ranks have {len(found.layers_of_rank)} numbers of layers")

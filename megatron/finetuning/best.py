@@ -112,9 +112,9 @@ class Best:
         greater: whether a greater value is better.
         patience: the number of evaluations without an improvement after which the run ends; None: it does not.
         threshold: what an improvement has to exceed.
-        value: of the best evaluation; None before the first.
+        value: the metric of the best evaluation; None before the first.
         checkpoint: the name of the best checkpoint's folder; None if there is none.
-        saved_value: of the evaluation before that checkpoint; a later, better one may have been without a checkpoint.
+        saved_value: the metric at that checkpoint; a later, better evaluation may have had no checkpoint.
         without: number of evaluations since the last improvement.
     """
 
@@ -176,7 +176,7 @@ class Best:
         return self.patience is not None and self.without >= self.patience
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The state for a checkpoint."""
         return {name: getattr(self, name) for name in ("metric", *_STATE)}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ class Freezer:
         self.plan = self._plan_of(self.num_frozen)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of it. Collective: every rank must call it."""
+        """The state for a checkpoint. Collective: every rank must call it."""
         return {
             "num_frozen": self.num_frozen, "has_ended": self.has_ended, "rule": self.rule.state_dict(),
             "watch": self.watch.state_dict(), "norms": self._gathered(),

@@ -21,7 +21,7 @@ FREEZE_ALPHA = 1 / 3
 
 
 def add_freezing(add: Callable[..., argparse.Action]) -> None:
-    """Add the flags. `add`: as of a group."""
+    """Add the flags. `add`: the `add_argument` of a parser or of a group."""
     add("--freeze_training", action="store_true", help="freeze layers from the input on as they converge")
     add("--freeze_interval", type=count, help="batches between two decisions")
     add("--freeze_start", type=whole, default=0, help="batches before the first interval begins")

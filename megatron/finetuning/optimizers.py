@@ -70,7 +70,7 @@ def make_scheduler(
 def take_rates(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
     """Let the next step have the learning rates of `scheduler`, and not the rates of the run that saved its state.
 
-    The state counts steps. A schedule over another number of batches has other rates after as many.
+    The saved state counts steps, and a schedule over another number of batches has other rates at the same count.
     """
     for group, base, factor in zip(
         scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True

@@ -413,9 +413,9 @@ def first_lines(plan: RunPlan, args: argparse.Namespace) -> list[str]:
 
 
 def shorter_lines(plan: RunPlan, args: argparse.Namespace, data: Data, seconds: float | None = None) -> list[str]:
-    """What shorter microbatches save, in a sentence; none if all have one length.
+    """A sentence on the time that shorter microbatches save; no line if all have one length.
 
-    `seconds`: simulated time of the longest microbatch. Time is taken to grow as the number of tokens.
+    `seconds`: simulated time of the longest microbatch. Time is assumed to be proportional to the number of tokens.
     """
     if plan.lengths is None or data.training is None:
         return []

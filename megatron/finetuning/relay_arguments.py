@@ -24,7 +24,7 @@ NARROW = ("adamw", "adamw_torch_fused")
 
 
 def add_relay(add: Callable[..., argparse.Action]) -> None:
-    """Add the flags. `add`: as of a group."""
+    """Add the flags. `add`: the `add_argument` of a parser or of a group."""
     add("--l2l_resident_stages", type=count, default=ELSEWHERE["l2l_resident_stages"],
         help="most layers on the device at once (l2l)")  # fmt: skip
     add("--l2l_update", choices=("auto", "eager", "deferred"), default=ELSEWHERE["l2l_update"],

@@ -17,7 +17,7 @@ STORED = (*PADDED, "question-answering")
 
 
 def add_rows(add: Callable[..., argparse.Action]) -> None:
-    """Add the flags. `add`: as of a group."""
+    """Add the flags. `add`: the `add_argument` of a parser or of a group."""
     padding = "a microbatch is padded to the multiple of N tokens that holds its longest row; none: all to one length"
     add("--pad_to_multiple_of", type=count, metavar="N", help=padding)
     add("--group_by_length", action="store_true", default=None, help="rows of similar lengths make a batch")

@@ -106,7 +106,7 @@ def leanest(found: Sequence[Steady]) -> Steady:
 def with_receives(demand: Demand, *, ahead: int = 1) -> Demand:
     """Return the demand of a named schedule with the receives that any program made in its place may have posted.
 
-    A receive that stands `ahead` computations ahead is there with those of the computations before.
+    If receives are posted `ahead` computations ahead, up to `ahead` + 1 are posted at once.
     """
     return replace(demand, receives_ahead=tuple(max(each, ahead + 1) for each in demand.receives_ahead))
 

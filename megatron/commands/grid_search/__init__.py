@@ -2,7 +2,7 @@
 
     python tools/grid_search.py COMMAND --help
 
-Each command is a module here. Only `measure` needs torch.
+The commands are listed below. Only `measure` needs torch.
 
 Exit status: 0; 1 if a file or a combination of options is wrong; 2 if the command line is wrong or a
 file cannot be opened; 130 after Ctrl-C.

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def doubts(fit: ConstantsFit) -> Iterator[str]:
-    """What speaks against a fit, a sentence each."""
+    """The reasons to doubt a fit, one sentence each."""
     if fit.mean_error > _MUCH:
         yield (
             f"even runs that are called explained are {100 * fit.mean_error:.0f}% off in the mean: the time model does "

@@ -55,7 +55,7 @@ class _GivenModel(ModelRecord):
 
 
 def read_entries(options: argparse.Namespace) -> list[Entry | Unpredictable]:
-    """The entries of --entries, with the model that the command line gives. Raises ValueError."""
+    """The entries of --entries, with the model that the command line gives. Raises ValueError if a file is wrong."""
     refuse_several_models(options)
     if read_configured(options, sequence_length=1) is None:
         if options.seq_length is not None:

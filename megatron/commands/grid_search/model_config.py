@@ -36,16 +36,17 @@ _SILU, _GELU = ("silu", "swish"), ("gelu", "gelu_new", "gelu_fast", "gelu_pytorc
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family's configuration is read.
+    """The rules by which the `config.json` of a family of models is read.
 
     Attributes:
-        needs, may_have: flag by key, of what it has to say and what it may leave to its default.
-        flags: what all of the family have.
-        activations: values of its key `hidden_act` or `activation_function` that the flags mean.
-        ties: whether the embedding is the head's where the configuration does not say so; None: there is no choice.
-        attention_bias: what a key of that name has to say, where there is one.
-        remarks: by key, what is not modelled where its value is none that says no.
-        architecture: of `--architecture`.
+        needs, may_have: key -> flag, for required keys and for keys with a default.
+        flags: the flags that all models of the family have.
+        activations: the supported values of the key `hidden_act` or `activation_function`.
+        ties: whether embedding and output layer are tied if the configuration does not say so; None: there is no
+            choice.
+        attention_bias: the supported value of the key `attention_bias`, if there is such a key.
+        remarks: key -> what the planner does not model if the key's value switches it on.
+        architecture: the value of `--architecture`.
     """
 
     needs: Mapping[str, str]
@@ -190,7 +191,7 @@ def refuse_several_models(options: argparse.Namespace) -> None:
 
 
 def read_configured(options: argparse.Namespace, *, sequence_length: int | None) -> ConfiguredModel | None:
-    """The model of --model or --model-config; None without either. Raises ValueError."""
+    """The model of --model or --model-config; None without either. Raises ValueError for an unsupported model."""
     if options.model is not None:
         return named_model(options.model)
     if options.model_config is not None:

@@ -148,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 def search_for(
     options: argparse.Namespace, model: ModelInput, cluster: Cluster, progress: Progress | None = None
 ) -> Searched:
-    """The search that the options ask for, of one model on one cluster. Raises ValueError."""
+    """Run the search that the options ask for, of one model on one cluster. Raises ValueError for unfit options."""
     job = model.job
     refuse_without_price(options, cluster)
     refuse_recipe(job.fp8_recipe, cluster.gpu, "--fp8-recipe")

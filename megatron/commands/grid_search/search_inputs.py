@@ -46,7 +46,8 @@ class ClusterInput:
 def read_cluster(options: argparse.Namespace) -> ClusterInput:
     """Read --cluster; --nodes, --gpus-per-node, --network and --price-per-gpu-hour replace values of its file.
 
-    A part of a node's GPUs has the same part of the node's network. Raises ValueError.
+    If only some of a node's GPUs are used, they have the same share of the node's network. Raises ValueError for a
+    wrong file.
     """
     for flag, number in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if number is not None and number > MOST:
@@ -132,8 +133,10 @@ def add_model_arguments(model: argparse.ArgumentParser) -> None:
 
 
 def read_argv(options: argparse.Namespace) -> tuple[list[str], str, list[str]]:
-    """Flags of a training program, from what names a model and from the command line; the architecture, and lines for
-    the user. Raises ValueError."""
+    """Return the flags of the training program, its architecture, and lines for the user.
+
+    The flags come from the named model and from the command line. Raises ValueError if they do not go together.
+    """
     argv, notes, architecture = [], [], options.architecture
     refuse_several_models(options)
     if options.model_script is not None:

@@ -39,9 +39,15 @@ def script_text(
     program: str | None = None,
     recomputes: bool = False,
 ) -> str:
-    """The script's text. For its head, `command`: that made it; `others`: what there is beside it. `topology`: the
-    name of the file beside it that an optimized mapping reads, which `write_topology` writes. `program`: that of the
-    file beside it with a program in place of the schedule. `recomputes`: this recomputes microbatches."""
+    """The text of the script that runs a kept configuration.
+
+    Args:
+        command: the command that made the script, for its head.
+        others: names of the other files in the script's folder, for its head.
+        topology: the name of the topology file that an optimized mapping reads (`write_topology`).
+        program: the name of the file with a program in place of the schedule; None: there is none.
+        recomputes: the program recomputes microbatches.
+    """
     choice, estimate = kept.choice, kept.estimate
     hosts = cluster.gpus_of_hosts
     gpu = str(cluster.device.memory_gib) if cluster.is_cpu or cluster.memory_gib else cluster.gpu

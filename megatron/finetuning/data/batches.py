@@ -31,10 +31,10 @@ Microbatches = tuple[tuple[int, ...], ...]
 
 
 class Evaluated(Protocol):
-    """What an evaluation runs forward, by row numbers.
+    """The rows that an evaluation runs forward, by their numbers.
 
     Attributes:
-        lengths: the lengths of the rows; None if all have all padding.
+        lengths: the lengths of the rows; None if all rows are padded to the same length.
     """
 
     lengths: Lengths | None
@@ -187,7 +187,8 @@ class Epochs:
 class Share:
     """The microbatches of one replica: every `replicas`-th of a batch, from the number `replica` on.
 
-    All replicas run as many. So where the batch has no more, a replica runs a row again, with a weight of 0.
+    All replicas run the same number of microbatches. If a batch has no more for a replica, the replica runs a row again
+    with weight 0.
     """
 
     replica: int = 0
@@ -203,7 +204,7 @@ class Share:
         return [microbatches[number] if number < len(microbatches) else microbatches[-1][:1] for number in numbers]
 
     def joined(self, by_replica: Sequence[Sequence[T]], num_microbatches: int) -> list[T]:
-        """What the replicas have for each of their microbatches, in the order of the whole batch."""
+        """The values of all replicas' microbatches, in the order of the whole batch."""
         return [by_replica[number % self.replicas][number // self.replicas] for number in range(num_microbatches)]
 
 

@@ -182,7 +182,7 @@ class Template:
         return Tokens(ids, [token if count else IGNORED for token, count in zip(ids, counts, strict=True)])
 
     def prompt(self, messages: list[Message], tools: object, where: str) -> str:
-        """What stands before the answer to a conversation. Raises ValueError if the template refuses it."""
+        """The text before the answer to a conversation. Raises ValueError if the template refuses it."""
         return self.rendered(messages, tools, where, add_generation_prompt=True)
 
     def completion(self, prompt: list[Message], answer: list[Message], tools: object, where: str) -> Tokens:

@@ -124,8 +124,8 @@ def check(
     Args:
         program: a complete program, or a compute-only program, whose tensors are assumed to move between ranks without
             transfers. If no instruction names a weight version, nothing is proved about versions and updates. A program
-            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing. Of a
-            program with ROLLBACKs the facts are those of the program without what these drop.
+            that evaluates (`forward_only`) runs on drained stages with the newest version, and saves nothing. For a
+            program with ROLLBACKs the facts describe the program without the instructions that they drop.
         max_saved: the largest number of saved microbatches that each stage may hold; None sets no bound.
         max_saved_on_rank: the same bound for each rank, over all its stages; a microbatch counts once at each stage.
 

@@ -148,7 +148,8 @@ def prove_repetition(
 ) -> None:
     """Prove that the unrolled program repeats its period, as the induction assumes.
 
-    The second period and the drain of `two`, with two periods, must be those of `one`, with one period, shifted.
+    `one` has one period and `two` has two. The second period and the drain of `two` must equal the period and the drain
+    of `one`, shifted.
 
     Raises:
         ProgramError: for the first instruction of `two` that differs.

@@ -163,7 +163,7 @@ def cells_of(timeline: Timeline) -> list[Cell]:
 def names_of_rows(timeline: Timeline) -> list[str]:
     """The names of the rows: `stage N` if each rank has one stage, otherwise `rank N`.
 
-    With copies, the names are those of a rank's stages: `stage 1.0` is the first copy of stage 1 of the model, and
+    With copies, a row has the names of its rank's stages: `stage 1.0` is the first copy of stage 1 of the model, and
     `0.1 2.1` a rank with the second copies of stages 0 and 2.
     """
     owned = [timeline.stages_of(rank) for rank in range(timeline.num_ranks)]

@@ -266,7 +266,7 @@ class Pipeline:
     def close(self) -> None:
         """End the run on all ranks: finish all batches in flight, show the newest weights, and end threads and groups.
 
-        After a failure only show the weights, those of this rank's newest step; they may be a step apart between ranks.
+        After a failure, only show the weights of this rank's newest step; ranks may then be one step apart.
         Reports that no call has returned are lost. If a script does not call `close`, the pipeline is closed when the
         script ends, provided that the process group still exists.
         """

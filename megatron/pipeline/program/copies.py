@@ -133,7 +133,7 @@ def edges_of_copies(copies: Sequence[Copy], edges: Iterable[Edge]) -> tuple[Edge
     """Return the edges between copies that share a microbatch.
 
     Args:
-        copies: the copies, such that those of earlier stages of the model stand before those of later ones.
+        copies: the copies, ascending by their stages of the model.
         edges: the edges of the model's stages.
     """
     of_stage: dict[int, list[int]] = defaultdict(list)
@@ -202,7 +202,7 @@ def ranks_of_copies(copies: Sequence[Copy], rank_of_stage: Sequence[int], rank: 
 
 
 def graph_of_copies(copies: Sequence[Copy], num_stages: int, edges: Sequence[Edge] = ()) -> StageGraph:
-    """Return the graph of a program's stages that are copies; without edges, that of a model whose stages are a chain.
+    """Return the graph of a program whose stages are copies. Without edges, the model's stages form a chain.
 
     Raises:
         ValueError: there are more or fewer stages than copies, or the edges make no pipeline.

@@ -239,7 +239,7 @@ def read_notes(text: str) -> dict[str, int]:
 
 
 def notes_of_completion(notes: Mapping[str, int]) -> dict[str, int]:
-    """Return those of the notes that say how rows are completed and repeat."""
+    """Return the notes that say how rows are completed and how they repeat."""
     return {name: value for name, value in notes.items() if name in _OF_COMPLETION}
 
 

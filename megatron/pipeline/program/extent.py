@@ -63,12 +63,12 @@ class Tied:
 
     @property
     def tied_ranks(self) -> tuple[int, ...]:
-        """The ranks of these stages."""
+        """The ranks of `tied_stages`."""
         return tuple(self.rank_of_stage[stage] for stage in self.tied_stages)
 
     @property
     def ties_are_apart(self) -> bool:
-        """Whether these stages are on two ranks, which share an embedding if embeddings are tied."""
+        """Whether `tied_stages` lie on two ranks."""
         return len({*self.tied_ranks}) > 1
 
     @property

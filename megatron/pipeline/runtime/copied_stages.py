@@ -43,7 +43,7 @@ class CopyRanks:
         job: Sequence[int] | None = None,
         context: Sequence[int] = (),
     ) -> CopyRanks:
-        """Return those of a rank.
+        """Return the ranks over which the reductions of a rank go.
 
         Args:
             schedule: a schedule with copies.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Core(NamedTuple):
-    """What another version of megatron.core calls, or counts, otherwise."""
+    """The names and numbers that differ between versions of megatron.core."""
 
     null_tokenizer: tuple[str, int] = ("null-text", 1)
     """The library of a tokenizer of numbers, and whether its size has to count the end of a document."""

@@ -149,7 +149,7 @@ class Turns:
         return longest
 
     def of_rank_again(self, rank: int, stage: int, seconds: float, count: int) -> float:
-        """Return the same with so many recomputes of a stage, which take some seconds each."""
+        """Return the bound of `of_rank` with `count` recomputes of a stage, which take `seconds` each."""
         forward, back = (self._problem.number_of[kind, stage] for kind in (Kind.FORWARD, self._problem.begins_backward))
         # The k-th microbatch that is recomputed is not before the k-th one, and not behind that from the end.
         again = [(self.ends[forward][k], seconds, self.rests[back][count - 1 - k]) for k in range(count)]

@@ -64,14 +64,14 @@ def _best(found: Iterable[Moved]) -> list[Moved]:
 def changed(
     mover: Mover, relaxed: Sequence[Problem], kept: list[Moved], bound: float, more: Callable[[int], bool], seed: int
 ) -> list[Moved]:
-    """Return the fastest of programs with moves and of what changes at random make of them.
+    """Change programs with moves at random, and return the fastest of all, old and new.
 
     Args:
         mover: puts moves into words.
         relaxed: the problem under relaxed limits.
         kept: the programs to begin with.
-        bound: seconds at which the search is over.
-        more: whether there is to be another change after so many.
+        bound: a lower bound in seconds; a program that reaches it ends the search.
+        more: number of changes -> whether to make another.
         seed: the seed of all choices.
     """
     chance, now, number = random.Random(seed), kept[0], 0

@@ -37,11 +37,13 @@ _Saved = tuple[int, int]  # stage, microbatch
 
 @dataclass(frozen=True)
 class Ahead:
-    """How many computations ahead a microbatch moves.
+    """How early microbatches move, in computations of the rank.
 
     Attributes:
-        out, back: ahead of the need of room, and of its own need, at the earliest.
-        at_once: one that is needed more than so many computations later leaves right behind its forward; 0: none does.
+        out: the most computations between a move away and the computation that needs its room.
+        back: the most computations between a move back and the computation that needs the microbatch.
+        at_once: a microbatch that is next needed more than so many computations after its forward moves away directly
+            behind the forward; 0: none does.
     """
 
     out: int
@@ -71,7 +73,7 @@ class Moved:
 
     @property
     def cost(self) -> tuple[float, int]:
-        """What is compared: the seconds, rounded, and the number of moves."""
+        """The key by which programs are compared: rounded seconds, then the number of moves."""
         return float(f"{self.seconds:.9g}"), sum(map(len, self.program.rows))
 
 

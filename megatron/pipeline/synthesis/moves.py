@@ -135,7 +135,7 @@ def may_move(problem: Problem, stage: int, microbatch: int) -> bool:
 
 
 def moved_size(problem: Problem, stage: int) -> float:
-    """What moves with a microbatch."""
+    """The memory that moves with a microbatch at a stage, in the unit of `saved`."""
     return max(problem.takes_at[problem.number_of[Kind.FORWARD, stage]])
 
 

@@ -43,7 +43,8 @@ class Problem:
         limits: for each rank, the most that its stages may hold together; one number for all.
         splits: backwards are in halves, I and W.
         recomputed: the stages whose activations are recomputed.
-        kept: the microbatches of these stages that are not. In words, their R takes no time, and programs leave it out.
+        kept: the microbatches of these stages that are not recomputed. Their R takes no time in words, and programs
+            leave it out.
 
     Raises:
         ValueError: numbers do not fit the stages, or one microbatch alone exceeds the limit of a rank.
@@ -303,7 +304,7 @@ class Problem:
 
     @cached_property
     def gives(self) -> tuple[float, ...]:
-        """What a computation of each queue holds no longer from its end on."""
+        """By queue, the memory that a computation frees at its end, in units of `saved`."""
         gives = []
         for kind, stage in self.queues:
             whole, part = self.saved_sizes[stage], self.deferred_sizes[stage]
@@ -346,7 +347,7 @@ class Problem:
         return all(map(self.is_in_order, words, range(self.num_ranks)))
 
     def is_in_order(self, word: Sequence[int], rank: int) -> bool:
-        """Whether a word keeps its rank's limit, and computations follow those of their microbatch and stage.
+        """Whether a word keeps its rank's limit, and has the computations of each microbatch at a stage in their order.
 
         A word may have several batches.
         """

@@ -37,10 +37,10 @@ _COMPUTATIONS = 1_200  # rounds of larger problems make fewer moves, so that a r
 
 @dataclass(frozen=True, kw_only=True)
 class Synthesis:
-    """A program, and what is known of it.
+    """A synthesized program with its time, its memory and a lower bound.
 
     Attributes:
-        problem: what it was made for.
+        problem: the problem that it solves.
         words: the computations of each rank.
         program: the complete program: computations, updates, versions, transfers.
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.

@@ -85,7 +85,7 @@ def legs_of(rank_of_stage: tuple[int, ...]) -> list[int]:
 
 @dataclass(frozen=True)
 class Waits:
-    """What makes a pattern.
+    """The parameters of a pattern.
 
     Attributes:
         period: the period, in seconds.

@@ -39,10 +39,10 @@ def synthesize_fastest(
     known: Sequence[Synthesis] = (),
     done: Callable[[float], None] = lambda _: None,
 ) -> Synthesis:
-    """Search for the fastest program of all problems. Its bound is the least of theirs.
+    """Search for the fastest program over all problems. Its bound is the least of the problems' bounds.
 
-    A problem that by its bound cannot have it is not searched. Where more than three could have it, a first round of
-    each tells which are searched further.
+    A problem whose bound is above the fastest program so far is not searched. If more than three problems remain, a
+    first round of each decides which are searched further.
 
     Args:
         problems: one or more.

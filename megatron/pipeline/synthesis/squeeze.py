@@ -56,7 +56,8 @@ class Squeeze:
         return [word[::-1] for word in self._backwards.sweep([word[::-1] for word in words], loose)]
 
     def words(self, words: Words, most: int) -> tuple[float, Words]:
-        """Return the seconds of what up to `most` pairs of sweeps make of words without a deadlock, and those words."""
+        """Squeeze words without a deadlock by up to `most` pairs of sweeps. Return the seconds of the result, and the
+        result."""
         times = self.clock.times(words)
         assert times is not None, "words to squeeze have no deadlock"
         seconds, mean_start, best, vain = times.seconds, times.mean_start, words, 0

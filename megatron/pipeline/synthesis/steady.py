@@ -41,10 +41,10 @@ _AFTER = 3  # batches behind the first whose pattern is whole: two that are alik
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """A program of batches that follow one another, and what is known of it.
+    """A synthesized program of batches that follow one another, with its time, its memory and lower bounds.
 
     Attributes:
-        problem: what it was made for; its microbatches are those of one batch.
+        problem: the problem that it solves; its microbatches are those of one batch.
         program: the complete program: computations, updates, versions, transfers.
         period: seconds of a microbatch in the pattern.
         receives_ahead: how many computations a receive stands ahead of the one that needs the tensor.
@@ -52,9 +52,9 @@ class Steady:
         bound: seconds of a batch that no program of the problem beats.
         bound_from: what the bound comes from.
         held: the most that each rank holds at any time, in the unit of `Problem.saved`.
-        least_held: for each rank, less than which it cannot hold at this period.
+        least_held: for each rank, a lower bound of `held` at this period.
         named: the most that a rank holds under each registered order that has the placement and does not drain.
-        begun_with: the registered order that it is, or what else.
+        begun_with: the registered order, or the name of the pattern, that it comes from.
         rounds: the number of rounds of each process.
         seed: the seed of the search.
     """
@@ -145,7 +145,7 @@ def synthesize_steady(
 
 
 def begin_steady(problem: Problem, *, weights: WeightPolicy = TWO_BW) -> Steady:
-    """Return the registered order that holds least of those that keep the limits; if none does, what one round finds.
+    """Return the registered order that holds least within the limits; if none keeps them, the result of one round.
 
     Raises ValueError as `synthesize_steady` does.
     """

@@ -243,7 +243,7 @@ class TrainingState:
         num_moments: Adam 2, SGD with momentum 1, else 0.
         moment_bytes: bytes of an element of a moment, on average.
         owned_part: where replicas own whole parameters, the part of the optimizer's bytes on the fullest replica; None:
-            that of an even division.
+            an even part.
         muon: how matrices are orthogonalised, of which there is one moment; None: the optimizer is not Muon.
         keeps_gradient_copies: FP32 copies of gradients stay from step to step; else each step makes and frees them.
         data: number of ranks with the same parameters, context parallel ranks included.

@@ -169,7 +169,7 @@ class ConstantsFit:
 
 
 def fit_entries(entries: Sequence[Entry], start: Constants = START) -> ConstantsFit:
-    """Fit to the measurements of these entries. Raises ValueError if they are fewer than the constants."""
+    """Fit the constants to the measurements of these entries. Raises ValueError if there are fewer than constants."""
     return fit_questions(questions(entries), start)
 
 

@@ -195,7 +195,7 @@ def _problems(
 
 
 def sentence(made: Made | None, best: Kept) -> str:
-    """What a note says of the program beside the fastest configuration with a named schedule."""
+    """The note on the made program, beside the fastest configuration with a named schedule."""
     if made is None:
         return "no program is faster than the best named schedule, since its bound is not or it has no room"
     choice, seconds = made.kept.choice, made.kept.estimate.seconds

@@ -232,7 +232,7 @@ class Rates:
     constants: Constants
 
     def seconds(self, work: Work, links: Links) -> float:
-        """Return the seconds of work on the device, or those of the host that launches its kernels, if it is slower.
+        """Return the seconds of work on the device, or of the host's kernel launches if they take longer.
 
         If the software blocks launches, both are added.
         """
@@ -268,7 +268,7 @@ class Rates:
         return self.device.link_bandwidth * _GIGA * self.constants.link_efficiency
 
     def of_link(self, rate: float, links: Links, *, within: float | None = None) -> float:
-        """Return the bytes per second that are reached of a link's `rate`.
+        """Return the bytes per second that transfers reach on a link with the given `rate`.
 
         Traffic between nodes is also limited by the links within nodes. `within`: the efficiency within a node
         (default: that of bulk transfers).

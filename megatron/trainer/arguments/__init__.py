@@ -44,7 +44,7 @@ def validate_args(args: Arguments, *, world_size: int, rank: int = 0) -> list[st
     """Check `args` and fill in what follows from it.
 
     Sets `world_size`, `rank`, `data_parallel_size`, `batch_sizes` (a `BatchSizes`), `train_iters`, ... Returns notes
-    for the log about values that have no effect, and the like. Raises ValueError.
+    for the log, for example about values without an effect. Raises ValueError for the first broken rule.
     """
     args.world_size, args.rank = world_size, rank
     notes = [note for rule in RULES for note in rule(args) or ()]

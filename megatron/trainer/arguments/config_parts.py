@@ -62,7 +62,7 @@ def truth(name: str, value: object) -> bool:
 
 
 def shared_width(config: Mapping[str, object], *names: str) -> int:
-    """Channels of a head where the heads share the hidden size; `names`: keys of that, and of the number of heads."""
+    """The hidden size over the number of heads, whose keys are `names`. Raises ValueError if it is not whole."""
     width, heads = (number(name, present(config, [name]), int) for name in names)
     if not heads or width % heads:
         raise ValueError(
@@ -328,8 +328,8 @@ class SharedExperts(Part):
 class GroupsOfExperts(Part):
     """Groups of experts, of which a token takes some.
 
-    megatron.core rates a group by its best experts, as many as a token takes of a group on the average. DeepSeek-V3
-    rates it by the best two, DeepSeek-V2 by the best one.
+    megatron.core rates a group by its best experts: the mean number that a token takes of a group. DeepSeek-V3 rates a
+    group by its best two experts, DeepSeek-V2 by the best one.
 
     Attributes:
         rated_by: how many experts of a group rate it.

@@ -52,7 +52,7 @@ def _word(value: object) -> str:
 
 
 def read_config(path: Path | str) -> dict[str, object]:
-    """The content of a configuration: a file, or a folder's `config.json`. Raises ValueError."""
+    """The content of a configuration: a file, or a folder's `config.json`. Raises ValueError if it cannot be read."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     config = read_document(path)

@@ -35,7 +35,7 @@ class Platform:
         core: how its megatron.core differs from others; this machine's if it is not given.
         engine_keeps_main_grad: Transformer Engine's backward adds to the gradient buffer of its forward's time.
         engine_puts_off: Transformer Engine's layers can put weight gradients off, as I and W do.
-        without_fp8: by the recipes of FP8 that the machine does not have, why not.
+        without_fp8: recipe of FP8 that the machine does not support -> the reason.
     """
 
     is_cuda: bool
@@ -274,7 +274,7 @@ def require_hardware_queues(args: Arguments, environment: Mapping[str, str]) -> 
     """Refuse an environment with too few hardware queues for a job over NCCL. Raises ValueError.
 
     Args:
-        args: validated.
+        args: the validated arguments.
         environment: see `hardware_queues`.
     """
     hardware_queues.require_hardware_queues(

@@ -178,7 +178,7 @@ def measure_links(num_bytes: float) -> LinkTimes:
 
 
 def measure_copies(num_bytes: int) -> tuple[float, float]:
-    """Measure the seconds of a byte's copy to the host and back, while all ranks copy; those of the slowest rank.
+    """Measure the seconds to copy a byte to the host, and back, while all ranks copy. Returns the slowest rank's.
 
     Collective: every rank must call it. Precondition: the pipeline is drained.
     """

@@ -139,7 +139,7 @@ def gated(width: Callable[[TrainConfig], int]) -> Layout:
 
 
 def gated_in_turn(width: Callable[[TrainConfig], int], columns: Callable[[TrainConfig], int] | None = None) -> Layout:
-    """The gate's rows, then those that it multiplies, which stand in turn in one tensor there."""
+    """As `gated`, from one tensor of the files in which the two kinds of rows alternate."""
 
     def layout(args: TrainConfig, names: tuple[str, ...]) -> tuple[tuple[int, ...], list[Piece]]:
         rows = width(args)

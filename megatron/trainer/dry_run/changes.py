@@ -88,7 +88,7 @@ class _ProcessPart:
 
 
 def planned_changes(args: TrainConfig, layers: Sequence[int], processes: Sequence[Process] = ()) -> list[PlannedChange]:
-    """The changes of a run of `args`, a pipeline of stages with so many `layers` at first.
+    """The changes of a run of `args`. `layers`: the number of layers of each stage at the start.
 
     `processes`: by rank; none: they are on one node.
     """

@@ -39,7 +39,7 @@ class LostRanks:
 
 
 def lost_ranks(args: TrainConfig, layers: Sequence[int], memory: Sequence[RankMemory]) -> LostRanks | None:
-    """Return what lost ranks come to in a job of `args`, whose stages have so many `layers`; None without replicas."""
+    """Return what lost ranks cost a job of `args`, whose stages have `layers` layers each; None without replicas."""
     if args.data_parallel_size == 1 or args.skip_train:
         return None
     schedule, size = args.schedule, max(args.batch_sizes.all_num_microbatches())

@@ -53,7 +53,7 @@ class DryRun:
         report: the proof of its largest batches.
         verdict: the verdict on the pipeline with which it begins; None if no GPU was named.
         hosted: the findings about weights on the host; None if weights live on the device.
-        lost: what lost ranks come to; None without replicas.
+        lost: what lost ranks cost; None without replicas.
     """
 
     args: TrainConfig

@@ -173,7 +173,7 @@ def reading_changes(args: TrainConfig) -> Iterator[None]:
 
 
 def first_arrangement(args: TrainConfig) -> Arrangement:
-    """What the flags ask for."""
+    """The arrangement that the flags ask for."""
     layers = from_flags.layers_of_stages(core_config.transformer_config(args))
     return Arrangement(args.pipeline_model_parallel_size, args.data_parallel_size, args.micro_batch_size, tuple(layers))
 
@@ -189,9 +189,9 @@ def model_config(args: TrainConfig) -> TransformerConfig:
 def arrangement_to_begin_with(args: TrainConfig) -> Arrangement:
     """The arrangement in which a run is built, at its start or from a checkpoint (`args.recorded_changes`).
 
-    A checkpoint's own arrangement, where the job has as many ranks as when it was decided and the flags ask for the
-    same as then; else what the flags say. Frozen layers stay frozen, unless the optimizer's state is not loaded and
-    nothing is to freeze.
+    This is the checkpoint's arrangement if the job has the same number of ranks and the flags ask for the same first
+    arrangement as when it was saved; otherwise the arrangement of the flags. Frozen layers stay frozen, unless the
+    optimizer's state is not loaded and nothing is to freeze.
 
     Raises:
         CheckpointError: the checkpoint has frozen layers, and the run would train them; or what it says is damaged.
@@ -306,7 +306,7 @@ def _mapping(
 
 
 def estimated_traffic(args: TrainConfig) -> Traffic:
-    """What an iteration of the largest batch sends."""
+    """The bytes and messages of an iteration of the largest batch."""
     counts = count_transfers(args.schedule, max(args.batch_sizes.all_num_microbatches()))
     return cut_model(args).traffic(counts, gradient_bytes=from_flags.training_state(args).gradient_bytes)
 

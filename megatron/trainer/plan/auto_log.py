@@ -22,7 +22,7 @@ def begins_with(name: str) -> str:
 
 
 def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
-    """Yield what is known of a program whose batches drain. `may_recompute`: the search could choose recomputes."""
+    """Yield lines about a program whose batches drain. `may_recompute`: the search could choose recomputes."""
     yield (
         f"{AUTO}: a batch takes {_ms(best.seconds)} in simulation, without reductions and the step (a bubble "
         f"of {best.bubble:.1%}); no program takes less than {_ms(best.bound)} "
@@ -42,7 +42,7 @@ def lines_of(best: Synthesis, *, may_recompute: bool) -> Iterator[str]:
 
 
 def lines_of_steady(best: Steady, *, may_recompute: bool) -> Iterator[str]:
-    """Yield what is known of a program whose batches follow one another, as `lines_of` does."""
+    """Yield lines about a program whose batches follow one another, as `lines_of` does."""
     yield (
         f"{AUTO}: under {best.program.weights.name} a batch takes {_ms(best.seconds)} in simulation between fill and "
         f"drain, without reductions and the step, and a microbatch {_ms(best.period)}; no program takes less than "

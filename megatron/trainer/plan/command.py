@@ -39,12 +39,12 @@ class Job:
 
     Attributes:
         architecture: "gpt" or "bert".
-        argv: flags that stay, in the order of docs/flags.md.
+        argv: the flags that no configuration decides, in the order of docs/flags.md.
         dropped: flags of the user that a configuration decides, as written.
         global_batch_size: the user's, or None.
-        predictions: how 2bw shall predict its weights, by field of a configuration; empty: it does not.
+        predictions: field of a configuration -> setting of 2bw's weight prediction; empty: no prediction.
         platform: the machines as the flags are checked for them.
-        priced: what the user's flags ask for that shares out sequences and experts.
+        priced: the user's settings for sharing sequences and experts.
     """
 
     architecture: str
@@ -108,8 +108,8 @@ class Job:
     def namespace(self, configuration: Configuration, **others: object) -> Arguments:
         """What the program's parser makes of the job and a configuration; `others`: values by destination.
 
-        A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. That
-        its argv is parsed to these values a test shows.
+        A search asks for thousands, so the job's flags are parsed once, and the configuration's values are set. A test
+        shows that parsing the configuration's argv gives the same values.
         """
         flags = configuration.flags()
         if configuration.rank_mapping == "optimized":
@@ -131,7 +131,7 @@ class Job:
         return None
 
     def shape(self, tensor: int) -> Architecture:
-        """The model, with the vocabulary padded for so many tensor ranks."""
+        """The model, with the vocabulary padded for `tensor` tensor ranks."""
         rows = padded_vocabulary(
             replace(self._alone, tensor_model_parallel_size=tensor), assumed_vocabulary(self._alone)
         )
@@ -166,7 +166,7 @@ class Job:
 
     @property
     def vocab_size(self) -> int | None:
-        """What --vocab-size says."""
+        """The value of --vocab-size."""
         return self._given.vocab_size
 
     @property
@@ -341,7 +341,7 @@ _RULES = (model.required, optimizer.learning_rate, data.data, data.text)
 
 
 def missing_flags(argv: Sequence[str], *, architecture: str, iterations: int) -> list[str]:
-    """A sentence for each rule that a run of so many iterations would break, whatever its configuration.
+    """A sentence for each rule that a run of `iterations` iterations would break, whatever its configuration.
 
     Raises ValueError as `parse_args`.
     """

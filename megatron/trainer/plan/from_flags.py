@@ -69,10 +69,10 @@ class PricedFlags:
 
 
 def read_priced(given: Arguments, flags: Sequence[Flag], *, has_experts: bool) -> PricedFlags:
-    """What the priced ones among the parsed flags ask for. `has_experts`: the model has experts.
+    """Read the priced flags among the parsed ones. `has_experts`: the model has experts.
 
     Raises:
-        ValueError: a value that is none, flags of experts without experts, or what has no price.
+        ValueError: a value is invalid or has no price, or there are flags of experts without experts.
     """
     names = {flag.dest: flag.name for flag in flags}
     values = {name: getattr(given, name) for name in names}
@@ -154,7 +154,7 @@ _BYTES = {"fp32": _FP32, "bf16": _HALF}
 
 
 def training_state(args: TrainConfig) -> TrainingState:
-    """What the run keeps for each parameter."""
+    """The bytes that the run keeps for each parameter."""
     weight = _HALF if args.fp16 or args.bf16 else _FP32
     return TrainingState(
         weight_bytes=weight,
@@ -218,11 +218,11 @@ def _recompute(args: TrainConfig) -> Recompute:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSoftware(Software):
-    """What a run's flags say of its software, whatever the degrees.
+    """The software of a run by its flags, whatever the degrees.
 
     Attributes:
-        setting, state: of any configuration of it.
-        with_halves: what trains where backwards are split, if that takes other layers; None: the same.
+        setting, state: the same for all configurations of the run.
+        with_halves: the software with the layers that split backwards need; None: the same layers.
     """
 
     setting: ActivationSetting

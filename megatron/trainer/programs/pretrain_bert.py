@@ -37,7 +37,7 @@ def forward_step(data_iterator, model):
 
 
 def program():
-    """What a run is put together from: a `TrainingProgram`."""
+    """The `TrainingProgram`: the model, the forward step and the data of a run."""
     from megatron.trainer.data.masked import bert_fields, build_bert_datasets, loss_names
     from megatron.trainer.start_up.run import TrainingProgram
 

@@ -43,7 +43,7 @@ def datasets_provider(args: TrainConfig, tokenizer):
 
 
 def program():
-    """What a run is put together from: a `TrainingProgram`."""
+    """The `TrainingProgram`: the model, the forward step and the data of a run."""
     from megatron.trainer.start_up.run import TrainingProgram
 
     return TrainingProgram(

@@ -36,7 +36,7 @@ def forward_step(data_iterator, model):
 
 
 def program():
-    """What a run is put together from: a `TrainingProgram`."""
+    """The `TrainingProgram`: the model, the forward step and the data of a run."""
     from megatron.trainer.data.masked import build_t5_datasets, t5_fields
     from megatron.trainer.start_up.run import TrainingProgram
 

@@ -35,7 +35,7 @@ def forward_step(data_iterator, model):
 
 
 def program():
-    """What a run is put together from: a `TrainingProgram`."""
+    """The `TrainingProgram`: the model, the forward step and the data of a run."""
     from megatron.trainer.data.classification import build_vision_datasets, vision_fields
     from megatron.trainer.models.classifiers import loss_names
     from megatron.trainer.start_up.run import TrainingProgram

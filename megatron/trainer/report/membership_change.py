@@ -74,7 +74,7 @@ class MembershipChange:
         )
 
     def title(self) -> str:
-        """What the title of a picture says; empty for a job that has all its ranks."""
+        """The end of a picture's title; empty for a job that has all its ranks."""
         if self.survivors is None:
             return ""
         absent = sorted({*range(self.world_size)}.difference(self.ranks))

@@ -51,7 +51,7 @@ RENDEZVOUS_TIMEOUT = timedelta(seconds=60)
 
 
 def this_platform() -> Platform:
-    """What this machine offers."""
+    """The platform of this machine."""
     has_kernel = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return Platform(
         is_cuda=backend.is_cuda(),

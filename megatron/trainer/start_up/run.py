@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 
 def language_model_losses(args: TrainConfig) -> tuple[str, ...]:
-    """The losses of a GPT: that of its tokens, those of further tokens, and those of its routers."""
+    """The names of a GPT's losses: of its tokens, of further tokens, and of its routers."""
     of_tokens = (LOSS, *loss_names(args.mtp_num_layers))
     if args.num_experts is None:
         return of_tokens
@@ -76,7 +76,7 @@ ModelProvider = Callable[..., torch.nn.Module]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgram:
-    """What is trained, whatever the flags.
+    """The parts of a training program, for any flags.
 
     Attributes:
         model_provider: `model_provider(args, config)` returns Megatron's `provider(pre_process, post_process)`. It is
@@ -136,7 +136,7 @@ def setup_model_and_optimizer(
         locally: a context manager around each step that needs no other rank, equally often on each rank. A rank that
             fails there, for example for lack of memory, can tell the others.
 
-    Raises ValueError for what the user can mend.
+    Raises ValueError if flags, data and machine do not go together.
     """
     with locally():
         schedule, model = args.schedule, arrangement.model_config(args)
@@ -408,8 +408,9 @@ class Run:
     def samples(self, index: int, name: str, consumed: int) -> list[MicrobatchIterator]:
         """Microbatches of dataset `index` (0 training, 1 validation, 2 test) from sample `consumed` on, by own stage.
 
-        Validation data begin again at their end: a resumed run that evaluates at other intervals has them sized for
-        those, and its position from before. Those of which every evaluation takes all begin anew with it.
+        Validation data start over at their end: in a resumed run that evaluates at other intervals they are sized for
+        the new intervals, while the position is from before. Data that each evaluation reads completely start over with
+        each evaluation.
         """
         if getattr(self.datasets[index], "starts_over", False):
             consumed = 0

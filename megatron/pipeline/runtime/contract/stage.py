@@ -259,8 +259,8 @@ class SplittingStage(Protocol):
 class GraphStage(AnyStage, Protocol):
     """A stage of a graph: it exchanges several tensors with each stage to which it has an edge.
 
-    Its activations are never moved to another rank. Gradients are in the order of the tensors that have them, those of
-    floating or complex dtype. The gradient of a shared parameter, received or returned, is None except with the last
+    Its activations are never moved to another rank. Tensors of floating or complex dtype have gradients, which are in
+    the order of these tensors. The gradient of a shared parameter, received or returned, is None except with the last
     microbatch of a batch.
     """
 

@@ -19,7 +19,7 @@ _Place = tuple[Any, ...]
 
 
 class KeptState:
-    """The copy, of one rank.
+    """A copy of what a step changes on one rank.
 
     Args:
         parameters: the parameters of the model.

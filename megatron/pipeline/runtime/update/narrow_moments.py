@@ -32,8 +32,8 @@ class OneByOne(torch.optim.Optimizer, ABC):
     """An optimizer that steps each parameter by itself. Its state is Adam's: `step`, `exp_avg`, `exp_avg_sq`.
 
     Args:
-        params: as of any torch optimizer.
-        lr, betas, eps, weight_decay: as of Adam; of a group where that says them.
+        params: the parameters or their groups, as for any torch optimizer.
+        lr, betas, eps, weight_decay: as for Adam; a group may have values of its own.
     """
 
     adams_state = True  # for megatron.backend.fixes, which completes it before a load

@@ -26,10 +26,10 @@ class MadeProgram:
     """A program that was made for a job.
 
     Attributes:
-        csv: its text, as a file would have it.
-        lines: what the log says of it.
-        certificate: what is known of it, as JSON.
-        measures: the job begins with it and measures itself, and goes on with the program for these costs.
+        csv: the program's text, as in a file.
+        lines: lines about it for the log.
+        certificate: its problem, time and bounds, as JSON.
+        measures: the job only begins with it, measures its own costs, and goes on with a program for these.
     """
 
     csv: str
@@ -50,13 +50,13 @@ class Derived:
         made_program: the program that was made for --pipeline-schedule auto.
         program: the schedule of --pipeline-program, or of `made_program`.
         moves_activations: saved activations leave their rank, for its pair or for the host, in a batch of any size.
-        class_names: of a text classifier.
+        class_names: the classes of a text classifier.
         changes: the pipeline may change while it trains.
         arrangement, first_arrangement: the present and the first one, where the pipeline changes.
         frozen_stages: the stages of the present arrangement, unless that is the first.
         recorded_changes: what a checkpoint says of changes to the pipeline.
         has_split: whether there are data for training, validation and test.
-        data_digest: of a classifier's training data.
+        data_digest: the digest of a classifier's training data.
     """
 
     architecture: str = "gpt"
@@ -157,18 +157,18 @@ def num_expert_replicas(args: TrainConfig | Arguments) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChoice:
-    """What a run needs to know of its pipeline before the schedule is built.
+    """The facts about a run's pipeline that are needed before the schedule is built.
 
     Attributes:
         flag: as on the command line, for messages: `--pipeline-schedule 2bw`.
         name: what logs call it.
         policy: which weights a batch uses.
-        residency: where they live, if on the host.
+        residency: how weights live on the host; None: they live on the device.
         interleaves: ranks have several stages.
-        virtual_stages: how many, where it is for one number alone.
+        virtual_stages: the only number of stages on a rank that it supports; None: any.
         recompute: backwards are preceded by a recompute whatever the flags say.
         placement: (ranks, stages on each) -> the rank of each stage.
-        deals_out: whether that is in turn, as megatron.core does.
+        deals_out: whether the placement deals out stages in turn, as megatron.core does.
     """
 
     flag: str
@@ -250,7 +250,7 @@ def flag_of_program(args: TrainConfig | Arguments) -> str:
 
 
 def schedule_text(args: TrainConfig) -> str:
-    """What a run's first lines call the choice: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
+    """The name of the choice in a run's first lines: `schedule 2bw`, or `program rows.csv (sha256 0123456789ab)`."""
     if args.program is None:
         return f"schedule {args.pipeline_schedule}"
     return f"program {args.pipeline_program} (sha256 {args.program.short_hash})"

@@ -220,7 +220,7 @@ _NEGATIONS = frozenset({"no", "non", "disable"})
 
 
 def meant(name: str, known: Iterable[str], refused: Collection[str] = ()) -> str | None:
-    """The flag that `name` is a slip of, or None; `refused` are those of `known` that cannot be used."""
+    """The flag of which `name` is a misspelling, or None. `refused`: the flags of `known` that cannot be used."""
     typed = _plain(name)
     allowed = 2 if len(typed.replace("-", "")) >= _LONG else 1
     best: tuple[int, bool, bool, bool] | None = None

@@ -9,7 +9,7 @@ EXCHANGES = (RING, GATHER, HEADS)
 
 
 def context(args: Arguments) -> None:
-    """Check the flags of context parallelism. After the rules of heads, before those of schedules."""
+    """Check the flags of context parallelism. Runs after the rules of heads and before the rules of schedules."""
     kinds = args.cp_comm_type
     if len({*kinds}) > 1 or kinds[0] not in EXCHANGES:
         raise ValueError(

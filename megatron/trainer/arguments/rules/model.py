@@ -25,7 +25,7 @@ _NOT_IN_HYBRID = ("num_experts", "mtp_num_layers", "multi_latent_attention", "sf
 
 
 def hybrid(args: Arguments) -> None:
-    """--hybrid-layer-pattern gives the number of layers, and with `|` those of each stage, as layers of a GPT."""
+    """--hybrid-layer-pattern sets the number of layers, and with `|` the number on each stage, as for a GPT."""
     pattern = args.hybrid_layer_pattern = args.hybrid_layer_pattern or None
     if pattern is None:
         if args.spec is not None:

@@ -180,7 +180,7 @@ class RouterTokens:
             self._show(max(self._biases))
 
     def step(self, version: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Make the biases of `version` from those before, as megatron.core does: also if the weights' step is skipped.
+        """Make the biases of `version` from those before, as megatron.core does. Also if the weights' step is skipped.
 
         `tokens`: the tokens of each expert over the batch and the job, [layers][experts].
         """
@@ -200,8 +200,9 @@ class RouterTokens:
     def restore(self, newest: int, state: Mapping | None) -> None:
         """Take biases that were loaded as those of version `newest` and older ones.
 
-        They are those of `state`, a result of `state_dict`. If it lacks the newest, as older checkpoints do, these are
-        the ones that the routers show, and the call is collective over the job. Others that it lacks equal the newest.
+        The biases come from `state`, a result of `state_dict`. If it lacks the newest, as older checkpoints do, the
+        newest are the ones that the routers show, and the call is collective over the job. Other biases that it lacks
+        equal the newest.
         """
         if not self.has_biases:
             return
@@ -238,7 +239,7 @@ class RouterTokens:
 
 
 def loss_names(num_layers: int | None) -> tuple[str, ...]:
-    """What the losses of so many layers are called, as in Megatron-LM."""
+    """The names of the losses of a model with `num_layers` layers, as in Megatron-LM."""
     return tuple(f"mtp_{number + 1} loss" for number in range(num_layers or 0))
 
 

@@ -268,7 +268,7 @@ class PredictedVersion(OlderVersions):
     def to_load(self, model: dict, holds_prefix: Callable[[str], bool]) -> dict:
         """The entries to load from a checkpoint besides `model`.
 
-        If the checkpoint has no weight of this replica, it is that of the first replica. Empty for a new run, whose
+        Weights of this replica that the checkpoint lacks are loaded from the first replica. Empty for a new run, whose
         first batch is computed at the true weights.
         """
         self._names_in_entries = self._find_names(model)

@@ -38,8 +38,8 @@ from megatron.pipeline.runtime.activations.weight_products import WeightProducts
 class EngineLinears:
     """The layers of a model chunk that can put their weight gradients off, and those that cast; there may be none.
 
-    `keeps_casts`: layers keep the weights that they have cast. If they do not, they are told that they do not know
-    which microbatch is the first, and cast for each.
+    `keeps_casts`: whether layers keep the weights that they have cast for the first microbatch of a batch. If not, they
+    cast for each microbatch.
     """
 
     def __init__(self, model: torch.nn.Module, *, keeps_casts: bool = False) -> None:

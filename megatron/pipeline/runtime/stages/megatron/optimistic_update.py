@@ -19,8 +19,8 @@ from megatron.pipeline.runtime.update.kept_state import KeptState
 class MegatronOptimisticUpdate(MegatronWeightUpdate):
     """`OptimisticUpdate` of one rank, for weights that drain with each batch.
 
-    It is not for per-token loss, whose divisor comes with the norm, for an optimizer that replicas share, and for
-    experts, whose routers count. The arguments are those of `MegatronWeightUpdate`.
+    It does not support per-token loss (the divisor comes with the norm), an optimizer that replicas share, or experts
+    (their routers count tokens). The arguments are those of `MegatronWeightUpdate`.
     """
 
     def __init__(self, *arguments: object, **options: object) -> None:

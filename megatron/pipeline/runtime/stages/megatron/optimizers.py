@@ -67,7 +67,7 @@ def _steps_in_place(optimizer: MegatronCoreOptimizer) -> bool:
 
 
 def optimizers_of(optimizer: MegatronOptimizer) -> list[MegatronCoreOptimizer]:
-    """The optimizers of the rank's chunks: one, or under expert parallelism that of the experts after the other's."""
+    """The optimizers of the rank's chunks: one, and under expert parallelism a second one for the experts."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 

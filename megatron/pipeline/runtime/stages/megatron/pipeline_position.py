@@ -33,7 +33,7 @@ _GROUP, _EMBEDDING_GROUP = "_PIPELINE_MODEL_PARALLEL_GROUP", "_EMBEDDING_GROUP"
 
 
 class StageLayout(PipelineParallelLayerLayout):
-    """megatron.core's layout of layers with one stage per rank. Questions are answered for `stage`, on any rank.
+    """megatron.core's layout of layers with one stage per rank. It answers for `stage`, on any rank.
 
     Args:
         layers: the number of layers of each stage.

@@ -249,7 +249,7 @@ class RedundantShards:
 
     @torch.no_grad()
     def make_copy(self) -> None:
-        """Send all state of this rank's shard to the next rank, and keep that of the rank before."""
+        """Send all state of this rank's shard to the next rank, and keep the state that the rank before sends."""
         group, own = self._group, self._optimizer.optimizer
         if not self._copies or self._optimizer.is_stub_optimizer:
             return
@@ -271,8 +271,10 @@ class RedundantShards:
         self._copy = _Copy(self.cut, shard, own, group_of, states, older, count=numbers[-1].item())
 
     def exchange(self, slot: GradientSlot) -> Flats | None:
-        """Send the reduced gradients of this rank's shard to the next rank, and return those of the copy's. On the
-        chain's thread, before anybody steps with them."""
+        """Send the reduced gradients of this rank's shard to the next rank.
+
+        Returns the gradients of the shard of which this rank has a copy. Called on the chain's thread, before the step.
+        """
         if self._copy is None:
             return None
         return [self._group.pass_on(flat, self._distance) for flat in self.cut.gradients(slot, self.shard)]

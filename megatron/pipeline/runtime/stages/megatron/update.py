@@ -84,8 +84,8 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
         single_gradient_buffer: use one gradient buffer instead of two under 2bw. The gradients of a batch are applied
             when the first backward of the next batch needs the buffer, clipped by the norm of the batch before (the
             first batch of a run waits for its own norm, and with per-token loss every batch for its number of tokens).
-            This backward first waits until these gradients are reduced,
-            so that the reductions are not overlapped with computation. The program does not show this wait.
+            This backward first waits until these gradients are reduced, so that the reductions are not overlapped with
+            computation. The program does not show this wait.
         reduce_partial: predictions read the mean of the gradients over the replicas.
         provisional_microbatches: of the schedule. A number: predictions do not depend on the cut into stages, so they
             clip by the factor of the last step alone and not by the norm of the stage's gradients; 0: they read no
@@ -191,14 +191,13 @@ class MegatronWeightUpdate(CoreUpdate, DeviceUpdate):
     def keep_shards(
         self, before: RedundantShards | None = None, sources: Sequence[int] = (), *, copies: bool = True
     ) -> None:
-        """Be able to hand over this rank's shard of the optimizer, with `copies` another rank's, too, from now on
-        (`--redundant-optimizer`).
+        """Prepare to hand over this rank's shard of the optimizer, and with `copies` another rank's shard, too.
 
-        Call it while drained. Collective over the ranks with the same stages.
+        This is for `--redundant-optimizer`. Call it while drained. Collective over the ranks with the same stages.
 
         Args:
             before: the shards of an update of these ranks whose state is taken over; None: this rank has none of them.
-            sources: for each of the shards of before, the rank that hands it over; empty: nothing is taken over.
+            sources: for each shard of `before`, the rank that hands it over; empty: nothing is taken over.
         """
         if not copies and not is_steppable(self._inner):
             return
